@@ -1,0 +1,17 @@
+"""Errors that are the user's to mend: scripts print their message as one line, without a traceback."""
+
+
+class UserError(Exception):
+    """Bad input (config, checkpoint, tokenizer, dataset, reward); the message names it and says what would be right."""
+
+
+class ConfigError(UserError):
+    """A config key that is unknown, of the wrong type, or impossible together with another."""
+
+
+class CheckpointError(UserError):
+    """A model checkpoint or run checkpoint that cannot be read as asked."""
+
+
+class TokenizerError(UserError):
+    """A tokenizer directory that cannot be read, or that does not fit the policy."""

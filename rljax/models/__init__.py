@@ -1,0 +1,1 @@
+"""Policies: decoder-only transformers as pure functions over a params pytree."""
