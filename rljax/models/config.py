@@ -1,0 +1,68 @@
+"""The shape of a policy: one frozen dataclass for every supported architecture.
+
+Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim set apart from hidden/heads) and Llama 3.x (RoPE scaling) differ in a
+handful of switches; everything else is shared. Instances are hashable, so they are static arguments of `jax.jit`.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 RoPE scaling ("The Llama 3 Herd of Models", 2024; `rope_type: llama3` in Hugging Face configs).
+
+    Attributes:
+      factor: how much longer the context is than in pre-training.
+      low_freq_factor: wavelengths above original_max_positions / low_freq_factor are divided by `factor`.
+      high_freq_factor: wavelengths below original_max_positions / high_freq_factor stay as they are.
+      original_max_positions: context length of pre-training, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a decoder-only transformer with pre-norm, SwiGLU, RoPE and grouped-query attention.
+
+    Attributes:
+      architecture: Hugging Face `model_type`: "qwen2", "qwen3" or "llama".
+      vocab_size: rows of the embedding (may exceed the tokenizer's vocabulary, as padding).
+      hidden_size: width of the residual stream, d.
+      num_layers: decoder layers.
+      num_heads: query heads, H.
+      num_kv_heads: key/value heads, Hk; H is a multiple of it.
+      head_dim: size of a head, D; need not be hidden_size / num_heads.
+      mlp_size: width of the SwiGLU layer, f.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: Llama-3 scaling, or None.
+      norm_epsilon: epsilon of every RMSNorm.
+      tie_embeddings: the LM head is the embedding.
+      attention_bias: query, key and value projections have a bias (Qwen2).
+      qk_norm: RMSNorm over each query and key head (Qwen3).
+      max_positions: longest sequence the policy was made for, in tokens.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_epsilon: float = 1e-6
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    max_positions: int = 32_768
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share a key/value head, g."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,47 @@
+"""Rotary position embeddings (Su et al., 2021), with Llama-3 frequency scaling.
+
+Angles are looked up in a table made on the host: the same bits for a position wherever it is evaluated, and the same float32
+arithmetic as Hugging Face's implementations, whose checkpoints we load.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from rljax.models.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angle per position for each pair of channels: float32 [head_dim / 2]."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse = (1.0 / np.power(np.float32(theta), exponent, dtype=np.float32)).astype(np.float32)
+    if scaling is None:
+        return inverse
+    wavelength = 2 * np.pi / inverse
+    low_wavelength = scaling.original_max_positions / scaling.low_freq_factor
+    high_wavelength = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+    scaled = np.where(wavelength > low_wavelength, inverse / scaling.factor, between)
+    return np.where(wavelength < high_wavelength, inverse, scaled).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=16)
+def rope_table(config: ModelConfig, length: int) -> np.ndarray:
+    """Cosines and sines of positions 0 .. length-1: float32 [length, 2, head_dim / 2]."""
+    inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def apply_rope(x: Array, angles: Array) -> Array:
+    """Rotates x [N, T, heads, D] by angles [N, T, 2, D/2] (cosines, sines), in float32, back in x's dtype."""
+    cos, sin = angles[:, :, None, 0], angles[:, :, None, 1]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

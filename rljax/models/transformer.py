@@ -1,0 +1,157 @@
+"""The policy: one forward pass for training, prefill, decoding and tree verification.
+
+A decoder-only transformer as pure functions over a params pytree (pre-norm, RoPE, grouped-query attention, SwiGLU). Callers differ only in the
+positions and in the attention structure they pass. Weights are stored [out, in], as in Hugging Face checkpoints.
+
+Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = vocab_size):
+
+    embed [V, d]   layers: a list of
+        attention_norm [d]   q [H*D, d]   k [Hk*D, d]   v [Hk*D, d]   o [d, H*D]
+        q_bias, k_bias, v_bias        (attention_bias)
+        q_norm [D], k_norm [D]        (qk_norm)
+        mlp_norm [d]   gate [f, d]   up [f, d]   down [d, f]
+    final_norm [d]   lm_head [V, d]   (absent when tied)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics, linear, rms_norm
+from rljax.models.rope import apply_rope
+
+Params = dict[str, Any]
+Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
+"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], what the caller wants kept)."""
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """The params pytree with a shape tuple in the place of every array."""
+    d, f, v = config.hidden_size, config.mlp_size, config.vocab_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = {
+        "attention_norm": (d,),
+        "q": (q_size, d),
+        "k": (kv_size, d),
+        "v": (kv_size, d),
+        "o": (d, q_size),
+        "mlp_norm": (d,),
+        "gate": (f, d),
+        "up": (f, d),
+        "down": (d, f),
+    }
+    if config.attention_bias:
+        layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+    if config.qk_norm:
+        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    shapes = {
+        "embed": (v, d),
+        "layers": [dict(layer) for _ in range(config.num_layers)],
+        "final_norm": (d,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head"] = (v, d)
+    return shapes
+
+
+def num_params(config: ModelConfig) -> int:
+    """Parameters of the policy; a tied LM head counts once."""
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(int(np.prod(shape)) for shape in shapes)
+
+
+def init_params(config: ModelConfig, seed: int) -> Params:
+    """Float32 weights for training from scratch: normal, 0.02, residual outputs shrunk with depth (GPT-2); norms 1, biases 0."""
+    rng = np.random.default_rng(seed)
+
+    def init(path, shape):
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape, jnp.float32)
+        if name.endswith("bias"):
+            return jnp.zeros(shape, jnp.float32)
+        scale = 0.02 / np.sqrt(2 * config.num_layers) if name in ("o", "down") else 0.02
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+
+    return jax.tree_util.tree_map_with_path(
+        init, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def _layer(
+    layer: Params,
+    index: int,
+    x: Array,
+    angles: Array,
+    attention: Attention,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Array, Any]:
+    batch, length, _ = x.shape
+    h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, numerics)
+    heads = (batch, length, -1, config.head_dim)
+    q = linear(h, layer["q"], layer.get("q_bias")).reshape(heads)
+    k = linear(h, layer["k"], layer.get("k_bias")).reshape(heads)
+    v = linear(h, layer["v"], layer.get("v_bias")).reshape(heads)
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.norm_epsilon, numerics)
+        k = rms_norm(k, layer["k_norm"], config.norm_epsilon, numerics)
+    attended, kept = attention(index, apply_rope(q, angles), apply_rope(k, angles), v)
+    x = x + linear(attended.reshape(batch, length, -1), layer["o"])
+    h = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, numerics)
+    x = x + linear(jax.nn.silu(linear(h, layer["gate"])) * linear(h, layer["up"]), layer["down"])
+    return x, kept
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    attention: Attention,
+    rope: Array,
+    numerics: Numerics,
+    remat: bool = False,
+) -> tuple[Array, list[Any]]:
+    """Final hidden states of `tokens`.
+
+    Args:
+      params: see the module's docstring; any float dtype, cast to the compute dtype where they are used.
+      tokens: int32 [N, T].
+      positions: int32 [N, T], rows of `rope`.
+      attention: the attention structure; called once a layer.
+      rope: `rope_table(config, length)`, float32 [length, 2, D/2].
+      remat: recompute each layer's activations in the backward pass instead of keeping them.
+
+    Returns:
+      hidden states after the final norm, [N, T, d], and what the attention kept, a list with an entry per layer.
+    """
+    x = params["embed"][tokens].astype(numerics.dtype)
+    angles = rope[positions]
+    kept = []
+    for index, layer in enumerate(params["layers"]):
+
+        def run(layer, x, index=index):
+            return _layer(layer, index, x, angles, attention, config, numerics)
+
+        x, kept_here = (jax.checkpoint(run) if remat else run)(layer, x)
+        kept.append(kept_here)
+    return rms_norm(x, params["final_norm"], config.norm_epsilon, numerics), kept
+
+
+def lm_head(params: Params, config: ModelConfig) -> Array:
+    """The output embedding, [V, d]."""
+    return params["embed"] if config.tie_embeddings else params["lm_head"]
+
+
+def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
+    """Float32 logits [..., V] of hidden states [..., d]."""
+    head = lm_head(params, config).astype(hidden.dtype)
+    return lax.dot_general(
+        hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
