@@ -1,0 +1,881 @@
+"""The experiment: one YAML file plus `key=value` overrides, typed and validated before anything is compiled.
+
+Every key says in its description why one would change it; `describe_keys` prints them for `--help`. What
+cannot work (an unknown key, a wrong type, two keys that contradict each other) is a `ConfigError` of one line
+that names the dotted key. This module does not import JAX, so that help and errors are instant.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import json
+import os
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from rljax.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Keys that belong together: immutable, none unknown, none converted silently (but 1 will do for 1.0)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+Buckets = Annotated[tuple[Count, ...], Field(strict=False)]  # YAML has lists only; the items stay strict
+
+
+class ShapeConfig(Section):
+    """Architecture of a policy made from scratch."""
+
+    hidden_size: Count = Field(
+        description="Width of the residual stream. Raise for capacity; cost grows with its square."
+    )
+    num_layers: Count = Field(
+        description="Decoder layers. Raise for longer chains of reasoning; decoding time grows in step."
+    )
+    num_heads: Count = Field(description="Query heads; a multiple of num_kv_heads.")
+    num_kv_heads: Count = Field(
+        description="Key/value heads. Fewer make the KV cache, and so long decodes, cheaper."
+    )
+    head_dim: Count = Field(
+        description="Size of a head, even; num_heads * head_dim may differ from hidden_size."
+    )
+    mlp_size: Count = Field(
+        description="Width of the SwiGLU layer, where most weights are; about 2.7 times hidden_size is usual."
+    )
+    rope_theta: float = Field(
+        10_000.0,
+        gt=0,
+        description="Base of the rotary frequencies. Raise for contexts of many thousand tokens.",
+    )
+    tie_embeddings: bool = Field(
+        True, description="Use the embedding as the LM head. Turn off for large models with weights to spare."
+    )
+    qk_norm: bool = Field(
+        True,
+        description="Normalise queries and keys (Qwen3); steadier at high learning rates. Off makes a Llama.",
+    )
+    attention_bias: bool = Field(
+        False, description="Bias on the query, key and value projections (Qwen2); excludes qk_norm."
+    )
+    max_positions: Count = Field(
+        4096, description="Longest sequence the policy is made for; raise when prompt and response need more."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ShapeConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"policy.shape.num_heads: {self.num_heads} is not a multiple of num_kv_heads"
+                f" {self.num_kv_heads};"
+                " every key/value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"policy.shape.head_dim: {self.head_dim} is odd; rotary embeddings turn pairs, so it"
+                " must be even"
+            )
+        if self.qk_norm and self.attention_bias:
+            raise ValueError(
+                "policy.shape.attention_bias: cannot be true together with qk_norm;"
+                " Qwen2 has the bias, Qwen3 the norms, and no supported architecture both"
+            )
+        return self
+
+
+class PolicyConfig(Section):
+    """The model to be trained: a Hugging Face directory, or a new one of a given shape."""
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="Hugging Face directory to start from. Set this or policy.shape, not both.",
+    )
+    shape: ShapeConfig | None = Field(
+        None, description="Architecture of a policy made on the spot; set this or policy.path."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type of activations and of the weights while they are used; master weights are always"
+        " float32. bfloat16 halves memory and is fast on TPU and GPU; float32 is the faster one on most"
+        " CPUs.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "PolicyConfig":
+        if self.path is None and self.shape is None:
+            raise ValueError(
+                "policy: neither policy.path (a Hugging Face directory) nor policy.shape (a new"
+                " model) is set; set one"
+            )
+        if self.path is not None and self.shape is not None:
+            raise ValueError(
+                "policy: both policy.path and policy.shape are set; keep one (policy.shape=null"
+                " drops the shape)"
+            )
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the task's worked solutions before RL; leave the section out (null) for none."""
+
+    steps: Count = Field(
+        500,
+        description="Updates. Too few and no sample is ever right, so RL has no signal; too many leave RL"
+        " nothing to gain.",
+    )
+    learning_rate: float = Field(
+        1e-3, gt=0, description="Peak learning rate. Lower it for a pretrained policy (1e-5)."
+    )
+    tokens_per_step: Count = Field(
+        8192, description="Tokens in an update's batch. Raise when the loss is noisy and time allows."
+    )
+    cache_dir: str = Field(
+        "cache/warm_start",
+        min_length=1,
+        description="Where the warmed-up policy is kept for the next run with the same settings; delete it"
+        " to start over.",
+    )
+
+
+class TaskConfig(Section):
+    """What is to be learned: prompts and a reward that can be checked."""
+
+    name: str = Field(min_length=1, description="Which registered task to train on.")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the task, by name, such as its difficulty; see docs/tasks.md.",
+    )
+
+
+class RolloutConfig(Section):
+    """Sampling of responses."""
+
+    prompts_per_step: Count = Field(
+        32, description="Prompts a step (P). Raise for steadier gradients at proportional cost."
+    )
+    samples_per_prompt: Count = Field(
+        8,
+        description="Responses to each prompt, the group (G). Raise when groups are often all right or all"
+        " wrong.",
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Of the sampling distribution, which is also the one trained. Lower explores less.",
+    )
+    top_k: CountOrOff = Field(
+        0, description="Sample among the k likeliest tokens; 0 is off. Filters make training narrower."
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample inside the smallest set with this probability; 1.0 is off. Cuts nonsense tails.",
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Drop tokens less likely than this times the likeliest; 0 is off. Follows confidence.",
+    )
+    max_prompt_length: Count = Field(
+        512, description="Longest prompt in tokens; raise when the task's prompts do not fit."
+    )
+    max_response_length: Count = Field(
+        1024,
+        description="Longest response in tokens. Raise when many are cut off; the long tail sets the time"
+        " of a step.",
+    )
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
+        (),
+        description="Texts that end a response besides the end-of-sequence tokens; for policies that do"
+        " not stop by themselves.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutConfig":
+        if self.top_k == 1:
+            raise ValueError(
+                "rollout.top_k: 1 makes all samples of a prompt the same, so nothing is learned; set"
+                " 0 (off) or at least 2"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """The decode engine. Nothing here changes a sampled token while row_invariant is on."""
+
+    max_slots: Count = Field(
+        64,
+        description="Responses decoded at once. Raise for throughput until memory or arithmetic is full;"
+        " the rest wait.",
+    )
+    row_invariant: bool = Field(
+        True,
+        description="Make a request's tokens and logprobs the same bits whatever else is in the batch."
+        " Turn off to measure what exactness costs, or where near-ties may flip.",
+    )
+    batch_buckets: Buckets | None = Field(
+        None,
+        description="Batch sizes that are compiled, ascending; null is powers of two. Fewer compile"
+        " faster, more waste less in the long tail.",
+    )
+    cache_buckets: Buckets | None = Field(
+        None,
+        description="KV cache lengths that are compiled, ascending; null is powers of two. Set to fit"
+        " known lengths.",
+    )
+    decode_steps_per_visit: Count = Field(
+        16,
+        description="Tokens decoded on the device between two looks of the host. Raise where the host is"
+        " slow; finished slots idle until the next look.",
+    )
+    compilation_cache: str | None = Field(
+        "cache/compilation",
+        description="Directory that keeps compiled programs for the next process; null compiles anew every"
+        " time.",
+    )
+
+
+# What the papers set, as the default of every key that the config leaves out. GRPO: DeepSeekMath, arXiv
+# 2402.03300, section 4.2 and Eq. 3-4; DAPO: arXiv 2503.14476, section 4.1. DAPO's overlong buffer (4,096 of
+# 20,480 tokens) is a share of the response length, which ExperimentConfig fills in.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "advantage_normalization": "std",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "sequence_mean",
+        "kl_coefficient": 0.04,
+        "kl_estimator": "k3",
+        "overlong_buffer": 0,
+        "overlong_penalty": 1.0,
+        "dynamic_sampling": False,
+        "dynamic_sampling_max_rounds": 10,
+    },
+    "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
+}
+_OVERLONG_SHARE = 5
+
+
+def _preset_field(key: str, **field: Any) -> Any:
+    return Field(_PRESETS["grpo"][key], **field)
+
+
+class AlgorithmConfig(Section):
+    """The policy gradient. The name only chooses defaults for the keys below it; a key that is set wins."""
+
+    name: Literal["grpo", "dapo"] = Field(
+        "grpo",
+        description="Which paper's settings are the defaults. dapo adds clip-higher, token mean and"
+        " dynamic sampling.",
+    )
+    advantage_normalization: Literal["std", "none"] = _preset_field(
+        "advantage_normalization",
+        description="Divide a group's centred rewards by their standard deviation, or not (Dr. GRPO): none"
+        " keeps easy and hard prompts from weighing too much.",
+    )
+    clip_low: float = _preset_field(
+        "clip_low",
+        gt=0,
+        le=1,
+        description="Ratios below 1 - clip_low get no gradient. Lower it when updates overshoot.",
+    )
+    clip_high: float = _preset_field(
+        "clip_high",
+        gt=0,
+        description="Ratios above 1 + clip_high get no gradient. Raise it when entropy collapses"
+        " (clip-higher).",
+    )
+    aggregation: Literal["token_mean", "sequence_mean"] = _preset_field(
+        "aggregation",
+        description="Every token of the batch weighs the same, or every response does. token_mean lets"
+        " long ones count.",
+    )
+    kl_coefficient: float = _preset_field(
+        "kl_coefficient",
+        ge=0,
+        description="Weight of the KL penalty towards the policy as it was before RL; 0 keeps no reference"
+        " and saves a pass.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = _preset_field(
+        "kl_estimator",
+        description="k1 is unbiased and noisy, k2 biased with the right gradient, k3 unbiased and positive.",
+    )
+    overlong_buffer: CountOrOff = _preset_field(
+        "overlong_buffer",
+        description="The last this many tokens before max_response_length cost reward, linearly; 0 is off."
+        " Set when cut-off responses make rewards noisy.",
+    )
+    overlong_penalty: float = _preset_field(
+        "overlong_penalty",
+        ge=0,
+        description="Reward lost at the full length. Match it to the size of the task's reward.",
+    )
+    dynamic_sampling: bool = _preset_field(
+        "dynamic_sampling",
+        description="Replace groups whose rewards are all equal (no gradient) with fresh ones until the"
+        " batch is full. Costs rollouts, and pays when many groups are too easy or too hard.",
+    )
+    dynamic_sampling_max_rounds: Count = _preset_field(
+        "dynamic_sampling_max_rounds",
+        description="Rounds of rollouts before dynamic sampling gives up with an error. Raise for very"
+        " hard or very easy tasks.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("name"), str):
+            return {**_PRESETS.get(data["name"], {}), **data}
+        return data
+
+
+class OptimizerConfig(Section):
+    """Update rule of the policy during RL."""
+
+    name: Literal["adamw"] = Field("adamw", description="Update rule.")
+    learning_rate: float = Field(
+        1e-6,
+        gt=0,
+        description="Peak learning rate. 1e-6 suits pretrained models of billions of weights; toys take"
+        " 1e-4.",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="Course after warm-up; linear and cosine fall to 0 at the last step, for a calmer end.",
+    )
+    warmup_steps: CountOrOff = Field(
+        0,
+        description="Updates over which the rate rises from 0. Raise when the first updates wreck the"
+        " policy.",
+    )
+    beta1: float = Field(
+        0.9, ge=0, lt=1, description="Decay of the mean gradient. Lower reacts faster to a moving policy."
+    )
+    beta2: float = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="Decay of the mean squared gradient. Lower (0.95) forgets spikes sooner.",
+    )
+    epsilon: float = Field(
+        1e-8, gt=0, description="Added to the root of the squared gradient. Raise when gradients are tiny."
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled decay of matrices (not of norms and biases); rarely helps in RL."
+    )
+    clip_norm: float = Field(
+        1.0,
+        gt=0,
+        description="Gradients with a larger global norm are scaled down. Lower when the loss spikes.",
+    )
+
+
+class TrainingConfig(Section):
+    """How a step's rollouts become updates."""
+
+    steps: Count = Field(
+        100, description="RL steps, each with its own rollouts. May be raised to go on with a finished run."
+    )
+    minibatches_per_step: Count = Field(
+        1,
+        description="Updates a pass makes over the rollouts. More learn faster from the same samples and"
+        " are more off-policy.",
+    )
+    epochs_per_step: Count = Field(
+        1, description="Passes over the rollouts. More reuse samples; watch the clip fractions."
+    )
+    pack_length: Count = Field(
+        2048,
+        description="Tokens in a packed row, at least prompt and response together. Longer rows pad less,"
+        " attend more.",
+    )
+    rows_per_microbatch: Count = Field(
+        4,
+        description="Packed rows differentiated at once. Lower it when memory runs out; the update stays"
+        " the same.",
+    )
+    remat: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    logprob_chunk: Count = Field(
+        1024,
+        description="Tokens whose logits exist at once. Lower it for large vocabularies; the numbers stay"
+        " the same.",
+    )
+
+
+class MeshConfig(Section):
+    """Devices along each axis of the mesh; the product may not exceed the devices there are."""
+
+    data: Count = Field(
+        1, description="Replicas, each with its share of the batch. The cheapest way to use more devices."
+    )
+    fsdp: Count = Field(
+        1, description="Devices that share the weights and optimizer state. Raise when these do not fit."
+    )
+    tensor: Count = Field(
+        1, description="Devices that split every layer. Raise to decode faster where links are fast."
+    )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the mesh takes."""
+        return self.data * self.fsdp * self.tensor
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of the run; a run that is started again with the same config continues from the newest."""
+
+    every: CountOrOff = Field(
+        10,
+        description="Steps between checkpoints; 0 saves only at the end. Lower where machines are taken"
+        " away.",
+    )
+    keep: Count = Field(2, description="Newest checkpoints kept. Raise to compare policies along the run.")
+
+
+class EvaluationConfig(Section):
+    """Reward on held-out problems, before, during and after training."""
+
+    every: CountOrOff = Field(
+        0,
+        description="Steps between evaluations; 0 is only before and after. More show the curve, and cost"
+        " time.",
+    )
+    problems: CountOrOff = Field(
+        128,
+        description="Held-out problems each time; 0 turns evaluation off. The error of the mean falls with"
+        " the root.",
+    )
+
+
+class ExperimentConfig(Section):
+    """The whole experiment."""
+
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="All randomness derives from it. Change it to repeat an experiment independently.",
+    )
+    run_dir: str = Field(
+        min_length=1,
+        description="Where config, metrics and checkpoints go; starting again with the same one resumes"
+        " the run.",
+    )
+    policy: PolicyConfig
+    warm_start: WarmStartConfig | None = None
+    task: TaskConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scale_overlong_buffer(cls, data: Any) -> Any:
+        """DAPO's buffer follows the response length, which the algorithm section does not know."""
+        if not isinstance(data, dict) or not isinstance(data.get("algorithm"), dict):
+            return data
+        algorithm, rollout = data["algorithm"], data.get("rollout", {})
+        if algorithm.get("name") != "dapo" or "overlong_buffer" in algorithm or not isinstance(rollout, dict):
+            return data
+        length = rollout.get("max_response_length", RolloutConfig().max_response_length)
+        if not isinstance(length, int):
+            return data  # the type error is reported where it is
+        return {**data, "algorithm": {**algorithm, "overlong_buffer": max(length, 0) // _OVERLONG_SHARE}}
+
+    @model_validator(mode="after")
+    def _check(self) -> "ExperimentConfig":
+        problem = next(_impossible_combinations(self), None)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+
+def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
+    """One line for each pair of keys in different sections that cannot hold together."""
+    rollout, engine, algorithm, training = config.rollout, config.engine, config.algorithm, config.training
+    group, num_samples = rollout.samples_per_prompt, rollout.prompts_per_step * rollout.samples_per_prompt
+    length = rollout.max_prompt_length + rollout.max_response_length
+    length_sum = f"rollout.max_prompt_length + max_response_length = {length}"
+    if algorithm.dynamic_sampling and group < 2:
+        yield (
+            "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
+            " a group of one always has equal rewards, so no batch would ever fill"
+        )
+    if group < 2:
+        yield (
+            "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
+            " set at least 2"
+        )
+    if config.policy.shape is not None and config.policy.shape.max_positions < length:
+        yield f"policy.shape.max_positions: {config.policy.shape.max_positions} is less than {length_sum}"
+    if training.pack_length < length:
+        yield (
+            f"training.pack_length: {training.pack_length} is less than {length_sum};"
+            " a row must hold the longest sequence"
+        )
+    if algorithm.overlong_buffer >= rollout.max_response_length:
+        yield (
+            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} must be less than"
+            f" rollout.max_response_length {rollout.max_response_length}"
+        )
+    if training.minibatches_per_step > num_samples:
+        yield (
+            f"training.minibatches_per_step: {training.minibatches_per_step} is more than the {num_samples}"
+            " responses of a step (rollout.prompts_per_step * samples_per_prompt)"
+        )
+    slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"
+    for key, buckets, largest, what in (
+        ("engine.batch_buckets", engine.batch_buckets, slots, slots_named),
+        ("engine.cache_buckets", engine.cache_buckets, length, length_sum),
+    ):
+        if buckets is None:
+            continue
+        if not buckets:
+            yield f"{key}: is empty; list at least one size, or null for powers of two"
+        elif any(a >= b for a, b in itertools.pairwise(buckets)):
+            yield f"{key}: {list(buckets)} must ascend, without repeats"
+        elif buckets[-1] < largest:
+            yield f"{key}: the largest, {buckets[-1]}, is less than {what}"
+
+
+def check_devices(mesh: MeshConfig, num_devices: int) -> None:
+    """Raises a ConfigError if the mesh needs more devices than there are; called once they are known."""
+    if mesh.num_devices > num_devices:
+        raise ConfigError(
+            f"mesh: data {mesh.data} * fsdp {mesh.fsdp} * tensor {mesh.tensor} = {mesh.num_devices} devices,"
+            f" but there {'is' if num_devices == 1 else 'are'} {num_devices}"
+        )
+
+
+# --- the schema, as a list of keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key or section of the config.
+
+    Attributes:
+      name: dotted, as in an override.
+      field: its pydantic field.
+      section: the class of the section, or None for a key that holds a value.
+    """
+
+    name: str
+    field: FieldInfo
+    section: type[Section] | None
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def free_form(self) -> bool:
+        """Whether it is a mapping whose keys the config does not know."""
+        return typing.get_origin(self.field.annotation) is dict
+
+    @property
+    def optional(self) -> bool:
+        """Whether null is a value of its own."""
+        return type(None) in typing.get_args(self.field.annotation)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        key = Key(prefix + name, field, _section_of(field.annotation))
+        yield key
+        if key.section is not None:
+            yield from _walk(key.section, f"{key.name}.")
+
+
+_KEYS: dict[str, Key] = {key.name: key for key in _walk(ExperimentConfig)}
+
+
+def _unknown_key(name: str) -> str:
+    """One line about a key that does not exist, with the nearest one that does."""
+    parent, _, leaf = name.rpartition(".")
+    if parent in _KEYS and _KEYS[parent].section is None:
+        return f"{name}: unknown key; the nearest is {parent}, which holds a value"
+    siblings = [key for key in _KEYS.values() if key.parent == parent]
+    same_leaf = [key.name for key in _KEYS.values() if key.leaf == leaf]
+
+    def nearest(candidates: dict[str, str], text: str, cutoff: float) -> str | None:
+        found = difflib.get_close_matches(text, candidates, n=1, cutoff=cutoff)
+        return candidates[found[0]] if found else None
+
+    # The leaf alone is compared among siblings: with the prefix they share, any two of them would look close.
+    guess = (
+        nearest({known: known for known in same_leaf}, name, 0.0)
+        or nearest({key.leaf: key.name for key in siblings}, leaf, 0.6)
+        or nearest({key.leaf: key.name for key in _KEYS.values()}, leaf, 0.75)
+        or (None if siblings else nearest({known: known for known in _KEYS}, name, 0.6))
+    )
+    if guess is not None:
+        return f"{name}: unknown key; the nearest is {guess}"
+    if siblings:
+        return f"{name}: unknown key; {parent or 'the config'} has {', '.join(key.leaf for key in siblings)}"
+    return f"{name}: unknown key; --help lists all keys"
+
+
+# --- YAML
+
+
+def _implicit_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
+    """PyYAML's rules for plain scalars, but 1e-4 is a number (as in YAML 1.2) and 2026-01-01 is text."""
+    number = re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    )
+    dropped = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
+    resolvers = {
+        first: [rule for rule in rules if rule[0] not in dropped]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for first in "-+0123456789.":  # appended, for it would swallow the whole numbers
+        resolvers.setdefault(first, []).append(("tag:yaml.org,2002:float", number))
+    return resolvers
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the config; a key that is given twice is an error instead of the last one winning."""
+
+    yaml_implicit_resolvers = _implicit_resolvers()
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: it quotes text that would look like a number to it."""
+
+    yaml_implicit_resolvers = _implicit_resolvers()
+
+
+_Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
+
+
+def _parse_yaml(text: str, source: str, name_line: bool = True) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if name_line and error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: not valid YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+# --- loading
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """The experiment in a YAML file, with `dotted.key=value` overrides (values are YAML) applied in order.
+
+    Raises:
+      ConfigError: one line that names the key or the file, and what would be right.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the config: {reason}") from error
+    data = _parse_yaml(text, str(path))
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, got {_shown(data)}")
+    for override in overrides:
+        _apply_override(data, override, str(path))
+    _open_empty_sections(data)
+    try:
+        return ExperimentConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _apply_override(data: dict[str, Any], override: str, source: str) -> None:
+    """Sets one `dotted.key=value` in the parsed YAML, in place."""
+    name, equals, text = override.partition("=")
+    name = name.strip()
+    if not equals:
+        raise ConfigError(f"{override}: not an override; write it as key=value")
+    value = _parse_yaml(text, name, name_line=False)
+    node, parts = data, name.split(".")
+    free_form = False  # below a dict such as task.args, whose keys belong to the task
+    for depth in range(1, len(parts)):
+        prefix = ".".join(parts[:depth])
+        if not free_form:
+            if prefix not in _KEYS:
+                raise ConfigError(_unknown_key(name))
+            key = _KEYS[prefix]
+            free_form = key.free_form
+            if key.section is None and not free_form:
+                raise ConfigError(_unknown_key(name))
+            if key.optional and node.get(parts[depth - 1]) is None:
+                raise ConfigError(
+                    f"{name}: {source} has no {prefix} section to override;"
+                    f" add one there, or give it whole: '{prefix}={{{'.'.join(parts[depth:])}:"
+                    f" {text.strip()}, ...}}'"
+                )
+        if node.get(parts[depth - 1]) is None:
+            node[parts[depth - 1]] = {}
+        node = node[parts[depth - 1]]
+        if not isinstance(node, dict):
+            raise ConfigError(f"{prefix}: should be a section of keys, got {_shown(node)}")
+    if not free_form and name not in _KEYS:
+        raise ConfigError(_unknown_key(name))
+    node[parts[-1]] = value
+
+
+def _open_empty_sections(data: dict[Any, Any], prefix: str = "") -> None:
+    """A section with all keys commented out is null in YAML; it means the defaults, unless it is optional."""
+    for name, value in data.items():
+        key = _KEYS.get(f"{prefix}{name}")
+        if key is None:
+            continue
+        if value is None and not key.optional and (key.section or key.free_form):
+            data[name] = {}
+        elif isinstance(value, dict) and key.section:
+            _open_empty_sections(value, f"{key.name}.")
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (in quotes if it looks like something else)",
+    "tuple_type": "a list",
+    "dict_type": "a section of keys",
+    "model_type": "a section of keys",
+    "finite_number": "a finite number",
+    "string_too_short": "text that is not empty",
+}
+
+
+def _shown(value: Any) -> str:
+    """A value in YAML's spelling, on one line and not too long."""
+    if value is None:
+        return "nothing (null)"
+    return textwrap.shorten(json.dumps(value, default=str, ensure_ascii=False), 80, placeholder=" ...")
+
+
+def _explain(error: ValidationError) -> str:
+    """The most telling of a validation's errors, as one line."""
+    found = error.errors(include_url=False)
+    # A misspelt required key is both unknown and missing: the unknown one says what to mend.
+    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+    name = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            return _unknown_key(name)
+        case "missing":
+            key = _KEYS[name]
+            purpose = key.field.description or (key.section.__doc__ if key.section else "") or ""
+            return f"{name}: must be set. {purpose}".rstrip()
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case kind:
+            expected = _EXPECTED.get(kind) or first["msg"].removeprefix("Input should be ")
+            return f"{name}: should be {expected}, got {_shown(first['input'])}"
+
+
+def to_yaml(config: ExperimentConfig) -> str:
+    """The whole config, defaults included; `load_config` reads the same config back."""
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+# --- help
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("null" if arg is type(None) else _type_name(arg) for arg in args)
+    if origin is Literal:
+        return " | ".join(args)
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is dict:
+        return "section"
+    return {str: "text"}.get(annotation, annotation.__name__)
+
+
+def _yaml_scalar(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000)
+    return text.removesuffix("...\n").strip()
+
+
+def _default_text(key: Key) -> str:
+    if key.field.is_required():
+        return "required"
+    default = key.field.get_default(call_default_factory=True)
+    text = _yaml_scalar(default)
+    if key.parent != "algorithm":
+        return text
+    if key.leaf == "overlong_buffer":
+        return f"{text}, dapo: max_response_length / {_OVERLONG_SHARE}"
+    for preset, values in _PRESETS.items():
+        if values.get(key.leaf, default) != default:
+            text += f", {preset}: {_yaml_scalar(values[key.leaf])}"
+    return text
+
+
+def describe_keys(width: int = 100) -> str:
+    """Every key with its type, default and reason, by section, for `--help`."""
+    indent = " " * 6
+    lines = []
+    for key in _KEYS.values():
+        if key.section is not None:
+            purpose = (key.section.__doc__ or "").strip()
+            lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
+            continue
+        head = f"  {key.name:<40} {_type_name(key.field.annotation)}"
+        default = f"[{_default_text(key)}]"
+        lines += textwrap.wrap(
+            f"{head}  {default}", width, subsequent_indent=" " * 43, break_long_words=False
+        )
+        lines += textwrap.wrap(
+            key.field.description or "", width, initial_indent=indent, subsequent_indent=indent
+        )
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""Train a policy: `python scripts/train.py --config configs/quickstart.yaml [key=value ...]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rljax.config import describe_keys, load_config, to_yaml
+from rljax.errors import UserError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a policy as a config file says. Started again, a run resumes.",
+        epilog="config keys, as key  type  [default]:\n" + describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config with overrides and defaults, and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a key of the config, such as training.steps=3"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    run_dir = None
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        run_dir = config.run_dir
+        # JAX takes seconds to import: not before the config is known to be right.
+        from rljax.training.loop import run
+
+        run(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        resume = f"; the same command resumes {run_dir} from its last checkpoint" if run_dir else ""
+        print(f"interrupted{resume}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

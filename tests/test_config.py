@@ -1,0 +1,408 @@
+"""The config: what is accepted, what is refused and in which words, and the command line on top of it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rljax.config import (
+    AlgorithmConfig,
+    ExperimentConfig,
+    MeshConfig,
+    check_devices,
+    describe_keys,
+    load_config,
+    to_yaml,
+)
+from rljax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MINIMAL = """
+run_dir: runs/x
+policy:
+  shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
+task: {name: some_task}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refusal(path, *overrides) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- what is accepted
+
+
+def test_defaults_fill_what_the_file_leaves_out(config_file):
+    config = load_config(config_file, [])
+    assert config.rollout.samples_per_prompt == 8
+    assert config.engine.row_invariant is True
+    assert config.warm_start is None
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4", "1.e-4"])
+def test_every_spelling_of_a_float_is_one(config_file, text):
+    assert load_config(config_file, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 1e-4
+    config_file.write_text(MINIMAL + f"optimizer:\n  learning_rate: {text}\n")
+    assert load_config(config_file).optimizer.learning_rate == 1e-4
+
+
+def test_a_whole_number_will_do_for_a_float(config_file):
+    temperature = load_config(config_file, ["rollout.temperature=1"]).rollout.temperature
+    assert temperature == 1.0 and isinstance(temperature, float)
+
+
+def test_dates_are_text(config_file):
+    assert load_config(config_file, ["run_dir=2026-01-01"]).run_dir == "2026-01-01"
+
+
+def test_overrides_reach_every_kind_of_key(config_file):
+    config = load_config(
+        config_file,
+        [
+            "seed=3",
+            "training.steps=1_000",
+            "training.steps=7",  # the last one wins
+            "rollout.stop=['</s>', \"a=b\"]",
+            "task.args.max_terms=5",
+            "task.args.nested.deep=x",
+            "warm_start={steps: 3, learning_rate: 1e-3}",
+            "warm_start.tokens_per_step=64",
+            "engine.batch_buckets=[8, 64]",
+            "policy.shape.hidden_size=32",
+            "engine.compilation_cache=null",
+        ],
+    )
+    assert config.seed == 3
+    assert config.training.steps == 7
+    assert config.rollout.stop == ("</s>", "a=b")
+    assert config.task.args == {"max_terms": 5, "nested": {"deep": "x"}}
+    assert (config.warm_start.steps, config.warm_start.learning_rate) == (3, 1e-3)
+    assert config.warm_start.tokens_per_step == 64
+    assert config.engine.batch_buckets == (8, 64)
+    assert config.policy.shape.hidden_size == 32
+    assert config.engine.compilation_cache is None
+
+
+def test_a_section_whose_keys_are_all_commented_out_means_its_defaults(config_file):
+    config_file.write_text(MINIMAL + "optimizer:\n  # learning_rate: 1\n")
+    assert load_config(config_file).optimizer == ExperimentConfig.model_fields["optimizer"].default
+    config_file.write_text(MINIMAL.replace("{name: some_task}", "\n  name: some_task\n  args:\n    # a: 1"))
+    assert load_config(config_file).task.args == {}
+
+
+def test_presets_only_set_defaults(config_file):
+    grpo = load_config(config_file).algorithm
+    assert (grpo.clip_high, grpo.aggregation, grpo.dynamic_sampling) == (0.2, "sequence_mean", False)
+    assert (grpo.kl_coefficient, grpo.overlong_buffer) == (0.04, 0)
+    dapo = load_config(config_file, ["algorithm.name=dapo", "rollout.max_response_length=500"]).algorithm
+    assert (dapo.clip_low, dapo.clip_high, dapo.aggregation) == (0.2, 0.28, "token_mean")
+    assert (dapo.dynamic_sampling, dapo.kl_coefficient, dapo.overlong_buffer) == (True, 0.0, 100)
+    overrides = ["algorithm.name=dapo", "algorithm.clip_high=0.3", "algorithm.overlong_buffer=0"]
+    explicit = load_config(config_file, overrides).algorithm
+    assert (explicit.clip_high, explicit.overlong_buffer) == (0.3, 0)
+    assert explicit.aggregation == "token_mean"
+    assert AlgorithmConfig() == grpo
+
+
+def test_yaml_round_trip(config_file, tmp_path):
+    config = load_config(
+        config_file,
+        [
+            "algorithm.name=dapo",
+            "optimizer.learning_rate=1e-7",
+            "rollout.stop=['\\n', ünï, 'null', '1e-4', '2026-01-01', '1_0', '']".replace(", ''", ""),
+            "run_dir='1e-4'",  # text that looks like a number to the loader, though not to plain YAML 1.1
+            "task.args={a: [1, 2.5, 'x'], b: {c: null}, d: 1e9}",
+            "warm_start={}",
+        ],
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(again) == config
+    assert load_config(again).run_dir == "1e-4"
+    assert to_yaml(load_config(again)) == to_yaml(config)
+
+
+def test_sections_are_immutable(config_file):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(config_file).rollout.temperature = 2.0
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=three", 'seed: should be a whole number, got "three"'),
+        ("training.steps=1.5", "training.steps: should be a whole number, got 1.5"),
+        ("training.steps=1e3", "training.steps: should be a whole number, got 1000.0"),
+        ("training.steps=true", "training.steps: should be a whole number, got true"),
+        ("training.steps=0", "training.steps: should be greater than or equal to 1, got 0"),
+        ("training.remat=1", "training.remat: should be true or false, got 1"),
+        ("rollout.temperature='1'", 'rollout.temperature: should be a number, got "1"'),
+        ("rollout.temperature=0", "rollout.temperature: should be greater than 0, got 0"),
+        ("rollout.temperature=.inf", "rollout.temperature: should be a finite number, got Infinity"),
+        ("rollout.top_p=1.1", "rollout.top_p: should be less than or equal to 1, got 1.1"),
+        ("rollout.top_p=0", "rollout.top_p: should be greater than 0, got 0"),
+        ("rollout.stop=abc", 'rollout.stop: should be a list, got "abc"'),
+        ("rollout.stop=['']", 'rollout.stop.0: should be text that is not empty, got ""'),
+        ("engine.batch_buckets=[1, x]", 'engine.batch_buckets.1: should be a whole number, got "x"'),
+        ("algorithm.name=ppo", "algorithm.name: should be 'grpo' or 'dapo', got \"ppo\""),
+        ("optimizer=3", "optimizer: should be a section of keys, got 3"),
+        ("task.args=3", "task.args: should be a section of keys, got 3"),
+        ("policy.shape.num_heads=null", "policy.shape.num_heads: should be a whole number, got nothing"),
+        ("training.steps=", "training.steps: should be a whole number, got nothing"),
+        ("policy.shape.head_dim=-2", "policy.shape.head_dim: should be greater than or equal to 1, got -2"),
+    ],
+)
+def test_wrong_values_say_what_was_given_and_what_would_be_right(config_file, override, message):
+    assert refusal(config_file, override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("rollout.temprature", "rollout.temperature"),
+        ("rollouts.temperature", "rollout.temperature"),
+        ("optimiser", "optimizer"),
+        ("training.learning_rate", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("policy.shape.heads", "policy.shape.num_heads"),
+        ("training.step", "training.steps"),
+        ("algorithm.clip_hihg", "algorithm.clip_high"),
+        ("seed.value", "seed, which holds a value"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(config_file, key, nearest):
+    assert refusal(config_file, f"{key}=1") == f"{key}: unknown key; the nearest is {nearest}"
+
+
+def test_an_unknown_key_in_the_file_is_found_too(config_file):
+    config_file.write_text(MINIMAL + "rollout: {temprature: 1.0}\n")
+    assert refusal(config_file) == "rollout.temprature: unknown key; the nearest is rollout.temperature"
+    config_file.write_text(
+        MINIMAL.replace("run_dir", "run_dri")
+    )  # unknown and missing: the first is what helps
+    assert refusal(config_file) == "run_dri: unknown key; the nearest is run_dir"
+
+
+def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
+    message = refusal(config_file, "optimizer.lr=1")
+    assert message.startswith("optimizer.lr: unknown key; optimizer has name, learning_rate, schedule")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["policy.shape=null"], "policy: neither policy.path"),
+        (["policy.path=somewhere"], "policy: both policy.path and policy.shape"),
+        (["policy.shape.num_kv_heads=3"], "policy.shape.num_heads: 4 is not a multiple of num_kv_heads 3"),
+        (["policy.shape.head_dim=15"], "policy.shape.head_dim: 15 is odd"),
+        (["policy.shape.attention_bias=true"], "policy.shape.attention_bias: cannot be true"),
+        (
+            ["policy.shape.max_positions=1535"],
+            "policy.shape.max_positions: 1535 is less than rollout.max_prompt",
+        ),
+        (["rollout.top_k=1"], "rollout.top_k: 1 makes all samples"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt: 1 makes every advantage 0"),
+        (
+            ["rollout.samples_per_prompt=1", "algorithm.advantage_normalization=none"],
+            "rollout.samples_per_prompt: 1 makes every advantage 0",
+        ),
+        (
+            ["rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2",
+        ),
+        (["training.pack_length=1535"], "training.pack_length: 1535 is less than rollout.max_prompt_length"),
+        (["algorithm.overlong_buffer=1024"], "algorithm.overlong_buffer: 1024 must be less than"),
+        (["training.minibatches_per_step=257"], "training.minibatches_per_step: 257 is more than the 256"),
+        (["engine.batch_buckets=[8, 4, 64]"], "engine.batch_buckets: [8, 4, 64] must ascend"),
+        (["engine.batch_buckets=[64, 64]"], "engine.batch_buckets: [64, 64] must ascend"),
+        (["engine.batch_buckets=[]"], "engine.batch_buckets: is empty"),
+        (
+            ["engine.batch_buckets=[8, 32]"],
+            "engine.batch_buckets: the largest, 32, is less than engine.max_slots",
+        ),
+        (
+            ["engine.cache_buckets=[512]"],
+            "engine.cache_buckets: the largest, 512, is less than rollout.max_prompt",
+        ),
+    ],
+)
+def test_impossible_combinations_are_one_line(config_file, overrides, named):
+    assert refusal(config_file, *overrides).startswith(named)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.shape.max_positions=1536", "training.pack_length=1536"],
+        ["algorithm.overlong_buffer=1023"],
+        ["training.minibatches_per_step=256"],
+        ["engine.batch_buckets=[64]", "engine.cache_buckets=[1536]"],
+        ["policy={path: somewhere}", "warm_start={}"],
+        ["rollout.top_p=1.0", "rollout.top_k=2", "rollout.samples_per_prompt=2"],
+    ],
+)
+def test_what_is_just_possible_is_accepted(config_file, overrides):
+    load_config(config_file, overrides)
+
+
+def test_mesh_against_the_devices_there_are():
+    check_devices(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+    check_devices(MeshConfig(), 8)
+    with pytest.raises(
+        ConfigError, match=r"^mesh: data 2 \* fsdp 2 \* tensor 2 = 8 devices, but there are 7$"
+    ):
+        check_devices(MeshConfig(data=2, fsdp=2, tensor=2), 7)
+
+
+def test_overrides_that_are_none(config_file):
+    assert refusal(config_file, "training.steps") == "training.steps: not an override; write it as key=value"
+    assert refusal(config_file, "seed=[1").startswith("seed: not valid YAML: ")
+    message = refusal(config_file, "warm_start.steps=5")
+    assert message.startswith("warm_start.steps: ") and "no warm_start section" in message
+    assert "warm_start={steps: 5" in message
+
+
+def test_files_that_are_none(tmp_path):
+    path = tmp_path / "bad.yaml"
+    assert refusal(path) == f"{path}: no such config file"
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot read the config: ")
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal(path) == f"{path}: cannot read the config: it is not UTF-8 text"
+    path.write_text("seed: 1\nrollout: {temperature: 1\ntask: x\n")
+    assert refusal(path).startswith(f"{path}:3: not valid YAML: ")
+    path.write_text("seed: 1\nrollout:\n\ttemperature: 1\n")
+    assert refusal(path).startswith(f"{path}:3: not valid YAML: ")
+    path.write_text("seed: 1\nrun_dir: x\nseed: 2\n")
+    assert refusal(path) == f"{path}:3: not valid YAML: 'seed' is given twice"
+    path.write_text("- 1\n")
+    assert refusal(path) == f"{path}: a config is a mapping of keys to values, got [1]"
+    path.write_text("seed: \x00\n")
+    assert refusal(path).startswith(f"{path}: not valid YAML: ")
+    path.write_text("# nothing\n")
+    assert refusal(path).startswith("run_dir: must be set. Where config, metrics")
+    path.write_text(MINIMAL + "1: x\n")
+    assert refusal(path).startswith("1: ")
+
+
+# --- help, and the command line
+
+
+def test_help_lists_every_key_with_its_reason():
+    text = describe_keys(width=80)
+    assert max(map(len, text.splitlines())) <= 80
+
+    def check(section, prefix):
+        for name, field in section.model_fields.items():
+            dotted = f"{prefix}{name}"
+            inner = [
+                t
+                for t in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if t is not type(None)
+            ]
+            sections = [t for t in inner if isinstance(t, type) and hasattr(t, "model_fields")]
+            if sections:
+                assert f"\n{dotted}: " in text
+                check(sections[0], f"{dotted}.")
+            else:
+                assert f"\n  {dotted} " in f"\n{text}"
+                assert field.description and " ".join(field.description.split()) in " ".join(text.split())
+
+    check(ExperimentConfig, "")
+    assert "[0.2, dapo: 0.28]" in text
+    assert "[required]" in text
+
+
+def test_config_does_not_import_jax():
+    code = "import sys, rljax.config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_that_come_with_the_code_are_valid(path):
+    load_config(path)
+
+
+@pytest.fixture
+def train_script():
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_command_line_from_another_directory(config_file, tmp_path):
+    def train(*arguments):
+        return subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    shown = train("seed=4", "--config", "x.yaml", "--print-config", "training.steps=3")
+    assert shown.returncode == 0, shown.stderr
+    (tmp_path / "shown.yaml").write_text(shown.stdout)
+    shown_config = load_config(tmp_path / "shown.yaml")
+    assert shown_config == load_config(config_file, ["seed=4", "training.steps=3"])
+
+    bad = train("--config", "x.yaml", "rollout.temprature=1")
+    assert bad.returncode == 2
+    assert bad.stderr == "error: rollout.temprature: unknown key; the nearest is rollout.temperature\n"
+    assert bad.stdout == ""
+
+
+def test_help_of_the_command_line(train_script, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        train_script.main(["--help"])
+    assert leaving.value.code == 0
+    assert describe_keys() in capsys.readouterr().out
+
+
+def fake_loop(monkeypatch, run):
+    module = types.ModuleType("rljax.training.loop")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "rljax.training.loop", module)
+
+
+def test_command_line_runs_the_loop(train_script, config_file, monkeypatch):
+    configs = []
+    fake_loop(monkeypatch, configs.append)
+    assert train_script.main(["--config", str(config_file), "seed=5"]) == 0
+    assert configs == [load_config(config_file, ["seed=5"])]
+
+
+def test_command_line_reports_user_errors_and_interrupts(train_script, config_file, monkeypatch, capsys):
+    def refuse(config):
+        raise ConfigError("mesh: too many")
+
+    fake_loop(monkeypatch, refuse)
+    assert train_script.main(["--config", str(config_file)]) == 2
+    assert capsys.readouterr().err == "error: mesh: too many\n"
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    fake_loop(monkeypatch, interrupt)
+    assert train_script.main(["--config", str(config_file)]) == 130
+    assert capsys.readouterr().err.startswith("interrupted; the same command resumes runs/x")
