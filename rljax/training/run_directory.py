@@ -1,0 +1,170 @@
+"""The directory that holds everything a run leaves behind, safe against being killed at any moment.
+
+    config.yaml      the resolved config, rewritten atomically
+    metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
+    checkpoints/     written by `rljax.training.checkpoints`
+
+JSON has no NaN and no infinities. In a metrics line such a value is null, and the line's extra key
+`nonfinite` says which keys were what, as in `{"step": 3, "entropy": null, "nonfinite": {"entropy": "nan"}}`:
+every JSON reader can read the file, and `RunDirectory.read_metrics` gives the floats back.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rljax.config import ExperimentConfig, load_config, to_yaml
+from rljax.errors import ConfigError, UserError
+
+# A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
+_MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation")
+_NONFINITE = "nonfinite"
+
+Metrics = dict[str, Any]
+
+
+class RunDirectory:
+    """One run's files.
+
+    Attributes:
+      path: the directory; created when missing.
+      config_path: the resolved config.
+      metrics_path: one JSON object a line.
+      checkpoints_path: for the checkpointer to fill; not created here.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.checkpoints_path = self.path / "checkpoints"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: cannot create {self.path}: {error.strerror}") from error
+
+    def write_config(self, config: ExperimentConfig) -> None:
+        """Writes the resolved config; a ConfigError when the directory holds a different experiment."""
+        if self.config_path.exists():
+            try:
+                held = load_config(self.config_path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
+                ) from error
+            old, new = dict(_flat(held.model_dump())), dict(_flat(config.model_dump()))
+            for name in [*new, *(old.keys() - new.keys())]:
+                if old.get(name) != new.get(name) and not _may_change(name):
+                    raise ConfigError(
+                        f"{name}: is {new.get(name)!r}, but the run in {self.path} has {old.get(name)!r};"
+                        " choose another run_dir, or set it back to resume that run"
+                    )
+        _write_atomically(self.config_path, to_yaml(config).encode())
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Adds a line and waits until it is on disk.
+
+        Args:
+          metrics: flat; numbers (0-d arrays too), text, booleans or None. `step`, an int, is required.
+        """
+        line = json.dumps(_jsonable(metrics), allow_nan=False).encode() + b"\n"
+        with open(self.metrics_path, "ab+") as file:
+            size = file.tell()
+            if size:
+                file.seek(size - 1)
+                if file.read(1) != b"\n":  # the half-written line of a killed run must not swallow this one
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_metrics(self) -> list[Metrics]:
+        """All complete lines, oldest first; a half-written last line is left out."""
+        return [metrics for _, metrics in self._lines()]
+
+    def truncate_after(self, step: int) -> int:
+        """Drops, atomically, the lines after `step` and a half-written last line.
+
+        Args:
+          step: that of the checkpoint a run is resumed from; -1 empties the file for a run that starts over.
+
+        Returns:
+          How many complete lines were dropped.
+        """
+        if not self.metrics_path.exists():
+            return 0
+        lines = list(self._lines())
+        kept = [raw for raw, metrics in lines if metrics["step"] <= step]
+        _write_atomically(self.metrics_path, b"".join(kept))
+        return len(lines) - len(kept)
+
+    def _lines(self) -> Iterator[tuple[bytes, Metrics]]:
+        if not self.metrics_path.exists():
+            return
+        with open(self.metrics_path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.endswith(b"\n"):
+                    return
+                try:
+                    metrics = json.loads(raw)
+                    for name, value in metrics.pop(_NONFINITE, {}).items():
+                        metrics[name] = float(value)
+                    if not isinstance(metrics["step"], int):
+                        raise TypeError
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UserError(
+                        f"{self.metrics_path}:{number}: not a metrics line (a JSON object with a step);"
+                        " delete the line to go on"
+                    ) from error
+                yield raw, metrics
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _may_change(name: str) -> bool:
+    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in _MAY_CHANGE)
+
+
+def _jsonable(metrics: Mapping[str, Any]) -> Metrics:
+    """Plain Python scalars, with NaN and infinities moved to the `nonfinite` entry."""
+    line: Metrics = {}
+    nonfinite: dict[str, str] = {}
+    for name, value in metrics.items():
+        if hasattr(value, "item"):  # NumPy scalars and 0-d arrays, JAX's included
+            value = value.item()
+        if not isinstance(value, str | bool | int | float | None):
+            raise TypeError(f"metric {name}: {type(value).__name__} is not a number, text, boolean or None")
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
+            value = None
+        line[name] = value
+    if type(line.get("step")) is not int:
+        raise TypeError(f"metrics need an int step, got {line.get('step')!r}")
+    if nonfinite:
+        line[_NONFINITE] = nonfinite
+    return line
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a file's content so that a crash leaves the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)  # the renaming itself must survive a power cut, too
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,179 @@
+"""The run directory: what is written survives a kill, and a run never mixes with another."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rljax.config import ExperimentConfig, load_config
+from rljax.errors import ConfigError, UserError
+from rljax.training.run_directory import RunDirectory
+
+
+def make_config(**sections) -> ExperimentConfig:
+    shape = {
+        "hidden_size": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "mlp_size": 8,
+    }
+    base = {"run_dir": "runs/x", "policy": {"shape": shape}, "task": {"name": "t", "args": {"a": 1}}}
+    return ExperimentConfig.model_validate({**base, **sections})
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "runs" / "one")
+
+
+def test_config_is_written_resolved(run):
+    config = make_config(seed=3)
+    run.write_config(config)
+    assert load_config(run.config_path) == config
+    run.write_config(config)  # starting again is fine
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "seed: is 1, but the run in "),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature: is 0.5, but"),
+        ({"task": {"name": "t", "args": {"a": 2}}}, "task.args.a: is 2, but"),
+        ({"task": {"name": "t", "args": {}}}, "task.args.a: is None, but"),
+        ({"warm_start": {}}, "warm_start.steps: is 500, but"),
+        ({"training": {"steps": 5, "remat": True}}, "training.remat: is True, but"),
+    ],
+)
+def test_a_different_config_is_refused(run, change, named):
+    run.write_config(make_config())
+    before = run.config_path.read_text()
+    with pytest.raises(ConfigError) as error:
+        run.write_config(make_config(**change))
+    assert str(error.value).startswith(named) and str(run.path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert run.config_path.read_text() == before
+
+
+def test_keys_that_may_change_on_resume(run):
+    run.write_config(make_config())
+    changed = make_config(
+        run_dir="elsewhere",
+        training={"steps": 500},
+        checkpoint={"every": 1, "keep": 9},
+        evaluation={"every": 7, "problems": 1},
+    )
+    run.write_config(changed)
+    assert load_config(run.config_path) == changed
+
+
+def test_an_unreadable_config_is_refused_in_one_line(run):
+    run.config_path.write_text("nonsense: 1\n")
+    with pytest.raises(ConfigError, match=r"run_dir: .* unreadable config .*nonsense: unknown key") as error:
+        run.write_config(make_config())
+    assert "\n" not in str(error.value)
+
+
+def test_a_path_that_cannot_be_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run_dir: cannot create"):
+        RunDirectory(tmp_path / "file")
+    with pytest.raises(ConfigError, match="run_dir: cannot create"):
+        RunDirectory(tmp_path / "file" / "below")
+
+
+def test_metrics_round_trip(run):
+    assert run.read_metrics() == []
+    metrics = {"step": 0, "reward/mean": 0.5, "rollout/tokens": 12, "note": "ü\n", "flag": True, "none": None}
+    run.append_metrics(metrics)
+    run.append_metrics({"step": np.int32(1), "loss/policy": np.float32(0.25), "entropy": np.array(2.0)})
+    assert run.read_metrics() == [metrics, {"step": 1, "loss/policy": 0.25, "entropy": 2.0}]
+    assert len(run.metrics_path.read_bytes().splitlines()) == 2
+
+
+def test_nonfinite_metrics_are_strict_json_and_come_back(run):
+    run.append_metrics({"step": 1, "a": math.nan, "b": np.float32(np.inf), "c": -math.inf, "d": 1.0})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads(run.metrics_path.read_text(), parse_constant=refuse)
+    assert line == {
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 1.0,
+        "nonfinite": {"a": "nan", "b": "inf", "c": "-inf"},
+    }
+    (metrics,) = run.read_metrics()
+    assert math.isnan(metrics.pop("a"))
+    assert metrics == {"step": 1, "b": math.inf, "c": -math.inf, "d": 1.0}
+
+
+def test_what_is_no_metric_is_refused_and_leaves_no_trace(run):
+    for wrong in ({"step": 1, "a": [1]}, {"a": 1.0}, {"step": 1.0}, {"step": True}):
+        with pytest.raises(TypeError):
+            run.append_metrics(wrong)
+    assert run.read_metrics() == []
+
+
+def test_truncate_after_a_resumed_step(run):
+    for step in range(5):
+        run.append_metrics({"step": step, "x": math.nan})
+    lines = run.metrics_path.read_bytes().splitlines(keepends=True)
+    assert run.truncate_after(2) == 2
+    assert run.metrics_path.read_bytes() == b"".join(lines[:3])  # the kept ones to the byte
+    assert run.truncate_after(2) == 0
+    run.append_metrics({"step": 3})
+    assert [metrics["step"] for metrics in run.read_metrics()] == [0, 1, 2, 3]
+    assert run.truncate_after(-1) == 4
+    assert run.read_metrics() == []
+
+
+def test_truncating_nothing_makes_no_file(run):
+    assert run.truncate_after(3) == 0
+    assert not run.metrics_path.exists()
+
+
+@pytest.mark.parametrize("half", [b'{"st', b'{"step": 2}', b"\x00\x00"])
+def test_a_half_written_line_disappears(run, half):
+    run.append_metrics({"step": 0})
+    run.append_metrics({"step": 1})
+    whole = run.metrics_path.read_bytes()
+    run.metrics_path.write_bytes(whole + half)
+    assert [metrics["step"] for metrics in run.read_metrics()] == [0, 1]
+    assert run.truncate_after(5) == 0
+    assert run.metrics_path.read_bytes() == whole
+
+    run.metrics_path.write_bytes(whole + half)
+    run.append_metrics({"step": 2, "x": 1})
+    assert run.read_metrics() == [{"step": 0}, {"step": 1}, {"step": 2, "x": 1}]
+    run.metrics_path.write_bytes(half)
+    run.append_metrics({"step": 0})
+    assert run.read_metrics() == [{"step": 0}]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"x": 1}', '{"step": "1"}', "3"])
+def test_a_corrupt_line_is_named(run, line):
+    run.metrics_path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a metrics line"):
+        run.read_metrics()
+
+
+def test_writing_is_atomic(run, monkeypatch):
+    """A crash before the renaming leaves the old file whole."""
+    for step in range(3):
+        run.append_metrics({"step": step})
+    before = run.metrics_path.read_bytes()
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run.truncate_after(0)
+    assert run.metrics_path.read_bytes() == before
