@@ -1,0 +1,85 @@
+"""What a task is: numbered problems, and a reward that a program can check (RL with verifiable rewards;
+DeepSeek-R1, 2025).
+
+A task has no state. The problem at a position is a pure function of (seed, split, index), so a position in
+the data is one integer: a resumed run continues with the problem it stopped at, and any process can make any
+problem without being sent it.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+Split = Literal["train", "heldout", "warm_start"]
+SPLITS: tuple[str, ...] = get_args(Split)
+
+HELDOUT_ONE_IN = 8
+"""One possible prompt in this many belongs to the held-out split; no other split ever shows it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with what is needed to check a response.
+
+    Attributes:
+      id: names the problem within its task and seed, e.g. "heldout/17".
+      messages: the conversation so far, as a chat template takes it: mappings with "role" and "content".
+      answer: the right answer, as text.
+      difficulty: a small integer that grows with the work a solution takes; metrics may be grouped by it.
+      solution: a worked solution, the text of the assistant's turn, or None where the task has none. In the
+        `warm_start` split it is a demonstration and may be imperfect; elsewhere it is right.
+    """
+
+    id: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: str
+    difficulty: int
+    solution: str | None = None
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A source of problems and the judge of their responses."""
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """Returns problem `index` (from 0, without end) of a split: at every call the same one."""
+        ...
+
+    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+        """Judges a response.
+
+        Args:
+          problem: what was asked.
+          response_text: what the policy wrote, without special tokens. It is untrusted: it is never executed
+            or evaluated, and the time spent on it is linear in its length at worst.
+
+        Returns:
+          "reward", the number that training maximises, and under other names the parts it is made of.
+        """
+        ...
+
+
+def problem_random(seed: int, split: Split, index: int) -> random.Random:
+    """Returns the random source of one problem, independent of every other problem's.
+
+    It is Python's generator because `random.Random.random` promises the same numbers in every later version,
+    which NumPy's distributions do not: an upgrade must not change the data of a run that is resumed.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
+    if index < 0:
+        raise ValueError(f"a problem's index must be 0 or more, not {index}")
+    digest = hashlib.blake2b(f"{seed}/{split}/{index}".encode(), digest_size=16).digest()
+    return random.Random(int.from_bytes(digest, "big"))
+
+
+def is_heldout(prompt: str) -> bool:
+    """Returns whether a prompt belongs to the held-out split.
+
+    The prompt's own text decides, so the splits are disjoint by construction: over all indices, and over all
+    seeds.
+    """
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0

@@ -1,0 +1,148 @@
+"""Chains of additions modulo 100, solved one named term at a time.
+
+The quickstart's task: a transformer of two million parameters learns it on a CPU in minutes. The prompt is a
+first total and a chain of terms, each with a letter for its name; the worked solution adds them one by one,
+and `#` marks the answer:
+
+    prompt    47a5b8c9=
+    solution  a47+5=52b52+8=60c60+9=69#69
+
+Why this form:
+
+- *Every term has a name.* To find the next term the model looks up a letter that occurs once in the prompt,
+  rather than count to the k-th place: the lookup is the first thing that attention learns.
+- *A step restates the total and the term.* Everything else a step needs stands a few tokens back, at
+  distances that never change.
+- *Totals wrap round at 100* and are zero-padded, so every step has the same width, and a wrong total is as
+  good a start for the next step as a right one.
+- *A long tail.* The number of terms is drawn from a power law cut at `max_terms`, so most solutions are short
+  and a few are many times longer, as in RL on reasoning models.
+
+The warm start's demonstrations are imperfect, as cold-start data is: a fraction `demonstration_noise` of
+their steps contains a slip, and the slip runs on into the answer. A policy trained on them slips as often
+when it samples, though its most likely token is right: that is what RL with a verifiable reward then removes.
+"""
+
+import bisect
+import itertools
+import re
+import string
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from rljax.errors import ConfigError
+from rljax.tasks.base import Problem, Split, is_heldout, problem_random
+
+MODULUS = 100
+TERM_NAMES = string.ascii_letters
+ANSWER_MARKER = "#"
+SLIPS = (1, -1, 10, -10)
+"""What a slip adds to a step's result: a miscounted unit or a mishandled carry."""
+
+# The marker is outside the first class, so matching takes linear time on any text.
+_WELL_FORMED = re.compile(r"[0-9A-Za-z+=]*#[0-9]{2}")
+_ANSWER = re.compile(r"[0-9]{1,2}")
+
+
+class ChainArithmetic:
+    """The task. Its arguments are those of `task.args` in a config.
+
+    Args:
+      seed: the run seed.
+      max_terms: most numbers in a chain, the first total included, from 2 to 53 (52 letters name the others).
+      tail_exponent: the count of numbers n, from 2 on, has probability proportional to n ** -tail_exponent. 0
+        is uniform; larger means fewer long chains.
+      max_number: the largest term after the first, from 1 to 99 (the first is a total, 0 to 99). Terms above
+        9 cost two tokens.
+      demonstration_noise: fraction of the steps of a `warm_start` solution that contain a slip.
+      format_weight: share of the reward given for a well-formed response, right or wrong; the answer earns
+        the rest.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        max_terms: int = 46,
+        tail_exponent: float = 1.6,
+        max_number: int = 9,
+        demonstration_noise: float = 0.12,
+        format_weight: float = 0.1,
+    ):
+        self.seed = seed
+        self.max_terms = _checked("max_terms", max_terms, int, 2, 1 + len(TERM_NAMES))
+        self.tail_exponent = _checked("tail_exponent", tail_exponent, float, 0.0, 10.0)
+        self.max_number = _checked("max_number", max_number, int, 1, MODULUS - 1)
+        self.demonstration_noise = _checked("demonstration_noise", demonstration_noise, float, 0.0, 1.0)
+        self.format_weight = _checked("format_weight", format_weight, float, 0.0, 1.0)
+        self._cumulative = list(
+            itertools.accumulate(n**-self.tail_exponent for n in range(2, self.max_terms + 1))
+        )
+        self._term_width = len(str(self.max_number))
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """Returns problem `index` of a split; see `Task.problem`."""
+        source = problem_random(self.seed, split, index)
+        num_terms = 2 + bisect.bisect_left(self._cumulative, source.random() * self._cumulative[-1])
+        # The length is drawn before the terms, so that both sides of the split have the same lengths.
+        while True:
+            first = int(source.random() * MODULUS)
+            terms = [1 + int(source.random() * self.max_number) for _ in range(num_terms - 1)]
+            prompt = self._prompt(first, terms)
+            if is_heldout(prompt) == (split == "heldout"):
+                break
+        noise = self.demonstration_noise if split == "warm_start" else 0.0
+        return Problem(
+            id=f"{split}/{index}",
+            messages=({"role": "user", "content": prompt},),
+            answer=_total_text(first + sum(terms)),
+            difficulty=num_terms,
+            solution=self._worked_solution(first, terms, source, noise),
+        )
+
+    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+        """Judges a response by what follows its last marker.
+
+        Returns:
+          "correct": 1 if that is the answer and nothing else, else 0; "format": 1 if the response is steps,
+          one marker and two digits, and nothing else, else 0; "reward": (1 - format_weight) * correct +
+          format_weight * format.
+        """
+        text = response_text.rstrip()
+        _, marker, tail = text.rpartition(ANSWER_MARKER)
+        correct = bool(marker) and _ANSWER.fullmatch(tail) is not None and int(tail) == int(problem.answer)
+        well_formed = _WELL_FORMED.fullmatch(text) is not None
+        reward = (1.0 - self.format_weight) * correct + self.format_weight * well_formed
+        return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
+
+    def _prompt(self, first: int, terms: Sequence[int]) -> str:
+        named = (f"{name}{self._term_text(term)}" for name, term in zip(TERM_NAMES, terms, strict=False))
+        return _total_text(first) + "".join(named) + "="
+
+    def _worked_solution(self, first: int, terms: Sequence[int], source: Random, noise: float) -> str:
+        """Writes one step a term, then the marker and the last total; slips occur at the rate `noise`."""
+        total, steps = first, []
+        for name, term in zip(TERM_NAMES, terms, strict=False):
+            result = total + term
+            if source.random() < noise:
+                result += SLIPS[int(source.random() * len(SLIPS))]
+            steps.append(f"{name}{_total_text(total)}+{self._term_text(term)}={_total_text(result)}")
+            total = result
+        return "".join(steps) + ANSWER_MARKER + _total_text(total)
+
+    def _term_text(self, term: int) -> str:
+        return f"{term:0{self._term_width}d}"
+
+
+def _total_text(total: int) -> str:
+    return f"{total % MODULUS:02d}"
+
+
+def _checked(name: str, value: Any, kind: type, low: float, high: float) -> Any:
+    """Returns an argument as `kind`, or says in one line what it may be."""
+    accepted = (int, float) if kind is float else (int,)
+    # `not low <= value` rather than `value < low`: NaN must fail as well.
+    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
+        noun = "a number" if kind is float else "an integer"
+        raise ConfigError(f"task.args.{name}: must be {noun} from {low:g} to {high:g}, not {value!r}")
+    return kind(value)

@@ -1,0 +1,202 @@
+"""The chain arithmetic task: what it asks, what its solutions say, how it judges text it must not trust."""
+
+import itertools
+import re
+import string
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rljax.tasks.base import SPLITS, Problem, Task, is_heldout
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+
+
+def prompt_of(problem: Problem) -> str:
+    (message,) = problem.messages
+    assert message["role"] == "user"
+    return message["content"]
+
+
+def numbers_of(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+    """Takes "47a5b8=" apart into 47 and [("a", 5), ("b", 8)], apart from the task's own code."""
+    assert re.fullmatch(r"[0-9]{2}([A-Za-z][0-9]+)+=", prompt)
+    first, rest = prompt[:2], prompt[2:-1]
+    return int(first), [(name, int(term)) for name, term in re.findall(r"([A-Za-z])([0-9]+)", rest)]
+
+
+def steps_of(solution: str) -> list[tuple[str, int, int, int]]:
+    """Takes "a47+5=52b52+8=60#60" apart into [("a", 47, 5, 52), ("b", 52, 8, 60)]."""
+    steps = re.findall(r"([A-Za-z])([0-9]{2})\+([0-9]+)=([0-9]{2})", solution)
+    return [(name, int(total), int(term), int(result)) for name, total, term, result in steps]
+
+
+def test_is_a_task():
+    assert isinstance(ChainArithmetic(seed=0), Task)
+
+
+def test_a_known_problem_never_changes():
+    """Resume depends on these literals: a change here changes the data of every run."""
+    problem = ChainArithmetic(seed=3).problem("heldout", 10)
+    assert problem == Problem(
+        id="heldout/10",
+        messages=({"role": "user", "content": "44a3b1c9d2e6="},),
+        answer="65",
+        difficulty=6,
+        solution="a44+3=47b47+1=48c48+9=57d57+2=59e59+6=65#65",
+    )
+
+
+def test_problems_depend_on_seed_split_and_index_alone():
+    task = ChainArithmetic(seed=1)
+    forwards = [task.problem("train", i) for i in range(50)]
+    again = ChainArithmetic(seed=1)
+    backwards = [again.problem("train", i) for i in reversed(range(50))]
+    assert forwards == backwards[::-1]
+    prompts = {prompt_of(task.problem(split, i)) for split in SPLITS for i in range(50)}
+    prompts |= {prompt_of(ChainArithmetic(seed=2).problem("train", i)) for i in range(50)}
+    assert len(prompts) > 150  # short chains may repeat by chance
+
+
+def test_problems_are_the_same_in_another_process():
+    """Python salts `hash` in each process; the data must not depend on it."""
+    code = (
+        "from rljax.tasks.chain_arithmetic import ChainArithmetic as C; print(C(seed=5).problem('train', 11))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(ChainArithmetic(seed=5).problem("train", 11))
+
+
+def test_heldout_is_disjoint_from_the_other_splits_over_seeds():
+    """Short chains: their few possible prompts would certainly collide if the splits were drawn alike."""
+    prompts = {split: set() for split in SPLITS}
+    for seed in range(3):
+        task = ChainArithmetic(seed=seed, max_terms=2, max_number=3)
+        for split in SPLITS:
+            prompts[split] |= {prompt_of(task.problem(split, i)) for i in range(600)}
+    assert len(prompts["heldout"]) > 30
+    assert prompts["train"] & prompts["warm_start"]
+    assert not prompts["heldout"] & (prompts["train"] | prompts["warm_start"])
+    assert all(is_heldout(prompt) for prompt in prompts["heldout"])
+
+
+@pytest.mark.parametrize("max_number", [1, 9, 99])
+def test_solutions_are_right_step_by_step(max_number):
+    task = ChainArithmetic(seed=0, max_number=max_number)
+    for split in ("train", "heldout"):
+        for index in range(200):
+            problem = task.problem(split, index)
+            total, terms = numbers_of(prompt_of(problem))
+            assert problem.difficulty == 1 + len(terms)
+            assert [name for name, _ in terms] == list(string.ascii_letters[: len(terms)])
+            assert all(1 <= term <= max_number for _, term in terms)
+            steps = steps_of(problem.solution)
+            assert len(steps) == len(terms)
+            for (name, term), step in zip(terms, steps, strict=True):
+                assert step == (name, total, term, (total + term) % 100)
+                total = (total + term) % 100
+            assert problem.answer == f"{total:02d}"
+            assert problem.solution.endswith("#" + problem.answer)
+            assert task.reward(problem, problem.solution) == {"reward": 1.0, "correct": 1.0, "format": 1.0}
+
+
+def test_both_sides_of_the_split_have_the_same_lengths_and_a_long_tail():
+    task = ChainArithmetic(seed=0)
+    lengths = {
+        s: np.array([len(task.problem(s, i).solution) for i in range(2000)]) for s in ("train", "heldout")
+    }
+    for values in lengths.values():
+        p75 = np.percentile(values, 75)
+        assert 40 <= p75 <= 90
+        assert 350 <= values.max() + 1 <= 384  # with the end-of-sequence token
+        assert values.max() > 4 * p75
+    assert abs(lengths["train"].mean() - lengths["heldout"].mean()) < 0.15 * lengths["train"].mean()
+
+
+def test_the_number_of_terms_follows_the_power_law():
+    task = ChainArithmetic(seed=0, max_terms=4, tail_exponent=1.0)
+    counts = np.bincount([task.problem("train", i).difficulty for i in range(4000)], minlength=5)[2:]
+    expected = np.array([1 / 2, 1 / 3, 1 / 4]) / (1 / 2 + 1 / 3 + 1 / 4)
+    sigma = np.sqrt(4000 * expected * (1 - expected))
+    assert np.all(np.abs(counts - 4000 * expected) < 4 * sigma)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2, 1.0])
+def test_demonstrations_slip_at_the_stated_rate(noise):
+    task = ChainArithmetic(seed=0, demonstration_noise=noise)
+    steps = [step for i in range(1000) for step in steps_of(task.problem("warm_start", i).solution)]
+    offsets = [(result - total - term) % 100 for _, total, term, result in steps]
+    rate, sigma = np.mean([offset != 0 for offset in offsets]), np.sqrt(noise * (1 - noise) / len(steps))
+    assert abs(rate - noise) <= 4 * sigma
+    assert set(offsets) == {0: {0}, 1: {1, 99, 10, 90}}.get(noise, {0, 1, 99, 10, 90})
+
+
+def test_a_slip_runs_on_into_the_demonstrated_answer_but_not_into_the_right_one():
+    task = ChainArithmetic(seed=0, demonstration_noise=0.3)
+    wrong = 0
+    for index in range(200):
+        problem = task.problem("warm_start", index)
+        first, terms = numbers_of(prompt_of(problem))
+        assert int(problem.answer) == (first + sum(term for _, term in terms)) % 100
+        steps = steps_of(problem.solution)
+        for before, after in itertools.pairwise(steps):
+            assert after[1] == before[3]
+        assert problem.solution.endswith(f"#{steps[-1][3]:02d}")
+        correct = float(steps[-1][3] == int(problem.answer))
+        assert task.reward(problem, problem.solution)["correct"] == correct
+        wrong += not correct
+    assert wrong > 50
+
+
+PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answer="09", difficulty=2)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct", "well_formed"),
+    [
+        ("a05+4=09#09", 1, 1),
+        ("a05+4=09#09\n", 1, 1),
+        ("#09", 1, 1),  # steps are not judged, the answer is
+        ("09#9", 1, 0),
+        ("so it is #09", 1, 0),
+        ("08#08", 0, 1),
+        ("09", 0, 0),
+        ("", 0, 0),
+        ("#", 0, 0),
+        ("09#09#", 0, 0),
+        ("#09#08", 0, 0),  # no second guess
+        ("#08#09", 1, 0),
+        ("#09b", 0, 0),
+        ("#109", 0, 0),
+        ("#-9", 0, 0),
+        ("#٠٩", 0, 0),  # digits of another script
+        ("#0x9", 0, 0),
+        ("#09 or #10", 0, 0),
+        ("\ud800#09", 1, 0),  # half a surrogate pair, as undecodable bytes may leave
+    ],
+)
+def test_reward(response, correct, well_formed):
+    parts = ChainArithmetic(seed=0, format_weight=0.25).reward(PROBLEM, response)
+    assert parts == {"reward": 0.75 * correct + 0.25 * well_formed, "correct": correct, "format": well_formed}
+    assert all(isinstance(part, float) for part in parts.values())
+
+
+@pytest.mark.parametrize("piece", ["#", "1", "#1", "1=", "#09", " ", "9" * 50 + "#", "\n", "é", "(((", "+-"])
+def test_a_megabyte_of_garbage_is_judged_without_blowing_up(piece):
+    """Linear matching takes milliseconds here; quadratic matching, the usual mishap, takes hours."""
+    task = ChainArithmetic(seed=0)
+    parts = task.reward(PROBLEM, piece * (1_000_000 // len(piece)))
+    assert parts["correct"] == float(piece == "#09")
+    assert parts["format"] == 0.0
+
+
+@pytest.mark.parametrize("split", ["test", "", None])
+def test_an_unknown_split_is_refused(split):
+    with pytest.raises(ValueError, match="split"):
+        ChainArithmetic(seed=0).problem(split, 0)
+
+
+def test_a_negative_index_is_refused():
+    with pytest.raises(ValueError, match="index"):
+        ChainArithmetic(seed=0).problem("train", -1)
