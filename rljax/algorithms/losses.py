@@ -1,0 +1,121 @@
+"""The clipped policy loss of GRPO and DAPO, and the weights that average it over tokens.
+
+GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3. DAPO: Yu et al., arXiv 2503.14476, Eq. 8, 10 and
+12.
+
+Averaging is a weight on every token, fixed on the host before the mini-batch is cut into micro-batches. The
+loss is then a plain weighted sum: micro-batch losses, gradients and metrics add up to those of the
+mini-batch, however its tokens were packed and split.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import ArrayLike
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+
+
+def aggregation_weights(response_lengths: ArrayLike, mode: Aggregation) -> np.ndarray:
+    """The weight of one token of each response; over all tokens of the mini-batch the weights sum to 1.
+
+        w[i] = 1 / sum_j |o_j|      "token_mean", DAPO Eq. 12: every token counts the same
+        w[i] = 1 / (N |o_i|)        "sequence_mean", GRPO Eq. 3: every response counts the same
+
+    DAPO writes its mean over the tokens of one group, under an expectation over prompts; here, as in its
+    public implementation, it is over all tokens of the mini-batch. GRPO's groups are equally large, so its
+    mean over each group and then over groups is the mean over the N responses. An empty response has no
+    tokens and does not count in N.
+
+    Args:
+      response_lengths: int [N], tokens in each response of the *mini-batch*.
+      mode: "token_mean" or "sequence_mean".
+
+    Returns:
+      float32 [N].
+    """
+    lengths = np.asarray(response_lengths)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"response_lengths: {lengths.dtype}{list(lengths.shape)}, expected integers [N]")
+    if np.any(lengths < 0) or not np.any(lengths > 0):
+        raise ValueError(
+            "response_lengths: must not be negative, and not all 0: there would be nothing to average"
+        )
+    present = lengths > 0
+    if mode == "token_mean":
+        weights = np.full(lengths.shape, 1.0 / lengths.sum())
+    elif mode == "sequence_mean":
+        weights = 1.0 / (present.sum() * np.maximum(lengths, 1))
+    else:
+        raise ValueError(f'mode: {mode!r}, expected "token_mean" or "sequence_mean"')
+    return np.where(present, weights, 0.0).astype(np.float32)
+
+
+def policy_loss(
+    logprobs: Array,
+    rollout_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    weights: Array,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Array, dict[str, Array]]:
+    """The clipped surrogate, to be minimised.
+
+        r[t] = pi(o_t) / pi_rollout(o_t)
+        loss = -sum_t w[t] min(r[t] A[t], clip(r[t], 1 - clip_low, 1 + clip_high) A[t])
+
+    A token whose ratio has left the interval in the direction that its advantage rewards has a gradient of
+    exactly 0. clip_high > clip_low is DAPO's clip-higher (Eq. 10): unlikely tokens may grow, so entropy does
+    not collapse. All arrays have one shape [...].
+
+    Args:
+      logprobs: under the policy being trained; the only argument to differentiate.
+      rollout_logprobs: under the distribution that the rollout sampled from.
+      advantages: of the response that the token belongs to.
+      mask: bool, True at response tokens. Whatever else the arrays hold outside it, NaN too, has no effect.
+      weights: from `aggregation_weights`, laid out by token.
+      clip_low, clip_high: how far the ratio may leave 1 on either side.
+
+    Returns:
+      The loss [], and metrics [] which are weighted sums as well, so that they add over micro-batches:
+        ratio_mean: of r, 1 when on-policy.
+        clip_fraction_low, clip_fraction_high: share of tokens without gradient, below and above the interval.
+        rollout_kl: KL(rollout || policy) from the rollout's samples, by (r - 1) - log r.
+    """
+    arrays = {
+        "logprobs": logprobs,
+        "rollout_logprobs": rollout_logprobs,
+        "advantages": advantages,
+        "mask": mask,
+        "weights": weights,
+    }
+    if len({array.shape for array in arrays.values()}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"policy_loss needs arrays of one shape, got {shapes}")
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: {mask.dtype}, expected bool")
+
+    # Selected before the exponential: a NaN or an overflow at a masked position would survive multiplication
+    # by 0.
+    log_ratio = jnp.where(mask, logprobs - rollout_logprobs, 0.0)
+    advantages = jnp.where(mask, advantages, 0.0)
+    weights = jnp.where(mask, weights, 0.0)
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    objective = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    loss = -jnp.sum(weights * objective)
+
+    def weighted_sum(values: Array) -> Array:
+        return jax.lax.stop_gradient(jnp.sum(weights * values))
+
+    metrics = {
+        "ratio_mean": weighted_sum(ratio),
+        "clip_fraction_low": weighted_sum(jnp.where((advantages < 0) & (ratio < 1.0 - clip_low), 1.0, 0.0)),
+        "clip_fraction_high": weighted_sum(jnp.where((advantages > 0) & (ratio > 1.0 + clip_high), 1.0, 0.0)),
+        "rollout_kl": weighted_sum(jnp.expm1(log_ratio) - log_ratio),
+    }
+    return loss, metrics

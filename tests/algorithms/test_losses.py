@@ -1,0 +1,145 @@
+"""The clipped policy loss by hand: values, gradients, and sums that do not care how a mini-batch is cut."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.losses import aggregation_weights, policy_loss
+
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "jit"])
+def loss_of(request):
+    loss = functools.partial(policy_loss, **CLIPS)
+    return jax.jit(loss) if request.param else loss
+
+
+def test_by_hand(loss_of):
+    """Tokens inside, above and below the interval, each with either sign of the advantage; one masked."""
+    ratios = np.array([1.1, 1.1, 1.5, 1.5, 0.5, 0.5, 7.0])
+    advantages = jnp.array([2.0, -2.0, 2.0, -2.0, 2.0, -2.0, 5.0])
+    mask = jnp.array([True] * 6 + [False])
+    weights = jnp.array([0.1, 0.1, 0.2, 0.1, 0.3, 0.2, 1.0])
+    rollout_logprobs = jnp.full(7, -2.0)
+    logprobs = jnp.asarray(np.log(ratios) - 2.0, jnp.float32)
+    (loss, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(
+        logprobs, rollout_logprobs, advantages, mask, weights
+    )
+    # min(r A, clip(r) A):  2.2, -2.2, 2 * 1.28 (clipped), -3.0, 1.0, -2 * 0.8 (clipped)
+    objective = 0.1 * 2.2 - 0.1 * 2.2 + 0.2 * 2.56 - 0.1 * 3.0 + 0.3 * 1.0 - 0.2 * 1.6
+    np.testing.assert_allclose(loss, -objective, rtol=1e-5)
+    # d(-w r A)/d logprob = -w r A where not clipped
+    np.testing.assert_allclose(gradient, [-0.22, 0.22, 0.0, 0.3, -0.3, 0.0, 0.0], rtol=1e-5)
+    assert gradient[2] == 0 and gradient[5] == 0 and gradient[6] == 0  # exactly
+
+    np.testing.assert_allclose(metrics["clip_fraction_high"], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(metrics["clip_fraction_low"], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(metrics["ratio_mean"], 0.2 * 1.1 + 0.3 * 1.5 + 0.5 * 0.5, rtol=1e-5)
+    k3 = [0.2 * (0.1 - np.log(1.1)), 0.3 * (0.5 - np.log(1.5)), 0.5 * (-0.5 - np.log(0.5))]
+    np.testing.assert_allclose(metrics["rollout_kl"], sum(k3), rtol=1e-5)
+
+
+def test_on_policy_is_the_plain_policy_gradient(loss_of):
+    logprobs, advantages = jnp.array([[-1.0, -0.3]]), jnp.array([[2.0, -1.0]])
+    weights = jnp.array([[0.25, 0.75]])
+    mask = jnp.ones((1, 2), bool)
+    (loss, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(
+        logprobs, logprobs, advantages, mask, weights
+    )
+    assert loss == -(0.25 * 2.0 - 0.75)
+    np.testing.assert_array_equal(gradient, -weights * advantages)
+    assert metrics["ratio_mean"] == 1 and metrics["rollout_kl"] == 0
+    assert metrics["clip_fraction_low"] == 0 and metrics["clip_fraction_high"] == 0
+
+
+def test_clip_higher_gives_back_the_gradient_of_a_growing_token():
+    arguments = (
+        jnp.log(jnp.array([0.125])),
+        jnp.log(jnp.array([0.1])),
+        jnp.ones(1),
+        jnp.ones(1, bool),
+        jnp.ones(1),
+    )
+    symmetric = jax.grad(lambda x: policy_loss(x, *arguments[1:], clip_low=0.2, clip_high=0.2)[0])(
+        arguments[0]
+    )
+    higher = jax.grad(lambda x: policy_loss(x, *arguments[1:], clip_low=0.2, clip_high=0.28)[0])(arguments[0])
+    assert symmetric[0] == 0
+    np.testing.assert_allclose(higher, [-1.25], rtol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_is_masked_has_no_effect(loss_of, garbage):
+    clean = jnp.array([-1.0, -2.0, 0.0])
+    dirty = clean.at[2].set(garbage)
+    mask = jnp.array([True, True, False])
+    ones = jnp.ones(3)
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    (expected, expected_metrics), expected_gradient = value_and_grad(clean, clean - 0.1, ones, mask, ones)
+    (loss, metrics), gradient = value_and_grad(dirty, clean - 0.1, ones, mask, ones.at[2].set(garbage))
+    np.testing.assert_array_equal(loss, expected)
+    np.testing.assert_array_equal(gradient, expected_gradient)
+    for name, value in metrics.items():
+        np.testing.assert_array_equal(value, expected_metrics[name])
+    (loss, _), gradient = value_and_grad(clean, clean - 0.1, ones.at[2].set(garbage), mask, ones)
+    np.testing.assert_array_equal(loss, expected)
+    np.testing.assert_array_equal(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_micro_batches_add_up_to_the_mini_batch(loss_of, mode):
+    """Loss, gradient and every metric of 5 responses, at once and cut in two unequal parts."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 9, 1, 6, 4])
+    mask = np.arange(9) < lengths[:, None]
+    weights = np.where(mask, aggregation_weights(lengths, mode)[:, None], 0).astype(np.float32)
+    rollout_logprobs = rng.normal(-1, 0.5, mask.shape).astype(np.float32)
+    advantages = np.broadcast_to(rng.normal(size=(5, 1)).astype(np.float32), mask.shape)
+    features = rng.normal(size=(*mask.shape, 4)).astype(np.float32)
+
+    def loss(w, rows):
+        logprobs = rollout_logprobs[rows] + jnp.tanh(features[rows] @ w)
+        return loss_of(
+            logprobs, rollout_logprobs[rows], advantages[rows], jnp.asarray(mask[rows]), weights[rows]
+        )
+
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    w = jnp.array([0.3, -0.2, 0.1, 0.05])
+    whole = value_and_grad(w, slice(0, 5))
+    parts = [value_and_grad(w, slice(0, 2)), value_and_grad(w, slice(2, 5))]
+    assert whole[0][1]["clip_fraction_low"] > 0 and whole[0][1]["clip_fraction_high"] > 0
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + c, rtol=1e-5, atol=1e-7), whole, *parts)
+
+
+def test_aggregation_weights_by_hand():
+    np.testing.assert_allclose(aggregation_weights([1, 3, 4], "token_mean"), [1 / 8, 1 / 8, 1 / 8], rtol=1e-6)
+    np.testing.assert_allclose(
+        aggregation_weights([1, 3, 4], "sequence_mean"), [1 / 3, 1 / 9, 1 / 12], rtol=1e-6
+    )
+    np.testing.assert_allclose(aggregation_weights([2, 0, 4], "token_mean"), [1 / 6, 0, 1 / 6], rtol=1e-6)
+    np.testing.assert_allclose(aggregation_weights([2, 0, 4], "sequence_mean"), [1 / 4, 0, 1 / 8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_weights_sum_to_one_over_all_tokens(mode):
+    lengths = np.random.default_rng(1).integers(0, 500, 256)
+    weights = aggregation_weights(lengths, mode)
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(np.sum(weights.astype(np.float64) * lengths), 1.0, rtol=1e-6)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"weights \(3,\)"):
+        policy_loss(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2, bool), jnp.zeros(3), **CLIPS)
+    with pytest.raises(ValueError, match="mask: float32"):
+        policy_loss(*[jnp.zeros(2)] * 5, **CLIPS)
+    with pytest.raises(ValueError, match="mode: 'mean'"):
+        aggregation_weights([1], "mean")
+    with pytest.raises(ValueError, match="nothing to average"):
+        aggregation_weights([0, 0], "token_mean")
+    with pytest.raises(ValueError, match="integers"):
+        aggregation_weights([0.5], "token_mean")
