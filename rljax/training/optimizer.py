@@ -1,0 +1,96 @@
+"""The optimiser of policy and warm start: clipping by global norm, then AdamW on a schedule."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from rljax.errors import ConfigError
+
+
+def learning_rate_schedule(
+    *, learning_rate: float, schedule: str, warmup_steps: int, total_updates: int
+) -> optax.Schedule:
+    """The learning rate of update n = 0, 1, ...
+
+    Over the first `warmup_steps` updates it rises linearly to `learning_rate`, from a first step that is
+    small but not 0, since an update at rate 0 is wasted. It then stays ("constant"), or falls to 0 at
+    `total_updates` along a line ("linear") or half a cosine ("cosine").
+    """
+    if schedule not in _FALL:
+        raise ConfigError(
+            f'optimizer.schedule: {schedule!r} is unknown; use "constant", "linear" or "cosine"'
+        )
+    if schedule != "constant" and warmup_steps >= total_updates:
+        raise ConfigError(
+            f"optimizer.warmup_steps: {warmup_steps} must be less than the {total_updates} updates of the"
+            f" run; the {schedule} schedule falls after warm-up"
+        )
+
+    def rate(count: ArrayLike) -> Array:
+        update = jnp.asarray(count).astype(jnp.float32)
+        rise = jnp.minimum((update + 1.0) / (warmup_steps + 1), 1.0)
+        progress = jnp.clip((update - warmup_steps) / max(total_updates - warmup_steps, 1), 0.0, 1.0)
+        return learning_rate * rise * _FALL[schedule](progress)
+
+    return rate
+
+
+# The share of the rate that is left after a share of the updates behind warm-up.
+_FALL = {
+    "constant": jnp.ones_like,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
+}
+
+
+def make_optimizer(
+    *,
+    name: str,
+    learning_rate: float,
+    schedule: str,
+    warmup_steps: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_norm: float,
+    total_updates: int,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a schedule.
+
+    Weight decay pulls on matrices only: norms and biases set scales that have no reason to be near 0.
+
+    Args:
+      name: "adamw".
+      learning_rate, schedule, warmup_steps: see `learning_rate_schedule`.
+      beta1, beta2, epsilon: Adam's.
+      weight_decay: decoupled; each update also subtracts rate * weight_decay * weight from matrices.
+      clip_norm: gradients with a larger global norm are scaled down to it.
+      total_updates: optimiser updates in the whole run, where falling schedules end.
+    """
+    if name != "adamw":
+        raise ConfigError(f'optimizer.name: {name!r} is unknown; use "adamw"')
+    rate = learning_rate_schedule(
+        learning_rate=learning_rate,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        total_updates=total_updates,
+    )
+    inner = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=_is_matrix),
+    )
+
+    def update(gradients, state, params=None):
+        # optax raises floats to integer powers; it must work where the rest of the program is checked more
+        # strictly.
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(gradients, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _is_matrix(params):
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
