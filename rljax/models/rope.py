@@ -16,7 +16,10 @@ from rljax.models.config import ModelConfig, RopeScaling
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Angle per position for each pair of channels: float32 [head_dim / 2]."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = (1.0 / np.power(np.float32(theta), exponent, dtype=np.float32)).astype(np.float32)
+    # Powers in float32 differ from one math library to the next, and a last bit here is 1e-3 in the cosine of
+    # position 30,000.
+    power = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
+    inverse = np.float32(1.0) / power
     if scaling is None:
         return inverse
     wavelength = 2 * np.pi / inverse
