@@ -1,0 +1,249 @@
+"""Tokenizers of Hugging Face model directories, on the `tokenizers` library alone.
+
+Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and chat template;
+`special_tokens_map.json` in older directories) and `chat_template.jinja`. Chat templates render as in
+`transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two things are
+left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge what
+the policy wrote), and truncation and padding stored in `tokenizer.json` (lengths are the caller's to decide).
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from rljax.errors import TokenizerError
+from rljax.models.config import ModelConfig
+
+Message = Mapping[str, Any]
+"""One turn of a chat: {"role": "system" | "user" | "assistant" | ..., "content": text, ...}."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer and its chat template; make one with `Tokenizer.load`.
+
+    Attributes:
+      directory: where it was read from (errors name it).
+      special_tokens: the named special tokens, e.g. {"eos_token": "<|im_end|>"}; chat templates see them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+    ):
+        self.directory = directory
+        self.special_tokens = special_tokens
+        self._backend = backend
+        self._chat_template = chat_template
+        for name, token in special_tokens.items():
+            if backend.token_to_id(token) is None:
+                raise TokenizerError(
+                    f"{directory}: {name} is {token!r}, which tokenizer.json does not contain; "
+                    "add it there, or name a token that it has"
+                )
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Tokenizer":
+        """The tokenizer of a Hugging Face model directory; raises `TokenizerError` if it cannot be read."""
+        directory = Path(directory)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(
+                f"{file} does not exist; a policy needs a `tokenizer.json` (with only vocab.json or "
+                "tokenizer.model, load it once with transformers.AutoTokenizer and save_pretrained it)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{file} cannot be read by the tokenizers library: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        options = _read_json(directory / "tokenizer_config.json")
+        named = {**_read_json(directory / "special_tokens_map.json"), **options}
+        special_tokens = {}
+        for name in _SPECIAL_TOKENS:
+            value = named.get(name)
+            if isinstance(value, dict):  # a serialised AddedToken
+                value = value.get("content")
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise TokenizerError(f"{directory}/tokenizer_config.json: {name} is {value!r}, not a string")
+            special_tokens[name] = value
+        return cls(directory, backend, special_tokens, _chat_template(directory, options))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of text. Special tokens written out in it are recognised; none are added unless asked."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids beyond the vocabulary (padding of the embedding) decode to nothing."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as text, or None if there is no such token."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own EOS; a policy may stop at more (`huggingface.load_generation_config`)."""
+        return self._special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token; where none is named (Llama 3), EOS."""
+        pad = self._special_id("pad_token")
+        return self.eos_token_id if pad is None else pad
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Rows that an embedding needs for these tokens: the highest token id plus one."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_args: Any
+    ) -> str:
+        """The text of a chat, by the model's own template.
+
+        Args:
+          messages: the turns, first to last.
+          add_generation_prompt: end with what opens the assistant's answer.
+          **template_args: further variables of the template, e.g. `enable_thinking=False` for Qwen3.
+        """
+        variables = {**self.special_tokens, "tools": None, "documents": None, **template_args}
+        try:
+            return self._compiled_template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+        ) as error:  # raised by what the template does
+            raise TokenizerError(
+                f"{self.directory}: the chat template refuses these messages: {error}"
+            ) from error
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_args: Any
+    ) -> list[int]:
+        """Token ids of `apply_chat_template`: the template writes every special token, none are added."""
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt, **template_args))
+
+    def check_fits(self, config: ModelConfig) -> None:
+        """Raises `TokenizerError` if there is a token that the policy's embedding has no row for."""
+        if self.vocab_size > config.vocab_size:
+            last = self.vocab_size - 1
+            raise TokenizerError(
+                f"{self.directory}: token {self._backend.id_to_token(last)!r} has id {last}, but the "
+                f"policy's vocab_size is {config.vocab_size}; use the tokenizer that belongs to the policy"
+            )
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    @functools.cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        if self._chat_template is None:
+            raise TokenizerError(
+                f"{self.directory} has no chat template, and chat messages need one: put it in "
+                "`chat_template.jinja`, or in `tokenizer_config.json` as chat_template"
+            )
+        try:
+            return _template_environment().from_string(self._chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"{self.directory}: chat template, line {error.lineno}: not valid jinja: {error.message}"
+            ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in an optional JSON file, {} where there is no file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} should hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _chat_template(directory: Path, options: dict[str, Any]) -> str | None:
+    """The template in its own file wins over the one in tokenizer_config.json, as in transformers."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = options.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        if "default" not in by_name:
+            raise TokenizerError(
+                f"{directory}/tokenizer_config.json: chat_template has {sorted(map(str, by_name))}, "
+                "and none is named 'default'"
+            )
+        template = by_name["default"]
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(
+            f"{directory}/tokenizer_config.json: chat_template should be a string or a list of named ones"
+        )
+    return template
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training masks; it renders as its content."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.cache
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What chat templates are written for. Sandboxed: a template is code from whoever made the checkpoint."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja's own filter escapes HTML, which no model was trained on.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,177 @@
+"""Tokenizers: the same ids and the same chats as transformers, and errors in the user's words."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rljax.errors import TokenizerError
+from rljax.models.config import ModelConfig
+from rljax.models.tokenizer import Tokenizer
+from tests.models.checkpoints import write_tokenizer
+
+TEXTS = [
+    "The sum of 12 and 30 is 42.",
+    "  two spaces, a tab\t, and \n\n newlines \n",
+    "Größe 東京 🙂 — e\u0301 don't we're",
+    "<|im_start|>user\nhi<|im_end|> and <|eot_id|> inside text",
+    "",
+]
+CHATS = [
+    [{"role": "user", "content": "What is 1+1?"}],
+    [
+        {"role": "system", "content": 'Be <brief> & "exact".\n'},
+        {"role": "user", "content": "  1+1?\n"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
+        {"role": "user", "content": "東京 🙂"},
+    ],
+]
+
+
+@pytest.fixture(params=["qwen", "llama3"])
+def style(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["template-in-config", "template-file"])
+def pair(request, style, tmp_path):
+    """Ours and transformers' tokenizer of the same directory."""
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, style, template_file=request.param)
+    return Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+
+def edit_config(directory, **changes):
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_ids_and_texts_are_those_of_transformers(pair):
+    ours, reference = pair
+    for text in TEXTS:
+        for add in (False, True):
+            assert ours.encode(text, add_special_tokens=add) == reference.encode(text, add_special_tokens=add)
+        ids = ours.encode(text, add_special_tokens=True)
+        for skip in (False, True):
+            assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(
+                ids, skip_special_tokens=skip
+            )
+    assert ours.eos_token_id == reference.eos_token_id is not None
+    assert ours.bos_token_id == reference.bos_token_id
+    assert ours.pad_token_id == (
+        reference.eos_token_id if reference.pad_token_id is None else reference.pad_token_id
+    )
+    assert ours.vocab_size == len(reference)
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=["one-turn", "several-turns"])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_chats_are_those_of_transformers(pair, chat, add_generation_prompt):
+    ours, reference = pair
+    options = {"add_generation_prompt": add_generation_prompt}
+    expected = reference.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.apply_chat_template(chat, **options) == expected
+    expected_ids = reference.apply_chat_template(chat, tokenize=True, **options)["input_ids"]
+    assert ours.encode_chat(chat, **options) == expected_ids
+
+
+def test_template_arguments_and_json_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, "qwen")
+    ours, reference = Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat = [CHATS[0][0], {"role": "tool", "content": {"text": "<b>東京</b> & 'x'", "n": [1, 2.5, None]}}]
+    options = {"add_generation_prompt": True, "enable_thinking": False}
+    ours_text = ours.apply_chat_template(chat, **options)
+    assert ours_text == reference.apply_chat_template(chat, tokenize=False, **options)
+    assert "<b>東京</b> & 'x'" in ours_text  # not escaped as HTML
+    assert ours_text.endswith("</think>\n\n")
+
+
+def test_template_features_beyond_plain_jinja(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}\n  {% endif %}\n"
+        "{% generation %}[{{ m.content }}]{% endgeneration %}\n{% endfor %}\n"
+        "{{ strftime_now('%%') }}{{ bos_token }}"
+    )
+    messages = [{"role": "user", "content": text} for text in "abc"]
+    assert Tokenizer.load(tmp_path).apply_chat_template(messages) == "[a][b]%"
+
+
+@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_template_cannot_reach_outside_its_sandbox(template, tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(TokenizerError, match="chat template refuses"):
+        Tokenizer.load(tmp_path).apply_chat_template(CHATS[0])
+
+
+def test_what_a_template_raises_is_a_user_error(tmp_path):
+    write_tokenizer(tmp_path, "llama3")
+    with pytest.raises(TokenizerError, match="Only user and assistant roles"):
+        Tokenizer.load(tmp_path).apply_chat_template([{"role": "tool", "content": ""}])
+
+
+def test_special_tokens_as_objects_and_in_the_older_file(tmp_path):
+    write_tokenizer(tmp_path)
+    edit_config(tmp_path, eos_token={"content": "<|endoftext|>", "lstrip": False}, pad_token=None)
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"})
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_token_id == tokenizer.token_id("<|endoftext|>")  # the config wins
+    assert tokenizer.bos_token_id == tokenizer.token_id("<|im_start|>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+
+def test_named_templates_use_the_default_one(tmp_path):
+    write_tokenizer(tmp_path)
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    edit_config(tmp_path, chat_template=templates)
+    assert Tokenizer.load(tmp_path).apply_chat_template(CHATS[0]) == "yes"
+    edit_config(tmp_path, chat_template=templates[:1])
+    with pytest.raises(TokenizerError, match="none is named 'default'"):
+        Tokenizer.load(tmp_path)
+
+
+def test_stored_truncation_and_padding_are_ignored(tmp_path):
+    write_tokenizer(tmp_path)
+    plain = Tokenizer.load(tmp_path).encode(TEXTS[0])
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == plain
+    assert len(plain) > 3
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json does not exist"):
+        Tokenizer.load(tmp_path)
+    write_tokenizer(tmp_path)
+    edit_config(tmp_path, chat_template=None)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        tokenizer.encode_chat(CHATS[0])
+    edit_config(tmp_path, chat_template="{% if %}")
+    with pytest.raises(TokenizerError, match="line 1: not valid jinja"):
+        Tokenizer.load(tmp_path).apply_chat_template(CHATS[0])
+    edit_config(tmp_path, eos_token="<|nowhere|>")
+    with pytest.raises(TokenizerError, match=r"eos_token is '<\|nowhere\|>', which tokenizer\.json does not"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not readable JSON"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_check_fits_wants_a_row_for_every_token(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    config = ModelConfig("qwen3", tokenizer.vocab_size, 8, 1, 1, 1, 8, 8)
+    tokenizer.check_fits(config)
+    with pytest.raises(TokenizerError, match=f"has id {tokenizer.vocab_size - 1}"):
+        tokenizer.check_fits(dataclasses.replace(config, vocab_size=tokenizer.vocab_size - 1))
