@@ -1,0 +1,597 @@
+"""Hugging Face checkpoints: the logits of transformers, there and back; what cannot be loaded is named."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from rljax.errors import CheckpointError, TokenizerError
+from rljax.models import huggingface
+from rljax.models.attention import PackedAttention
+from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.huggingface import (
+    GenerationConfig,
+    load_generation_config,
+    load_model_config,
+    load_params,
+    save_model,
+)
+from rljax.models.numerics import Numerics
+from rljax.models.rope import inverse_frequencies, rope_table
+from rljax.models.transformer import forward, init_params, logits
+from tests.models.checkpoints import KINDS, VOCAB_SIZE, make_checkpoint, write_tokenizer
+
+TOLERANCE = 1e-4
+STATUS = Path("/proc/self/status")
+LENGTHS = (96, 61, 17, 1)  # of a right-padded batch; beyond the 32 positions before llama3 scaling
+
+
+def right_padded_batch():
+    """Tokens and segment ids, both int32 [B, T]."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB_SIZE, (len(LENGTHS), max(LENGTHS)), dtype=np.int32)
+    segment_ids = (np.arange(max(LENGTHS)) < np.asarray(LENGTHS)[:, None]).astype(np.int32)
+    return tokens, segment_ids
+
+
+def our_logits(config, params):
+    """Float32 [B, T, V] of the right-padded batch."""
+    tokens, segment_ids = right_padded_batch()
+    numerics = Numerics()
+
+    @jax.jit
+    def run(params):
+        hidden, _ = forward(
+            params,
+            config,
+            jnp.asarray(tokens),
+            jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+            PackedAttention(jnp.asarray(segment_ids), numerics),
+            jnp.asarray(rope_table(config, tokens.shape[1])),
+            numerics,
+        )
+        return logits(params, config, hidden)
+
+    return np.asarray(run(params))
+
+
+def reference_logits(model):
+    torch = pytest.importorskip("torch")
+    tokens, mask = right_padded_batch()
+    with torch.no_grad():
+        output = model(torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long())
+    return output.logits.float().numpy()
+
+
+def assert_same_logits(ours, expected):
+    _, segment_ids = right_padded_batch()
+    real = segment_ids == 1
+    assert np.abs(expected[real]).max() > 1  # logits that say something
+    assert np.abs(ours - expected)[real].max() < TOLERANCE
+
+
+def reload(directory):
+    """transformers' own model of a directory; fails on tensors that are missing or unexpected."""
+    transformers = pytest.importorskip("transformers")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def edit_json(file, **changes):
+    """Sets keys of a JSON file; None removes one."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_tensors(directory, change):
+    """Applies `change` to the dict of tensors of an unsharded checkpoint."""
+    file = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+
+
+def assert_same_params(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+# --- against transformers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_before_and_after_export(kind, tmp_path):
+    model = make_checkpoint(tmp_path / "made", kind)
+    config = load_model_config(tmp_path / "made")
+    params = load_params(tmp_path / "made", config)
+    expected = reference_logits(model)
+    ours = our_logits(config, params)
+    assert_same_logits(ours, expected)
+
+    save_model(tmp_path / "exported", config, params, "float32", tokenizer_source=tmp_path / "made")
+    np.testing.assert_array_equal(reference_logits(reload(tmp_path / "exported")), expected)
+    assert load_model_config(tmp_path / "exported") == config
+    assert_same_params(load_params(tmp_path / "exported", config), params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_there_and_back(kind, tmp_path):
+    model = make_checkpoint(tmp_path / "made", kind, max_shard_size="100KB")
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
+    config = load_model_config(tmp_path / "made")
+    params = load_params(tmp_path / "made", config)
+    assert_same_logits(our_logits(config, params), reference_logits(model))
+    save_model(tmp_path / "exported", config, params, "float32", max_shard_bytes=100_000)
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
+    np.testing.assert_array_equal(reference_logits(reload(tmp_path / "exported")), reference_logits(model))
+    assert_same_params(load_params(tmp_path / "exported", config), params)
+
+
+def test_the_rope_scaling_matters_in_these_tests(tmp_path):
+    model = make_checkpoint(tmp_path, "llama3")
+    config = dataclasses.replace(load_model_config(tmp_path), rope_scaling=None)
+    wrong = our_logits(config, load_params(tmp_path, config))
+    _, segment_ids = right_padded_batch()
+    assert np.abs(wrong - reference_logits(model))[segment_ids == 1].max() > 0.1
+
+
+@pytest.mark.parametrize("theta,head_dim", [(500_000.0, 64), (500_000.0, 128), (1_000_000.0, 128)])
+def test_rope_frequencies_are_those_of_transformers(theta, head_dim, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        max_position_embeddings=131_072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "original_max_position_embeddings": 8192,
+            **scaling,
+        },
+    )
+    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    ours = inverse_frequencies(head_dim, theta, RopeScaling(**scaling, original_max_positions=8192))
+    np.testing.assert_allclose(ours, expected, rtol=3e-7)
+    plain = transformers.LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
+    expected = LlamaRotaryEmbedding(plain).inv_freq.numpy()
+    ours = inverse_frequencies(head_dim, theta, None)
+    # To the bit, but for a channel: an angle at position 30,000 magnifies its last bit by as much.
+    assert np.sum(ours != expected) <= 1
+
+
+def test_exported_tokenizer_and_sampling_defaults(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    make_checkpoint(tmp_path / "made", "llama3")
+    config = load_model_config(tmp_path / "made")
+    save_model(
+        tmp_path / "out" / "exported",
+        config,
+        load_params(tmp_path / "made", config),
+        "bfloat16",
+        tokenizer_source=tmp_path / "made",
+    )
+    exported = tmp_path / "out" / "exported"
+    chat = [{"role": "user", "content": "hi"}]
+    made, copied = (transformers.AutoTokenizer.from_pretrained(d) for d in (tmp_path / "made", exported))
+    assert copied.apply_chat_template(chat) == made.apply_chat_template(chat)
+    model = reload(exported)
+    assert str(model.dtype) == "torch.bfloat16"
+    assert model.generation_config.eos_token_id == list(load_generation_config(exported).eos_token_ids)
+    assert model.generation_config.temperature == load_generation_config(exported).temperature == 0.6
+    assert load_generation_config(exported) == load_generation_config(tmp_path / "made")
+    assert oct(exported.stat().st_mode & 0o777) == oct(0o755)
+
+
+# --- without torch ----------------------------------------------------------------------------------
+
+
+def small_config(**changes):
+    config = ModelConfig("qwen3", VOCAB_SIZE, 32, 2, 4, 2, 16, 48, qk_norm=True, max_positions=256)
+    return dataclasses.replace(config, **changes)
+
+
+def random_params(config, seed=0):
+    rng = np.random.default_rng(seed)
+    params = init_params(config, seed)
+    return jax.tree.map(lambda w: w + jnp.asarray(rng.standard_normal(w.shape, dtype=np.float32)), params)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with an untied Qwen3 checkpoint and a tokenizer."""
+    write_tokenizer(tmp_path / "tokenizer")
+    directory = tmp_path / "checkpoint"
+    save_model(directory, small_config(), random_params(small_config()), "float32", tmp_path / "tokenizer")
+    return directory
+
+
+ROUND_TRIPS = [
+    small_config(),
+    small_config(tie_embeddings=True),
+    small_config(architecture="qwen2", qk_norm=False, attention_bias=True, rope_theta=1e6),
+    small_config(
+        architecture="llama",
+        qk_norm=False,
+        norm_epsilon=1e-5,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64),
+    ),
+]
+
+
+@pytest.mark.parametrize("config", ROUND_TRIPS, ids=["qwen3", "qwen3-tied", "qwen2", "llama"])
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+def test_export_and_reload_is_exact(config, max_shard_bytes, tmp_path):
+    params = random_params(config)
+    save_model(tmp_path / "exported", config, params, "float32", max_shard_bytes=max_shard_bytes)
+    assert load_model_config(tmp_path / "exported") == config
+    assert_same_params(load_params(tmp_path / "exported", config), params)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_dtypes(stored, tmp_path):
+    config = small_config()
+    params = random_params(config)
+    save_model(tmp_path / "exported", config, params, stored)
+    rounded = jax.tree.map(lambda w: w.astype(stored), params)
+    assert_same_params(load_params(tmp_path / "exported", config), rounded)
+    with safetensors.safe_open(tmp_path / "exported" / "model.safetensors", framework="np") as opened:
+        assert opened.metadata() == {"format": "pt"}  # transformers 4 refuses anything else
+    as_float32 = load_params(tmp_path / "exported", config, dtype="float32")
+    assert_same_params(as_float32, jax.tree.map(lambda w: w.astype(jnp.float32), rounded))
+    with pytest.raises(CheckpointError, match="int8"):
+        load_params(tmp_path / "exported", config, dtype="int8")
+
+
+def test_put_places_each_weight_as_it_arrives(checkpoint):
+    seen = {}
+
+    def put(path, array):
+        assert isinstance(array, np.ndarray)
+        seen[path] = array.shape
+        return ("placed", path)
+
+    params = load_params(checkpoint, small_config(), put=put)
+    assert params["layers"][1]["q"] == ("placed", ("layers", 1, "q"))
+    assert params["final_norm"] == ("placed", ("final_norm",))
+    assert seen["layers", 0, "k"] == (32, 32)
+    assert len(seen) == 3 + 2 * 11
+
+
+def test_a_transfer_is_waited_for_before_the_next_tensor_is_read(checkpoint):
+    # Else the host arrays of unfinished transfers pile up: up to 24 at a time on JAX 0.10.
+    under_way = []
+
+    class Transfer:
+        def block_until_ready(self):
+            under_way.remove(self)
+            return self
+
+    def put(path, array):
+        assert not under_way
+        under_way.append(Transfer())
+        return under_way[-1]
+
+    load_params(checkpoint, small_config(), put=put)
+    assert not under_way
+
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+
+
+def write_config(directory, **changes):
+    content = {key: value for key, value in (QWEN2 | changes).items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(content))
+
+
+def test_older_and_newer_spellings_mean_the_same(tmp_path):
+    write_config(tmp_path)
+    old = load_model_config(tmp_path)
+    assert old.rope_theta == 1e6 and old.head_dim == 16 and old.attention_bias and old.tie_embeddings
+    write_config(
+        tmp_path,
+        rope_theta="absent",
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        layer_types=["full_attention"] * 2,
+        torch_dtype="absent",
+        dtype="bfloat16",
+    )
+    assert load_model_config(tmp_path) == old
+    scaled = LLAMA3 | {"original_max_position_embeddings": 128}
+    write_config(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=scaled)
+    old = load_model_config(tmp_path)
+    assert old.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 128)
+    assert old.rope_theta == 5e5
+    write_config(
+        tmp_path, model_type="llama", rope_theta="absent", rope_parameters=scaled | {"rope_theta": 5e5}
+    )
+    assert load_model_config(tmp_path) == old
+    del scaled["rope_type"]
+    write_config(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=scaled | {"type": "llama3"})
+    assert load_model_config(tmp_path) == old
+
+
+@pytest.mark.parametrize(
+    "changes,named",
+    [
+        ({"model_type": "mistral"}, 'model_type is "mistral"'),
+        ({"model_type": "absent"}, "model_type is null"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*sliding_attention"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias is true"),
+        ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True}, "attention_bias is true"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is true"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type is "yarn"'),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_scaling.type is "linear"'),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor is 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
+        ({"hidden_size": 63}, "hidden_size is 63"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"model_type": "qwen3"}, "head_dim is missing"),
+        ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes"'),
+        ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps is "1e-6"'),
+    ],
+)
+def test_an_unsupported_option_is_one_error_that_names_it(changes, named, tmp_path):
+    write_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{named}") as caught:
+        load_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_no_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        load_model_config(tmp_path)
+    for content, message in (("{", "not readable JSON"), ("[]", "JSON object, not a list")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=message):
+            load_model_config(tmp_path)
+
+
+def test_eos_ids_and_their_fallbacks(checkpoint):
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    im_end = next(t["id"] for t in tokenizer["added_tokens"] if t["content"] == "<|im_end|>")
+    assert load_generation_config(checkpoint) == GenerationConfig((im_end,))
+    generation = checkpoint / "generation_config.json"
+    generation.write_text(
+        json.dumps({"eos_token_id": [5, 7, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8})
+    )
+    assert load_generation_config(checkpoint) == GenerationConfig((5, 7), 0.7, 20, 0.8)
+    generation.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is \"</s>\""):
+        load_generation_config(checkpoint)
+    generation.unlink()
+    edit_json(checkpoint / "config.json", eos_token_id=[9])
+    assert load_generation_config(checkpoint).eos_token_ids == (9,)
+    edit_json(checkpoint / "config.json", eos_token_id=None)
+    assert load_generation_config(checkpoint).eos_token_ids == (im_end,)
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="no EOS token"):
+        load_generation_config(checkpoint)
+
+
+def test_a_missing_tensor(checkpoint):
+    edit_tensors(checkpoint, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: missing .*1\.self_attn\.q_norm\.weight \[16\]"
+    ):
+        load_params(checkpoint, small_config())
+
+
+def test_a_misshapen_tensor(checkpoint):
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.zeros((48, 32), np.float32)}))
+    message = rf"model\.safetensors: tensor {name} has shape \[48, 32\], but config\.json asks for \[32, 48\]"
+    with pytest.raises(CheckpointError, match=message):
+        load_params(checkpoint, small_config())
+
+
+def test_surplus_tensors(checkpoint):
+    def add(tensors):
+        for index in range(6):
+            tensors[f"extra.{index}"] = np.zeros(3, np.float32)
+
+    edit_tensors(checkpoint, add)
+    message = r"model\.safetensors: surplus tensors extra\.0, extra\.1, extra\.2, extra\.3 and 2 more"
+    with pytest.raises(CheckpointError, match=message):
+        load_params(checkpoint, small_config())
+
+
+def test_rotary_buffers_are_ignored(checkpoint):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.zeros(8, np.float32)}))
+    load_params(checkpoint, small_config())
+
+
+def test_an_integer_tensor(checkpoint):
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.norm.weight": np.zeros(32, np.int8)}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is stored as I8"):
+        load_params(checkpoint, small_config())
+
+
+def test_the_lm_head_of_a_tied_model(tmp_path):
+    config = small_config(tie_embeddings=True)
+    save_model(tmp_path / "tied", config, random_params(config), "bfloat16")
+    embed = "model.embed_tokens.weight"
+    edit_tensors(tmp_path / "tied", lambda tensors: tensors.update({"lm_head.weight": tensors[embed].copy()}))
+    params = load_params(tmp_path / "tied", config)
+    assert "lm_head" not in params
+
+    def last_row(tensors):
+        tensors["lm_head.weight"][-1, -1] += ml_dtypes.bfloat16(1)
+
+    edit_tensors(tmp_path / "tied", last_row)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_params(tmp_path / "tied", config)
+
+
+def test_a_truncated_file(checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors \(\d+ bytes\) cannot be read"):
+        load_params(checkpoint, small_config())
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors \(0 bytes\) cannot be read"):
+        load_params(checkpoint, small_config())
+
+
+def test_shards_and_their_index(tmp_path):
+    config = small_config()
+    directory = tmp_path / "sharded"
+    save_model(directory, config, random_params(config), "float32", max_shard_bytes=20_000)
+    index = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+
+    edit_json(index, weight_map=weight_map | {"model.norm.weight": "../outside.safetensors"})
+    with pytest.raises(CheckpointError, match="the name of a file beside the index"):
+        load_params(directory, config)
+    other = next(shard for shard in weight_map.values() if shard != weight_map["model.norm.weight"])
+    edit_json(index, weight_map=weight_map | {"model.norm.weight": other})
+    with pytest.raises(CheckpointError, match=rf"{other}: tensor model\.norm\.weight is missing"):
+        load_params(directory, config)
+    edit_json(index, weight_map=weight_map)
+    load_params(directory, config)
+    shard = weight_map["model.layers.1.mlp.up_proj.weight"]
+    (directory / shard).unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard} does not exist; .* promises tensor model\.layers\."):
+        load_params(directory, config)
+    index.unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor .* pytorch_model\.bin should be"
+    ):
+        load_params(directory, config)
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
+    config = small_config()
+    save_file = safetensors.numpy.save_file
+    written = []
+
+    def fail_on_the_second(tensors, file, metadata):
+        if written:
+            raise KeyboardInterrupt
+        written.append(file)
+        save_file(tensors, file, metadata=metadata)
+
+    monkeypatch.setattr(huggingface.safetensors.numpy, "save_file", fail_on_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(tmp_path / "exported", config, random_params(config), "float32", max_shard_bytes=20_000)
+    assert written
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_what_transformers_could_not_load(tmp_path, checkpoint):
+    config, params = small_config(), random_params(small_config())
+    before = sorted(os.listdir(checkpoint))
+    with pytest.raises(CheckpointError, match="not an empty directory"):
+        save_model(checkpoint, config, params, "float32")
+    assert sorted(os.listdir(checkpoint)) == before
+    for wrong, message in (
+        (small_config(attention_bias=True), "attention_bias False, but the policy has True"),
+        (small_config(architecture="llama"), "qk_norm False, but the policy has True"),
+        (small_config(architecture="gpt2"), "no architecture 'gpt2'"),
+        (small_config(mlp_size=64), r"params\.layers\.0\.gate has shape \(48, 32\)"),
+        (small_config(num_layers=3), r"params\.layers\.2\..* has shape None"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_model(tmp_path / "exported", wrong, params, "float32")
+    with pytest.raises(TokenizerError, match="vocab_size is 32"):
+        save_model(
+            tmp_path / "exported",
+            small_config(vocab_size=32),
+            random_params(small_config(vocab_size=32)),
+            "float32",
+            tokenizer_source=checkpoint,
+        )
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint", "tokenizer"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="needs Linux's count of peak memory"
+)
+def test_peak_memory_of_loading_is_below_1_3_times_the_checkpoint(tmp_path):
+    # Shaped like small published models: the embedding is a quarter of the weights.
+    config = small_config(
+        vocab_size=51_200, hidden_size=512, mlp_size=2560, num_layers=17, tie_embeddings=True
+    )
+    save_model(tmp_path / "large", config, init_params(config, 0), "bfloat16")
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    assert size > 180e6
+    script = """
+        import sys
+
+        import jax
+        import jax.numpy as jnp
+
+        from rljax.models.huggingface import load_model_config, load_params
+
+        def kilobytes(key):
+            for line in open("/proc/self/status"):
+                if line.startswith(key):
+                    return int(line.split()[1])
+
+        config = load_model_config(sys.argv[1])
+        jax.block_until_ready(jnp.asarray([1.0]))  # the backend's own memory is not the checkpoint's
+        before = kilobytes("VmRSS")
+        params = jax.block_until_ready(load_params(sys.argv[1], config))
+        # Not getrusage: its peak begins with what the parent process had.
+        print((kilobytes("VmHWM") - before) * 1024)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        # What the loader holds, without glibc's free lists: its own, moving threshold leaves up to 0.2 more
+        # in them, another amount each run.
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.returncode == 0, process.stderr
+    peak = int(process.stdout)
+    assert 0.95 * size < peak < 1.3 * size, f"peak {peak / size:.3f} x the checkpoint"
