@@ -5,14 +5,15 @@ first total and a chain of terms, each with a letter for its name; the worked so
 and `#` marks the answer:
 
     prompt    47a5b8c9=
-    solution  a47+5=52b52+8=60c60+9=69#69
+    solution  a5+47=52b8+52=60c9+60=69#69
 
 Why this form:
 
-- *Every term has a name.* To find the next term the model looks up a letter that occurs once in the prompt,
-  rather than count to the k-th place: the lookup is the first thing that attention learns.
-- *A step restates the total and the term.* Everything else a step needs stands a few tokens back, at
-  distances that never change.
+- *Every term has a name.* A step begins with the name of its term, which stands in the prompt once, and the
+  term follows it there as here: finding it is a lookup, the first thing that attention learns, and no counting
+  to the k-th place.
+- *A step restates the total.* Everything else it needs stands a few tokens back, at distances that never
+  change.
 - *Totals wrap round at 100* and are zero-padded, so every step has the same width, and a wrong total is as
   good a start for the next step as a right one.
 - *A long tail.* The number of terms is drawn from a power law cut at `max_terms`, so most solutions are short
@@ -66,7 +67,7 @@ class ChainArithmetic:
         max_terms: int = 46,
         tail_exponent: float = 1.6,
         max_number: int = 9,
-        demonstration_noise: float = 0.12,
+        demonstration_noise: float = 0.18,
         format_weight: float = 0.1,
     ):
         self.seed = seed
@@ -126,7 +127,7 @@ class ChainArithmetic:
             result = total + term
             if source.random() < noise:
                 result += SLIPS[int(source.random() * len(SLIPS))]
-            steps.append(f"{name}{_total_text(total)}+{self._term_text(term)}={_total_text(result)}")
+            steps.append(f"{name}{self._term_text(term)}+{_total_text(total)}={_total_text(result)}")
             total = result
         return "".join(steps) + ANSWER_MARKER + _total_text(total)
 

@@ -27,9 +27,9 @@ def numbers_of(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 
 
 def steps_of(solution: str) -> list[tuple[str, int, int, int]]:
-    """Takes "a47+5=52b52+8=60#60" apart into [("a", 47, 5, 52), ("b", 52, 8, 60)]."""
-    steps = re.findall(r"([A-Za-z])([0-9]{2})\+([0-9]+)=([0-9]{2})", solution)
-    return [(name, int(total), int(term), int(result)) for name, total, term, result in steps]
+    """Takes "a5+47=52b8+52=60#60" apart into [("a", 47, 5, 52), ("b", 52, 8, 60)]."""
+    steps = re.findall(r"([A-Za-z])([0-9]+)\+([0-9]{2})=([0-9]{2})", solution)
+    return [(name, int(total), int(term), int(result)) for name, term, total, result in steps]
 
 
 def test_is_a_task():
@@ -44,7 +44,7 @@ def test_a_known_problem_never_changes():
         messages=({"role": "user", "content": "44a3b1c9d2e6="},),
         answer="65",
         difficulty=6,
-        solution="a44+3=47b47+1=48c48+9=57d57+2=59e59+6=65#65",
+        solution="a3+44=47b1+47=48c9+48=57d2+57=59e6+59=65#65",
     )
 
 
@@ -155,8 +155,8 @@ PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answ
 @pytest.mark.parametrize(
     ("response", "correct", "well_formed"),
     [
-        ("a05+4=09#09", 1, 1),
-        ("a05+4=09#09\n", 1, 1),
+        ("a4+05=09#09", 1, 1),
+        ("a4+05=09#09\n", 1, 1),
         ("#09", 1, 1),  # steps are not judged, the answer is
         ("09#9", 1, 0),
         ("so it is #09", 1, 0),

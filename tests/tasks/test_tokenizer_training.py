@@ -10,9 +10,9 @@ from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.tokenizer_training import train_tokenizer
 
 SAMPLES = [
-    "47+5-8+9=",
-    "52-8+9=44+9=53#53",
-    "<|im_start|>user\n12+3=<|im_end|>\n<|im_start|>assistant\n15#15<|im_end|>",
+    "47a5b8=",
+    "a5+47=52b8+52=60#60",
+    "<|im_start|>user\n12a3=<|im_end|>\n<|im_start|>assistant\na3+12=15#15<|im_end|>",
     "Twelve  apples,\n\tdon't!  99 — émigré 🙂 <|endoftext|>",
     "",
 ]
