@@ -9,9 +9,9 @@ and `#` marks the answer:
 
 Why this form:
 
-- *Every term has a name.* A step begins with the name of its term, which stands in the prompt once, and the
-  term follows it there as here: finding it is a lookup, the first thing that attention learns, and no counting
-  to the k-th place.
+- *Every term has a name.* A step begins with the name of its term, which stands in the prompt once, and
+  the term follows it there as here: finding it is one lookup, the first thing that attention learns, and no
+  counting to the k-th place.
 - *A step restates the total.* Everything else it needs stands a few tokens back, at distances that never
   change.
 - *Totals wrap round at 100* and are zero-padded, so every step has the same width, and a wrong total is as
