@@ -5,6 +5,7 @@ Scores, softmax and weighted values are computed by the same three steps whereve
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,15 @@ from jax import Array
 
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_sum
 
-_MASKED = -1e30  # finite, so that a row with nothing to attend to yields zeros instead of NaN
+MASKED = -1e30
+"""The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros instead of NaN."""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
-def masked_softmax_terms(scores: Array, mask: Array) -> Array:
-    """exp(scores - max) where mask, else exactly 0. Scores float32 [..., S]; mask broadcasts against them."""
-    scores = jnp.where(mask, scores, _MASKED)
+def softmax_terms(scores: Array) -> Array:
+    """exp(score - largest score), exactly 0 for masked scores (below MASKED / 2). Scores float32 [..., S]."""
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    return jnp.where(mask, jnp.exp(scores - top), 0.0)
+    return jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top), 0.0)
 
 
 def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
@@ -47,14 +48,13 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
         pad = num_chunks * chunk - length
         terms = jnp.pad(terms, ((0, 0), (0, 0), (0, 0), (0, pad)))
         values = jnp.pad(values, ((0, 0), (0, 0), (0, pad), (0, 0)))
-    sums = weighted = None
-    for c in range(num_chunks):
-        keys = slice(c * chunk, (c + 1) * chunk)
-        chunk_terms = terms[..., keys]
-        chunk_sum = row_sum(chunk_terms, numerics)
-        chunk_weighted = jnp.einsum("bhrs,bhsd->bhrd", chunk_terms, values[:, :, keys])
-        sums = chunk_sum if sums is None else sums + chunk_sum
-        weighted = chunk_weighted if weighted is None else weighted + chunk_weighted
+    chunked_terms = terms.reshape(batch, heads, rows, num_chunks, chunk).swapaxes(2, 3)
+    chunked_values = values.reshape(batch, heads, num_chunks, chunk, values.shape[-1])
+    sums = row_sum(chunked_terms, numerics)  # [B, Hk, chunks, R, 1]
+    weighted = jnp.einsum("bhcrs,bhcsd->bhcrd", chunked_terms, chunked_values)
+    # One chunk after the other: chunks without a key of ours add exact zeros, so it does not matter how many there are.
+    sums = functools.reduce(jnp.add, [sums[:, :, c] for c in range(num_chunks)])
+    weighted = functools.reduce(jnp.add, [weighted[:, :, c] for c in range(num_chunks)])
     return weighted[..., :head_dim] / jnp.where(sums == 0, 1.0, sums)
 
 
@@ -96,7 +96,8 @@ class PackedAttention:
             causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
             mask = (same & causal[None])[:, None, None]  # [N, 1, 1, queries, S]
             mask = jnp.broadcast_to(mask, (batch, 1, group, stop - start, stop))
-            terms = masked_softmax_terms(scores, mask.reshape(batch, 1, group * (stop - start), stop))
+            mask = mask.reshape(batch, 1, group * (stop - start), stop)
+            terms = softmax_terms(jnp.where(mask, scores, MASKED))
             out = weighted_values(terms, values[:, :, :stop], self.numerics)
             blocks.append(out.reshape(batch, num_kv_heads, group, stop - start, head_dim))
         out = jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4)

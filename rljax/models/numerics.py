@@ -19,7 +19,9 @@ from jax import Array, lax
 KEY_CHUNK = 256
 """Keys whose weighted values are summed in one product; a sum over more keys adds chunk after chunk."""
 
-_ONES_ROWS = 8  # a product with a single row of ones would become a matrix-vector kernel, which is not row-invariant
+_ONES_ROWS = (
+    8  # a product with a single row of ones would become a matrix-vector kernel, which is not row-invariant
+)
 
 
 @dataclasses.dataclass(frozen=True)

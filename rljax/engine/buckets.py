@@ -1,0 +1,102 @@
+"""Shape buckets: the closed set of shapes that compiled programs exist for.
+
+Active batch and cache length are rounded up to a bucket, in place of CUDA graphs captured per shape (TLT, section 5.1). Fewer buckets
+compile less, more buckets waste less.
+"""
+
+import dataclasses
+
+from rljax.engine.kv_cache import KEY_BLOCK
+from rljax.errors import ConfigError
+from rljax.models.numerics import KEY_CHUNK
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Ascending batch and cache-length buckets.
+
+    Attributes:
+      batch: slots in a compiled program.
+      cache: positions of a slot's cache.
+    """
+
+    batch: tuple[int, ...]
+    cache: tuple[int, ...]
+
+    def batch_for(self, slots: int) -> int:
+        """The smallest batch bucket that holds `slots`."""
+        return _round_up(slots, self.batch, "slots")
+
+    def cache_for(self, positions: int) -> int:
+        """The smallest cache bucket that holds `positions`."""
+        return _round_up(positions, self.cache, "positions")
+
+    def next_cache(self, length: int) -> int:
+        """The cache bucket above `length`."""
+        return _round_up(length + 1, self.cache, "positions")
+
+
+def _round_up(value: int, buckets: tuple[int, ...], what: str) -> int:
+    for bucket in buckets:
+        if bucket >= value:
+            return bucket
+    raise ValueError(f"{value} {what} exceed the largest bucket, {buckets[-1]}")
+
+
+def make_buckets(
+    max_slots: int,
+    max_length: int,
+    row_invariant: bool,
+    batch_buckets: tuple[int, ...] | None = None,
+    cache_buckets: tuple[int, ...] | None = None,
+) -> Buckets:
+    """Buckets up to `max_slots` slots and `max_length` positions.
+
+    Without explicit ones, batch buckets are powers of two, and cache buckets grow by a half at a time. A row-invariant engine computes at least two rows.
+
+    Raises:
+      ConfigError: explicit buckets that do not hold max_slots or max_length, or cache buckets off the key block.
+    """
+    smallest = 2 if row_invariant else 1
+    if batch_buckets is None:
+        batch = []
+        size = smallest
+        while size < max_slots:
+            batch.append(size)
+            size *= 2
+        batch.append(max(max_slots, smallest))
+    else:
+        batch = sorted({max(bucket, smallest) for bucket in batch_buckets})
+        if batch[-1] < max_slots:
+            raise ConfigError(
+                f"engine.batch_buckets: the largest, {batch[-1]}, is below engine.max_slots = {max_slots}"
+            )
+    if cache_buckets is None:
+        cache = []
+        size = 2 * KEY_BLOCK
+        while size < max_length:
+            cache.append(size)
+            larger = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+            size = larger
+        cache.append(size)
+        cache = sorted({_valid_cache_length(size) for size in cache})
+    else:
+        cache = sorted(set(cache_buckets))
+        for size in cache:
+            if size != _valid_cache_length(size):
+                raise ConfigError(
+                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and of {KEY_CHUNK} above "
+                    f"{KEY_CHUNK}; {_valid_cache_length(size)} would do"
+                )
+        if cache[-1] < max_length:
+            raise ConfigError(
+                f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, {max_length} "
+                "(rollout.max_prompt_length + rollout.max_response_length)"
+            )
+    return Buckets(batch=tuple(batch), cache=tuple(cache))
+
+
+def _valid_cache_length(length: int) -> int:
+    """The nearest length from here up that is whole in key blocks and, where there are several, in key chunks."""
+    unit = KEY_BLOCK if length <= KEY_CHUNK else KEY_CHUNK
+    return -(-length // unit) * unit

@@ -1,0 +1,386 @@
+"""The decode engine: prefill, insert, generate, free, on JetStream's contract.
+
+    prefix = engine.prefill(params, prompts)                       # once a prompt
+    state = engine.bulk_insert(prefix, state, assignments)         # into the G slots of its group
+    state, result = engine.generate(params, state, ...)            # many decode steps a host visit
+    state = engine.free_resource(state, slots)
+
+On the device everything is a pure function over `DecodeState`; this class only rounds shapes up to buckets, picks the compiled program, and keeps
+the arrays in place. Who decodes what, and when, is `rljax/rollout`'s business.
+
+Prefill leaves the prompt's last token uncommitted: the first decode step of every slot takes it as input, so the first sampled token comes about like every
+other, and the samples of a group may differ from it on.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array, lax
+
+from rljax.engine import kv_cache
+from rljax.engine.buckets import Buckets
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.kv_cache import KEY_BLOCK, CachedAttention, KVCache
+from rljax.engine.sampling import SamplingParams, sample
+from rljax.models import transformer
+from rljax.models.attention import PackedAttention
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything that decoding carries from step to step; B slots.
+
+    Attributes:
+      cache: keys and values of the committed tokens.
+      tokens: int32 [B], the last token of each slot: sampled (or the prompt's last), not yet in the cache.
+      lengths: int32 [B], committed tokens, which is also the position of `tokens`.
+      remaining: int32 [B], response tokens the slot may still sample.
+      active: bool [B], decoding; an inactive slot computes along and changes nothing.
+      noise_keys: uint32 [B, 2], see `rljax/engine/noise.py`.
+    """
+
+    cache: KVCache
+    tokens: Array
+    lengths: Array
+    remaining: Array
+    active: Array
+    noise_keys: Array
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+
+@struct.dataclass
+class Prefix:
+    """Prefilled prompts, ready to be inserted into any number of slots.
+
+    Attributes:
+      cache: the prompts' keys and values, one row a prompt.
+      last_tokens: int32 [N], each prompt's last token.
+      lengths: int32 [N], tokens of each prompt.
+    """
+
+    cache: KVCache
+    last_tokens: Array
+    lengths: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """One request's way into a slot.
+
+    Attributes:
+      row: its prompt's row in the `Prefix`.
+      slot: where it goes.
+      noise_key: uint32 [2], from `noise.request_key`.
+      max_response: response tokens it may sample.
+    """
+
+    row: int
+    slot: int
+    noise_key: np.ndarray
+    max_response: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """What a host visit brings back, copied off the device in one array.
+
+    Attributes:
+      tokens: int32 [B, steps], -1 where a slot sampled nothing.
+      logprobs: float32 [B, steps], under the distribution really sampled.
+      active: bool [B], still decoding.
+      lengths: int32 [B], committed tokens.
+      steps: decode steps that ran.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    active: np.ndarray
+    lengths: np.ndarray
+    steps: int
+
+
+class DecodeEngine:
+    """Compiled decoding of one policy architecture under one sampling distribution.
+
+    Args:
+      config: the policy's architecture.
+      numerics: shared with the trainer.
+      sampling: the sampling distribution.
+      buckets: shapes to compile for.
+      eos_token_ids: tokens that end a response (it keeps them).
+      decode_steps_per_visit: most decode steps between two looks from the host.
+      pool: compiled programs; engines of the same policy may share one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        sampling: SamplingParams,
+        buckets: Buckets,
+        eos_token_ids: Sequence[int],
+        decode_steps_per_visit: int = 64,
+        pool: ExecutablePool | None = None,
+    ) -> None:
+        if buckets.cache[-1] > config.max_positions + KEY_BLOCK * 4:
+            raise ValueError(
+                f"cache buckets up to {buckets.cache[-1]} exceed the policy's {config.max_positions} positions"
+            )
+        self.config = config
+        self.numerics = numerics
+        self.sampling = sampling
+        self.buckets = buckets
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.decode_steps_per_visit = decode_steps_per_visit
+        self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
+        self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
+        self._key = (
+            config,
+            numerics,
+            sampling,
+            self.eos_token_ids,
+            decode_steps_per_visit,
+            buckets.cache[-1],
+        )
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    def load_params(self, params: Params) -> Params:
+        """The policy's weights as decoding wants them: in the compute dtype."""
+        return tree_cast(params, self.numerics.dtype)
+
+    # -- the contract ----------------------------------------------------------------------------------------
+
+    def init_state(self, slots: int, length: int) -> DecodeState:
+        """An idle state with room for `slots` requests of up to `length` positions, rounded up to buckets."""
+        batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
+        return DecodeState(
+            cache=kv_cache.empty_cache(self.config, batch, size, self.numerics.dtype),
+            tokens=jnp.zeros(batch, jnp.int32),
+            lengths=jnp.zeros(batch, jnp.int32),
+            remaining=jnp.zeros(batch, jnp.int32),
+            active=jnp.zeros(batch, bool),
+            noise_keys=jnp.zeros((batch, 2), jnp.uint32),
+        )
+
+    def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
+        """Keys and values of `prompts` (token ids, none empty), in one pass."""
+        if not prompts or not all(len(prompt) for prompt in prompts):
+            raise ValueError("prefill needs at least one prompt, and no empty ones")
+        rows = self.buckets.batch_for(len(prompts))
+        length = -(-max(map(len, prompts)) // KEY_BLOCK) * KEY_BLOCK
+        tokens = np.zeros((rows, length), np.int32)
+        lengths = np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        args = (params, jnp.asarray(tokens), jnp.asarray(lengths), self._rope)
+        program = self.pool.get(("prefill", rows, length, *self._key), self._prefill, args)
+        return program(*args)
+
+    def insert(self, prefix: Prefix, state: DecodeState, assignment: Assignment) -> DecodeState:
+        """`bulk_insert` of one request."""
+        return self.bulk_insert(prefix, state, [assignment])
+
+    def bulk_insert(
+        self, prefix: Prefix, state: DecodeState, assignments: Sequence[Assignment]
+    ) -> DecodeState:
+        """Puts requests into slots (whatever these held); a prompt's row may go into many. Consumes `state`."""
+        count = self.buckets.batch_for(len(assignments))
+        rows = np.zeros(count, np.int32)
+        slots = np.full(count, state.batch, np.int32)  # out of range: skipped
+        remaining = np.zeros(count, np.int32)
+        keys = np.zeros((count, 2), np.uint32)
+        for i, assignment in enumerate(assignments):
+            rows[i], slots[i] = assignment.row, assignment.slot
+            remaining[i], keys[i] = assignment.max_response, assignment.noise_key
+        args = (prefix, state, *map(jnp.asarray, (rows, slots, remaining, keys)))
+        shapes = (count, prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
+        program = self.pool.get(("insert", *shapes, *self._key), _insert, args, donate_argnums=(1,))
+        return program(*args)
+
+    def generate(
+        self,
+        params: Params,
+        state: DecodeState,
+        max_steps: int | None = None,
+        until_active: int = 0,
+    ) -> tuple[DecodeState, DecodeResult]:
+        """Decodes until a reason to look appears. Consumes `state`.
+
+        Args:
+          max_steps: at most this many steps (and never more than `decode_steps_per_visit`).
+          until_active: stop as soon as no more than this many slots are active.
+
+        Stops also before a slot would outgrow its cache; `grow` the state then.
+        """
+        steps = self.decode_steps_per_visit
+        steps = steps if max_steps is None else min(max_steps, steps)
+        args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
+        program = self.pool.get(
+            ("generate", state.batch, state.cache.length, *self._key),
+            self._generate,
+            args,
+            donate_argnums=(1,),
+        )
+        state, packed = program(*args)
+        return state, _unpack(np.asarray(packed), self.decode_steps_per_visit)
+
+    def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """Stops decoding in `slots`. Consumes `state`."""
+        stop = np.zeros(state.batch, bool)
+        stop[list(slots)] = True
+        args = (state, jnp.asarray(stop))
+        program = self.pool.get(
+            ("free", state.batch, state.cache.length, *self._key), _free, args, donate_argnums=(0,)
+        )
+        return program(*args)
+
+    def grow(self, state: DecodeState) -> DecodeState:
+        """The same slots in the next larger cache bucket."""
+        length = self.buckets.next_cache(state.cache.length)
+
+        def grow(state: DecodeState) -> DecodeState:
+            return state.replace(cache=kv_cache.lengthen(state.cache, length))
+
+        key = ("grow", state.batch, state.cache.length, length, *self._key)
+        return self.pool.get(key, grow, (state,))(state)
+
+    def compact(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """A state of just `slots`, in that order, in the smallest batch bucket that holds them."""
+        batch = self.buckets.batch_for(len(slots))
+        taken = np.zeros(batch, np.int32)
+        taken[: len(slots)] = slots
+        present = np.arange(batch) < len(slots)
+        args = (state, jnp.asarray(taken), jnp.asarray(present))
+        key = ("compact", state.batch, batch, state.cache.length, *self._key)
+        return self.pool.get(key, _compact, args)(*args)
+
+    # -- pure functions, compiled by the pool ----------------------------------------------------------------
+
+    def _prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
+        rows, length = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+        attention = PackedAttention(
+            (positions < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True
+        )
+        _, kept = transformer.forward(params, self.config, tokens, positions, attention, rope, self.numerics)
+        last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+        return Prefix(cache=kv_cache.from_prefill(kept), last_tokens=last, lengths=lengths)
+
+    def _decode_step(
+        self, params: Params, state: DecodeState, rope: Array
+    ) -> tuple[DecodeState, Array, Array]:
+        """One token for every active slot: (state, tokens int32 [B] with -1 where inactive, logprobs [B])."""
+        attention = CachedAttention(state.cache, state.lengths, self.numerics)
+        hidden, kept = transformer.forward(
+            params,
+            self.config,
+            state.tokens[:, None],
+            state.lengths[:, None],
+            attention,
+            rope,
+            self.numerics,
+        )
+        logits = transformer.logits(params, self.config, hidden[:, 0])
+        tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
+        active = state.active
+        remaining = jnp.where(active, state.remaining - 1, state.remaining)
+        ended = remaining <= 0
+        for eos in self.eos_token_ids:
+            ended |= tokens == eos
+        new_state = DecodeState(
+            cache=KVCache(keys=[k for k, _ in kept], values=[v for _, v in kept]),
+            tokens=jnp.where(active, tokens, state.tokens),
+            lengths=jnp.where(active, state.lengths + 1, state.lengths),
+            remaining=remaining,
+            active=active & ~ended,
+            noise_keys=state.noise_keys,
+        )
+        return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0)
+
+    def _generate(
+        self, params: Params, state: DecodeState, rope: Array, max_steps: Array, until_active: Array
+    ) -> tuple[DecodeState, Array]:
+        columns = self.decode_steps_per_visit
+        capacity = state.cache.length
+
+        def more(carry):
+            step, state, _, _ = carry
+            room = jnp.max(jnp.where(state.active, state.lengths, 0)) < capacity
+            return (step < max_steps) & (jnp.sum(state.active) > until_active) & room
+
+        def body(carry):
+            step, state, tokens, logprobs = carry
+            state, sampled, chosen = self._decode_step(params, state, rope)
+            tokens = lax.dynamic_update_slice(tokens, sampled[None], (step, 0))
+            logprobs = lax.dynamic_update_slice(logprobs, chosen[None], (step, 0))
+            return step + 1, state, tokens, logprobs
+
+        start = (
+            jnp.int32(0),
+            state,
+            jnp.full((columns, state.batch), -1, jnp.int32),
+            jnp.zeros((columns, state.batch), jnp.float32),
+        )
+        steps, state, tokens, logprobs = lax.while_loop(more, body, start)
+        packed = jnp.concatenate(
+            [
+                tokens,
+                lax.bitcast_convert_type(logprobs, jnp.int32),
+                state.active.astype(jnp.int32)[None],
+                state.lengths[None],
+                jnp.broadcast_to(steps, (1, state.batch)),
+            ]
+        )
+        return state, packed
+
+
+def _unpack(packed: np.ndarray, columns: int) -> DecodeResult:
+    steps = int(packed[-1, 0])
+    return DecodeResult(
+        tokens=packed[:steps].T,
+        logprobs=packed[columns : columns + steps].view(np.float32).T,
+        active=packed[2 * columns].astype(bool),
+        lengths=packed[2 * columns + 1],
+        steps=steps,
+    )
+
+
+def _insert(
+    prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
+) -> DecodeState:
+    return DecodeState(
+        cache=kv_cache.copy_rows(state.cache, prefix.cache, rows, slots),
+        tokens=state.tokens.at[slots].set(prefix.last_tokens[rows], mode="drop"),
+        lengths=state.lengths.at[slots].set(prefix.lengths[rows] - 1, mode="drop"),
+        remaining=state.remaining.at[slots].set(remaining, mode="drop"),
+        active=state.active.at[slots].set(True, mode="drop"),
+        noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
+    )
+
+
+def _free(state: DecodeState, stop: Array) -> DecodeState:
+    return state.replace(active=state.active & ~stop)
+
+
+def _compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
+    return DecodeState(
+        cache=kv_cache.take_slots(state.cache, slots),
+        tokens=state.tokens[slots],
+        lengths=state.lengths[slots],
+        remaining=state.remaining[slots],
+        active=state.active[slots] & present,
+        noise_keys=state.noise_keys[slots],
+    )

@@ -1,0 +1,75 @@
+"""The pool of compiled programs: compiled ahead of time, shared, counted, and kept on disk between processes."""
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+def enable_compilation_cache(directory: str | os.PathLike) -> None:
+    """Keeps every compiled program, however small, in `directory` for later processes."""
+    jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def row_invariant_compiler_options() -> dict[str, str]:
+    """Compiler options under which a row's numbers do not depend on the number of rows.
+
+    On a CPU, XLA hands fused reductions over many rows to another library (YNNPACK), with another exponential and another order of
+    summation than its own code for few rows; matrix products stay with that library, whose order of summation is fixed.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+class ExecutablePool:
+    """Compiled programs by key, all compiled with the same options.
+
+    Args:
+      row_invariant: compile with `row_invariant_compiler_options`.
+
+    Attributes:
+      compilations: programs compiled (or loaded from the persistent cache) so far.
+      seconds: time spent on that.
+    """
+
+    def __init__(self, row_invariant: bool = True) -> None:
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._options = row_invariant_compiler_options() if row_invariant else {}
+        self.compilations = 0
+        self.seconds = 0.0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._programs
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        args: tuple,
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Callable[..., Any]:
+        """The program for `key`, compiled for the shapes, dtypes and shardings of `args` when it is first asked for.
+
+        Args:
+          key: names the program and its shapes; the same key must always come with args of the same shapes.
+          function: what to compile; a pure function.
+          args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          donate_argnums: arguments whose buffers the program may overwrite.
+        """
+        program = self._programs.get(key)
+        if program is None:
+            start = time.perf_counter()
+            lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
+            program = lowered.compile(compiler_options=self._options)
+            self.seconds += time.perf_counter() - start
+            self.compilations += 1
+            self._programs[key] = program
+        return program

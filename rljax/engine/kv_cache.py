@@ -1,0 +1,152 @@
+"""The KV cache of the decode engine, and attention against it.
+
+Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block are read off one contiguous piece of
+memory with the positions in the vector lanes: on a CPU this runs at memory bandwidth, where a batched product over [S, D] keys reached a tenth of
+it (`docs/engine.md`). Values stay [S, D]. What lies at or behind a slot's length is never attended to, whatever it holds.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from rljax.models.attention import MASKED, scale_queries, softmax_terms, weighted_values
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+
+KEY_BLOCK = 64
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+      keys: a list over layers of [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK], in the compute dtype.
+      values: a list over layers of [B, Hk, S, D].
+    """
+
+    keys: list[Array]
+    values: list[Array]
+
+    @property
+    def batch(self) -> int:
+        return self.values[0].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Positions a slot has room for, S."""
+        return self.values[0].shape[2]
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype) -> KVCache:
+    """A cache of zeros for `batch` slots of `length` positions (a multiple of KEY_BLOCK)."""
+    heads, dim = config.num_kv_heads, config.head_dim
+    return KVCache(
+        keys=[
+            jnp.zeros((batch, heads, length // KEY_BLOCK, dim, KEY_BLOCK), dtype)
+            for _ in range(config.num_layers)
+        ],
+        values=[jnp.zeros((batch, heads, length, dim), dtype) for _ in range(config.num_layers)],
+    )
+
+
+def from_prefill(kept: list[tuple[Array, Array]]) -> KVCache:
+    """The cache that prefill's keys and values, [N, T, Hk, D] a layer, amount to. T is a multiple of KEY_BLOCK."""
+
+    def blocked(k: Array) -> Array:
+        batch, length, heads, dim = k.shape
+        return k.reshape(batch, length // KEY_BLOCK, KEY_BLOCK, heads, dim).transpose(0, 3, 1, 4, 2)
+
+    return KVCache(
+        keys=[blocked(k) for k, _ in kept],
+        values=[v.transpose(0, 2, 1, 3) for _, v in kept],
+    )
+
+
+def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KVCache:
+    """Row rows[i] of `source` (no longer than target) into slot slots[i] of `target`; slots out of range are skipped."""
+    blocks, length = source.keys[0].shape[2], source.length
+
+    def copy(into: Array, from_: Array, extent: int) -> Array:
+        return into.at[slots, :, :extent].set(from_[rows], mode="drop")
+
+    return KVCache(
+        keys=[copy(t, s, blocks) for t, s in zip(target.keys, source.keys, strict=True)],
+        values=[copy(t, s, length) for t, s in zip(target.values, source.values, strict=True)],
+    )
+
+
+def take_slots(cache: KVCache, slots: Array) -> KVCache:
+    """A cache of just `slots` [B'], in that order."""
+    return KVCache(keys=[k[slots] for k in cache.keys], values=[v[slots] for v in cache.values])
+
+
+def lengthen(cache: KVCache, length: int) -> KVCache:
+    """The same slots with room for `length` positions."""
+    more = length - cache.length
+
+    def pad(x: Array, amount: int) -> Array:
+        return jnp.pad(x, [(0, amount) if axis == 2 else (0, 0) for axis in range(x.ndim)])
+
+    return KVCache(
+        keys=[pad(k, more // KEY_BLOCK) for k in cache.keys],
+        values=[pad(v, more) for v in cache.values],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+    """Attention of one new token per slot against the cache: writes its key and value, then reads.
+
+    Attributes:
+      cache: the cache before this token.
+      positions: where each slot's token stands, int32 [B].
+      numerics: see `Numerics`.
+    """
+
+    cache: KVCache
+    positions: Array
+    numerics: Numerics
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        """q [B, 1, H, D], k and v [B, 1, Hk, D] -> ([B, 1, H, D], the layer's keys and values with this token)."""
+        batch, _, num_heads, head_dim = q.shape
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        num_kv_heads = keys.shape[1]
+        slots = jnp.arange(batch)
+        block, lane = self.positions // KEY_BLOCK, self.positions % KEY_BLOCK
+        keys = keys.at[slots, :, block, :, lane].set(k[:, 0], mode="drop", unique_indices=True)
+        values = values.at[slots, :, self.positions].set(v[:, 0], mode="drop", unique_indices=True)
+
+        queries = scale_queries(q).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        visible = jnp.arange(values.shape[2])[None, :] <= self.positions[:, None]
+        terms = softmax_terms(block_scores(queries, keys, visible))
+        out = weighted_values(terms, values, self.numerics)
+        return out.reshape(batch, 1, num_heads, head_dim).astype(q.dtype), (keys, values)
+
+
+def block_scores(queries: Array, keys: Array, visible: Array) -> Array:
+    """Scores of scaled queries against blocked keys, about -1e30 where a key is not visible.
+
+    One multiply-add after the other over the head dimension, with the positions in the vector lanes: the order in which a matrix product adds,
+    so the bits are those of `PackedAttention`, at memory bandwidth. The chain starts from the mask, which is exactly 0 where a key is
+    visible (a chain that started from a product could be contracted in two ways).
+
+    Args:
+      queries: float32 [B, Hk, R, D].
+      keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
+      visible: bool [B, S].
+
+    Returns:
+      float32 [B, Hk, R, S].
+    """
+    batch, heads, rows, head_dim = queries.shape
+    blocks = keys.shape[2]
+    bias = jnp.where(visible, 0.0, MASKED).reshape(batch, 1, blocks, 1, KEY_BLOCK)
+    scores = jnp.broadcast_to(bias, (batch, heads, blocks, rows, KEY_BLOCK))
+    keys = keys.astype(jnp.float32)
+    for d in range(head_dim):
+        scores = scores + queries[:, :, None, :, d, None] * keys[:, :, :, None, d]
+    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, blocks * KEY_BLOCK)

@@ -1,0 +1,94 @@
+"""The noise field: Gumbel noise as a pure function of (run seed, request, position, token).
+
+Sampling is `argmax(logits / T + G)` with G standard Gumbel (Gumbel-max: an exact sample of the softmax). Because G depends on nothing that
+advances, the token at a position depends on the prefix and the policy alone, however the engine came to compute it: alone or batched, in any
+slot, decoded one by one or verified as a draft. That is the idea the whole engine hangs on (`docs/design.md`).
+
+A request's key comes from Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) over its identity, a position's key
+from the same cipher once more; the bits of a token from two rounds of a 32-bit multiply-xorshift mixer under that key, which costs a few
+instructions per vocabulary entry where a cipher would cost a hundred. All functions take numpy or JAX arrays of uint32 and give the same bits.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def _u32(value):
+    return np.uint32(value)
+
+
+def threefry2x32(key0, key1, x0, x1):
+    """Threefry-2x32 with 20 rounds: two uint32 words of counter under two words of key, elementwise."""
+    keys = (key0, key1, key0 ^ key1 ^ _PARITY)
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << _u32(rotation)) | (x1 >> _u32(32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + _u32(group + 1)
+    return x0, x1
+
+
+def request_key(seed: int, *identity: int) -> np.ndarray:
+    """Key of a request, uint32 [2], on the host.
+
+    Args:
+      seed: the run's seed.
+      identity: what tells the request from every other of the run: purpose, step, prompt, sample. Noise must never be reused for
+        another step's sampling of the same prompt, so the step belongs to it. Non-negative integers below 2^64.
+    """
+    if any(part < 0 for part in (seed, *identity)):
+        raise ValueError(f"seed and identity must not be negative, got {(seed, *identity)}")
+    with np.errstate(over="ignore"):
+        key = (_u32(seed & 0xFFFFFFFF), _u32(seed >> 32 & 0xFFFFFFFF))
+        for part in (len(identity), *identity):
+            key = threefry2x32(*key, _u32(part & 0xFFFFFFFF), _u32(part >> 32 & 0xFFFFFFFF))
+    return np.array(key, np.uint32)
+
+
+def _mix(h):
+    """A bijection of uint32 that avalanches (constants found by search: C. Wellons, "hash-prospector", 2018)."""
+    h = (h ^ (h >> _u32(16))) * _u32(0x7FEB352D)
+    h = (h ^ (h >> _u32(15))) * _u32(0x846CA68B)
+    return h ^ (h >> _u32(16))
+
+
+def token_bits(keys, positions, tokens):
+    """Uniform 32-bit words of the noise field.
+
+    Args:
+      keys: request keys, uint32 [..., 2].
+      positions: positions of the tokens to be sampled, counted from the start of the prompt: integers [...].
+      tokens: vocabulary entries, integers [..., K].
+
+    Returns:
+      uint32 [..., K].
+    """
+    positions = positions.astype(np.uint32)
+    key0, key1 = threefry2x32(keys[..., 0], keys[..., 1], positions, positions ^ positions)
+    h = _mix(tokens.astype(np.uint32) * _u32(0x9E3779B9) + key0[..., None])
+    return _mix(h ^ key1[..., None])
+
+
+def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:
+    """Standard Gumbel noise, float32 [..., K]; arguments as for `token_bits`.
+
+    G = -log(E) with E exponential, taken as -log1p(-u): u keeps its relative precision near 0, which is where the large values of G, the ones that
+    win, come from. G lies within [-2.9, 22.9].
+    """
+    bits = token_bits(keys, positions, tokens)
+    # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, centred in their interval.
+    u = (bits >> _u32(1)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-31) + np.float32(2.0**-33)
+    u = jnp.minimum(u, np.float32(1.0 - 2.0**-24))
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def gumbel_rows(keys: Array, positions: Array, vocab_size: int) -> Array:
+    """Noise of the whole vocabulary: keys uint32 [B, 2], positions [B] -> float32 [B, V]."""
+    return gumbel(keys, positions, jnp.arange(vocab_size, dtype=jnp.uint32)[None, :])

@@ -1,0 +1,105 @@
+"""What is sampled: one logits transform, one choice under the noise, one log-probability.
+
+`transform_logits` is the only place where temperature, top-k, top-p and min-p are applied, in that order: sampling, verification, drafting and
+the trainer's log-probabilities all call it, so they cannot disagree about the distribution.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rljax.engine.noise import gumbel_rows
+from rljax.models.numerics import Numerics, log_normalizer
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """The sampling distribution; static in every compiled program.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token (greedy).
+      top_k: keep the k largest logits (ties with the k-th stay); 0 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 2020); 1 keeps all.
+      min_p: drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"need top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, got {self}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _running_sum(x: Array) -> Array:
+    """Inclusive running sum over the last axis, by elementwise additions only (so that rows do not disturb each other)."""
+    return lax.associative_scan(jnp.add, x, axis=-1)
+
+
+def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) -> Array:
+    """Temperature, then top-k, top-p, min-p: float32 logits [..., V] -> [..., V], -inf where a token cannot be sampled."""
+    if params.greedy:
+        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
+    if params.temperature != 1.0:
+        logits = logits * (1.0 / params.temperature)
+    vocab_size = logits.shape[-1]
+    if 0 < params.top_k < vocab_size:
+        kth = lax.top_k(lax.stop_gradient(logits), params.top_k)[0][..., -1:]
+        logits = jnp.where(logits >= kth, logits, -jnp.inf)
+    if params.top_p < 1.0:
+        ordered = -jnp.sort(-lax.stop_gradient(logits), axis=-1)
+        probs = jnp.exp(ordered - log_normalizer(ordered, numerics))
+        before = _running_sum(probs) - probs
+        last_kept = jnp.min(jnp.where(before < params.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= last_kept, logits, -jnp.inf)
+    if params.min_p > 0.0:
+        top = jnp.max(lax.stop_gradient(logits), axis=-1, keepdims=True)
+        logits = jnp.where(logits - top >= jnp.log(params.min_p), logits, -jnp.inf)
+    return logits
+
+
+def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Array:
+    """Log-probabilities of tokens [...] under transformed logits [..., V]: float32 [...]."""
+    chosen = jnp.take_along_axis(transformed, tokens[..., None], axis=-1)
+    return (chosen - log_normalizer(transformed, numerics))[..., 0]
+
+
+def entropy(transformed: Array, numerics: Numerics) -> Array:
+    """Entropy in nats of transformed logits [..., V]: float32 [...]."""
+    logprobs = transformed - log_normalizer(transformed, numerics)
+    return -jnp.sum(jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0.0), axis=-1)
+
+
+def sample(
+    logits: Array, keys: Array, positions: Array, params: SamplingParams, numerics: Numerics
+) -> tuple[Array, Array]:
+    """The token at each position, and its log-probability under the distribution it was sampled from.
+
+    Args:
+      logits: float32 [B, V].
+      keys: request keys, uint32 [B, 2].
+      positions: positions of the tokens to be sampled, int32 [B].
+
+    Returns:
+      tokens int32 [B], logprobs float32 [B].
+    """
+    transformed = transform_logits(logits, params, numerics)
+    noisy = transformed
+    if not params.greedy:
+        noisy = transformed + gumbel_rows(keys, positions, logits.shape[-1])
+    tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return tokens, token_logprobs(transformed, tokens, numerics)
+
+
+jax.tree_util.register_static(SamplingParams)
