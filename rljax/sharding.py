@@ -1,0 +1,216 @@
+"""Where arrays lie on a mesh of devices: one table from logical axes to mesh axes, for trainer and engine.
+
+Arrays are described by what their dimensions mean ("vocab", "heads", ...); only `MESH_AXES` says which mesh
+axis splits a meaning. The compiler (GSPMD: Xu et al., arXiv 2105.04663) derives the communication. The mesh
+has three axes: `data` replicates the weights, `fsdp` splits weights and optimizer state along the residual
+stream (ZeRO-3: Rajbhandari et al., arXiv 1910.02054) and, like `data`, the batch, and `tensor` splits every
+layer by heads and MLP columns (Megatron-LM: Shoeybi et al., arXiv 1909.08053).
+
+One device has no mesh: `make_mesh` returns None, and every function here then leaves arrays as they are.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rljax.config import MeshConfig
+from rljax.engine.engine import DecodeState
+from rljax.engine.kv_cache import KVCache
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Attention, Params, param_shapes
+
+MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),  # packed rows
+    "slots": ("data", "fsdp"),  # of the decode engine
+    "vocab": "tensor",
+    "embed": "fsdp",  # the residual stream, of weights only: activations are split by batch
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "norm": None,  # a few hundred numbers: not worth a gather
+}
+"""Logical axis -> the mesh axes that split it; None is replicated."""
+
+_PARAM_AXES = {
+    "embed": ("vocab", "embed"),
+    "lm_head": ("vocab", "embed"),
+    "final_norm": ("norm",),
+    "attention_norm": ("norm",),
+    "mlp_norm": ("norm",),
+    "q_norm": ("norm",),
+    "k_norm": ("norm",),
+    "q": ("heads", "embed"),
+    "k": ("kv_heads", "embed"),
+    "v": ("kv_heads", "embed"),
+    "o": ("embed", "heads"),
+    "q_bias": ("heads",),
+    "k_bias": ("kv_heads",),
+    "v_bias": ("kv_heads",),
+    "gate": ("mlp", "embed"),
+    "up": ("mlp", "embed"),
+    "down": ("embed", "mlp"),
+}
+# Axes that are replicated where the devices do not divide them: key/value heads are few and small, and
+# vocabularies have odd sizes (the embedding is still split along "embed").
+_MAY_REPLICATE = ("vocab", "kv_heads")
+
+
+def make_mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh over the first `config.num_devices` devices; None when that is one."""
+    needed, present = config.num_devices, jax.device_count()
+    if needed > present:
+        raise ConfigError(
+            f"mesh: data {config.data} * fsdp {config.fsdp} * tensor {config.tensor} = {needed} devices,"
+            f" but there {'is' if present == 1 else 'are'} {present}; the product may be at most {present}"
+        )
+    if needed == 1:
+        return None
+    return jax.make_mesh(
+        (config.data, config.fsdp, config.tensor),
+        ("data", "fsdp", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:needed],
+    )
+
+
+def _parts(mesh: Mesh, axis: str) -> int:
+    """Into how many pieces the mesh splits a logical axis."""
+    names = MESH_AXES[axis]
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
+def row_multiple(mesh: Mesh | None) -> int:
+    """What the rows of a batch, and the slots of a decode state, must be a multiple of."""
+    return 1 if mesh is None else _parts(mesh, "batch")
+
+
+def _sizes(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Logical axis -> (the dimension's name, the size to be divided); a head is never split."""
+    return {
+        "vocab": ("vocab_size", config.vocab_size),
+        "embed": ("hidden_size", config.hidden_size),
+        "heads": ("num_heads", config.num_heads),
+        "kv_heads": ("num_kv_heads", config.num_kv_heads),
+        "mlp": ("mlp_size", config.mlp_size),
+    }
+
+
+def _replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
+    """Axes of the policy that this mesh does not divide and that may be replicated instead."""
+    replicated = set()
+    for axis, (name, size) in _sizes(config).items():
+        parts = _parts(mesh, axis)
+        if size % parts == 0:
+            continue
+        if axis not in _MAY_REPLICATE:
+            raise ConfigError(
+                f"mesh.{MESH_AXES[axis]}: {parts} devices cannot split the policy's {name} {size} evenly;"
+                f" set it to a divisor of {size}"
+            )
+        replicated.add(axis)
+    return replicated
+
+
+def _named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) -> NamedSharding:
+    replicated = replicated or set()
+    spec = [None if axis is None or axis in replicated else MESH_AXES[axis] for axis in axes]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """The params pytree with a NamedSharding in the place of every array.
+
+    `vocab` and `kv_heads` are replicated where the mesh does not divide them; so tensor may exceed the number
+    of key/value heads. Any other such dimension is a ConfigError.
+    """
+    replicated = _replicated_axes(config, mesh)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: _named(mesh, *_PARAM_AXES[path[-1].key], replicated=replicated),
+        param_shapes(config),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None) -> Params:
+    """Params laid out on the mesh; without one, as they are."""
+    return params if mesh is None else jax.device_put(params, param_shardings(config, mesh))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [R, T]: rows over data and fsdp."""
+    return _named(mesh, "batch", None)
+
+
+def activation_sharding(mesh: Mesh) -> NamedSharding:
+    """Of hidden states [R, T, d]: rows over data and fsdp."""
+    return _named(mesh, "batch", None, None)
+
+
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
+    """A DecodeState with a NamedSharding in the place of every array: slots over data and fsdp, the cache's
+    heads over tensor.
+    """
+    if state.batch % row_multiple(mesh):
+        raise ConfigError(
+            f"engine.batch_buckets: {state.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
+            f" {row_multiple(mesh)} devices; use multiples of {row_multiple(mesh)}"
+        )
+    replicated = _replicated_axes(config, mesh)
+
+    def cache(array: Array) -> NamedSharding:
+        rest = (None,) * (array.ndim - 2)
+        return _named(mesh, "slots", "kv_heads", *rest, replicated=replicated)
+
+    def per_slot(array: Array) -> NamedSharding:
+        return _named(mesh, "slots", *(None,) * (array.ndim - 1))
+
+    shardings: DecodeState = jax.tree.map(per_slot, state)
+    return shardings.replace(
+        cache=KVCache(
+            keys=[cache(array) for array in state.cache.keys],
+            values=[cache(array) for array in state.cache.values],
+        )
+    )
+
+
+def constrain(tree: Any, shardings: Any) -> Any:
+    """Inside a compiled function: `tree` laid out as `shardings` say; None leaves it to the compiler."""
+    return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedAttention:
+    """An attention whose queries, keys, values and outputs keep batch and heads split.
+
+    The compiler would otherwise be free to split the activations along the residual stream, as the weights
+    are, and to gather the batch.
+
+    Attributes:
+      attention: what to compute.
+      config: the policy's architecture.
+      mesh: the mesh.
+    """
+
+    attention: Attention
+    config: ModelConfig
+    mesh: Mesh
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], what the attention keeps)."""
+        replicated = _replicated_axes(self.config, self.mesh)
+        heads = _named(self.mesh, "batch", None, "heads", None)
+        kv_heads = _named(self.mesh, "batch", None, "kv_heads", None, replicated=replicated)
+        k, v = constrain((k, v), (kv_heads, kv_heads))
+        attended, kept = self.attention(layer, constrain(q, heads), k, v)
+        return constrain(attended, heads), kept

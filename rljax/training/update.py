@@ -1,0 +1,428 @@
+"""The update step: loss, gradients added up over micro-batches, optimizer.
+
+GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) through `rljax/algorithms`, and the supervised warm start,
+on one machinery. Every token carries its weight in the mini-batch, so losses, gradients and metrics are plain
+sums: micro-batches add up to the mini-batch however it was cut.
+
+Weights and optimizer state are float32; `Numerics.compute_dtype` says what the products are computed in.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh
+from numpy.typing import ArrayLike
+
+from rljax.algorithms.kl import kl_estimate
+from rljax.algorithms.losses import policy_loss
+from rljax.config import AlgorithmConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+from rljax.sharding import (
+    batch_sharding,
+    constrain,
+    param_shardings,
+    replicated_sharding,
+    row_multiple,
+    shard_params,
+)
+from rljax.training.packing import PackedBatch, build_batch, pack_sequences
+from rljax.training.scoring import score_packed
+
+Metrics = dict[str, Array]
+Sums = tuple[Params, Metrics]
+"""Gradients and metrics, added up over micro-batches."""
+Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
+"""(params, batch) -> (logprobs [R, T], entropy [R, T])."""
+Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Metrics]]
+"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] that add up over micro-batches)."""
+
+TOKENS = "update/tokens"
+_TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
+
+
+@struct.dataclass
+class TrainState:
+    """What an update changes, and a checkpoint keeps.
+
+    Attributes:
+      params: float32 weights.
+      optimizer_state: optax's.
+      updates: int32 [], updates so far.
+    """
+
+    params: Params
+    optimizer_state: optax.OptState
+    updates: Array
+
+
+def policy_objective(
+    logprobs: Array,
+    entropy: Array,
+    batch: PackedBatch,
+    reference_logprobs: Array | None,
+    algorithm: AlgorithmConfig,
+) -> tuple[Array, Metrics]:
+    """The loss of GRPO and DAPO on a micro-batch.
+
+        loss = policy_loss + kl_coefficient * sum_t w[t] KL[t]
+
+    Args:
+      logprobs, entropy: float32 [R, T], of the policy being trained.
+      batch: the micro-batch.
+      reference_logprobs: float32 [R, T]; None leaves out the KL term. A token that a sampling filter excludes
+        under either policy has no estimate and does not count.
+      algorithm: clip range, KL coefficient and estimator.
+
+    Returns:
+      The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens,
+      to be divided by `update/tokens`; everything else is weighted like the loss.
+    """
+    mask = batch.response_mask
+    loss, policy_metrics = policy_loss(
+        logprobs,
+        batch.rollout_logprobs,
+        batch.advantages,
+        mask,
+        batch.weights,
+        algorithm.clip_low,
+        algorithm.clip_high,
+    )
+    metrics = {"loss/policy": loss} | {f"policy/{name}": value for name, value in policy_metrics.items()}
+    if reference_logprobs is not None:
+        counts = mask & jnp.isfinite(logprobs) & jnp.isfinite(reference_logprobs)
+        estimate = kl_estimate(
+            jnp.where(counts, logprobs, 0.0),
+            jnp.where(counts, reference_logprobs, 0.0),
+            algorithm.kl_estimator,
+        )
+        kl = jnp.sum(jnp.where(counts, batch.weights * estimate, 0.0))
+        metrics["loss/kl"] = kl
+        loss = loss + algorithm.kl_coefficient * kl
+    mismatch = jnp.where(mask, jnp.abs(logprobs - batch.rollout_logprobs), 0.0)
+    metrics["mismatch/logprob_abs_mean"] = jnp.sum(mismatch)
+    metrics["entropy"] = jnp.sum(jnp.where(mask, entropy, 0.0))
+    metrics[TOKENS] = jnp.sum(mask.astype(jnp.float32))
+    return loss, metrics
+
+
+def supervised_objective(
+    logprobs: Array, entropy: Array, batch: PackedBatch, reference_logprobs: Array | None
+) -> tuple[Array, Metrics]:
+    """Cross entropy of the response tokens, weighted: the warm start's loss. Arguments as above."""
+    del reference_logprobs
+    mask = batch.response_mask
+    loss = -jnp.sum(jnp.where(mask, batch.weights * logprobs, 0.0))
+    return loss, {
+        "loss/supervised": loss,
+        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+        TOKENS: jnp.sum(mask.astype(jnp.float32)),
+    }
+
+
+def gradients(
+    params: Params,
+    batch: PackedBatch,
+    reference_logprobs: Array | None,
+    score: Score,
+    objective: Objective,
+) -> tuple[Params, Metrics]:
+    """Gradients and metrics of one micro-batch."""
+
+    def loss(params: Params) -> tuple[Array, Metrics]:
+        return objective(*score(params, batch), batch, reference_logprobs)
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def apply_gradients(
+    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Array]:
+    """One update of the optimizer: the new state, and the norm of the gradients before clipping, []."""
+    changes, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    norm = optax.global_norm(gradients)
+    return TrainState(params, optimizer_state, state.updates + 1), norm
+
+
+class Trainer:
+    """Compiled scoring and updates of one policy architecture.
+
+        state = trainer.init(params)
+        logprobs = trainer.score(state.params, batches)
+        state, metrics = trainer.update(state, batches)
+
+    A state is consumed by an update: its arrays are overwritten in place. Whoever else holds its params (a
+    decode engine may) must take those of the new state, or have copied them.
+
+    Args:
+      config: the policy's architecture.
+      numerics: shared with the engine.
+      sampling: the distribution that rollouts sample from. The supervised loss is unfiltered, at
+        temperature 1.
+      algorithm: the policy gradient.
+      training: pack_length, rows_per_microbatch, remat and logprob_chunk are read.
+      optimizer: from `make_optimizer`.
+      pool: compiled programs; may be shared with engines and other trainers.
+      mesh: devices to use; None for one.
+
+    Attributes:
+      row_multiple: what the rows of every batch must be a multiple of (`Packing.microbatches` takes it).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        sampling: SamplingParams,
+        algorithm: AlgorithmConfig,
+        training: TrainingConfig,
+        optimizer: optax.GradientTransformation,
+        pool: ExecutablePool,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.row_multiple = row_multiple(mesh)
+        if training.rows_per_microbatch % self.row_multiple:
+            raise ConfigError(
+                f"training.rows_per_microbatch: {training.rows_per_microbatch} rows cannot be split evenly"
+                f" over mesh.data * mesh.fsdp = {self.row_multiple} devices; use a multiple of"
+                f" {self.row_multiple}"
+            )
+        self.config = config
+        self.optimizer = optimizer
+        self.pool = pool
+        self.mesh = mesh
+        static = {
+            "config": config,
+            "numerics": numerics,
+            "remat": training.remat,
+            "logprob_chunk": training.logprob_chunk,
+            "mesh": mesh,
+        }
+        self._score = functools.partial(score_packed, sampling=sampling, **static)
+        self._supervised_score = functools.partial(score_packed, sampling=SamplingParams(), **static)
+        self._objective = functools.partial(policy_objective, algorithm=algorithm)
+        self._key = (*static.values(), sampling, algorithm, training.pack_length)
+        self._pack_length = training.pack_length
+        self._rows_per_microbatch = training.rows_per_microbatch
+        self._rope = rope_table(config, training.pack_length)
+        self._replicated = self._shardings = self._state_shardings = None
+        if mesh is not None:
+            self._replicated = replicated_sharding(mesh)
+            self._shardings = param_shardings(config, mesh)
+            self._rope = jax.device_put(self._rope, self._replicated)
+        self._rope = jnp.asarray(self._rope)
+
+    # -- what the loop calls ---------------------------------------------------------------------------------
+
+    def place(self, params: Params) -> Params:
+        """Params where this trainer computes: a no-op without a mesh."""
+        return shard_params(params, self.config, self.mesh)
+
+    def init(self, params: Params) -> TrainState:
+        """The state of the first update. `params` (any float dtype) are copied, and stay valid."""
+        args = (self.place(params),)
+        program = self.pool.get(("train_init", _dtype(params), self.optimizer, *self._key), self._init, args)
+        return program(*args)
+
+    def warm_up(self, state: TrainState, reference: bool = False) -> None:
+        """Compiles, without running, all that `score` and `update` will need: nothing compiles after it.
+
+        Args:
+          state: from `init`; not consumed.
+          reference: whether updates will come with reference_logprobs.
+        """
+        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
+        while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
+            batch = self._put(build_batch([], nothing, range(rows)))
+            self._score_program((state.params, batch, self._rope))
+            reference_logprobs = batch.rollout_logprobs if reference else None
+            args = (state.params, batch, reference_logprobs, self._rope)
+            sums = self._zeros(args, self._policy_step, "policy")
+            self._gradient_program((*args, *sums), self._policy_step, "policy")
+            rows = rows // self.row_multiple // 2 * self.row_multiple
+        self._apply_program((state, sums[0]))
+
+    def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
+        """Logprobs of the targets under the sampling distribution, float32 [R, T] a batch."""
+        args = [(params, self._put(batch), self._rope) for batch in batches]
+        logprobs = [self._score_program(each)(*each) for each in args]
+        return [np.asarray(each) for each in logprobs]
+
+    def update(
+        self,
+        state: TrainState,
+        microbatches: Sequence[PackedBatch],
+        reference_logprobs: Sequence[ArrayLike] | None = None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One policy-gradient update on a mini-batch. Consumes `state`.
+
+        Args:
+          state: from `init` or an earlier update.
+          microbatches: the mini-batch, cut. Token weights must sum to 1 over all of them.
+          reference_logprobs: [R, T] for every micro-batch, from `score` with the reference's params; None
+            leaves out the KL term.
+
+        Returns:
+          The new state and the metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
+          `entropy` and `mismatch/logprob_abs_mean` (|policy - rollout logprob|) as means over response
+          tokens, `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`,
+          `policy/rollout_kl`, `gradient_norm` before clipping, `update/tokens`.
+        """
+        if reference_logprobs is not None and len(reference_logprobs) != len(microbatches):
+            raise ValueError(
+                f"reference_logprobs for {len(reference_logprobs)} of {len(microbatches)} micro-batches"
+            )
+        return self._update(state, microbatches, reference_logprobs, self._policy_step, "policy")
+
+    def supervised_update(
+        self, state: TrainState, microbatches: Sequence[PackedBatch]
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One update of the warm start. Consumes `state`. Metrics: `loss/supervised`, `entropy`,
+        `gradient_norm`, `update/tokens`.
+        """
+        return self._update(state, microbatches, None, self._supervised_step, "supervised")
+
+    # -- the host's part -------------------------------------------------------------------------------------
+
+    def _put(self, batch: PackedBatch) -> PackedBatch:
+        if self.mesh is None:
+            return batch
+        return jax.device_put(batch, batch_sharding(self.mesh))
+
+    def _update(
+        self,
+        state: TrainState,
+        microbatches: Sequence[PackedBatch],
+        reference_logprobs: Sequence[ArrayLike] | None,
+        step: Callable[..., Sums],
+        kind: str,
+    ) -> tuple[TrainState, dict[str, float]]:
+        if not microbatches:
+            raise ValueError("an update needs at least one micro-batch")
+        references = [None] * len(microbatches) if reference_logprobs is None else reference_logprobs
+        sums = None
+        for batch, reference in zip(microbatches, references, strict=True):
+            if reference is not None:
+                reference = self._put(np.asarray(reference, np.float32))
+            args = (state.params, self._put(batch), reference, self._rope)
+            if sums is None:
+                sums = self._zeros(args, step, kind)
+            args += sums
+            sums = self._gradient_program(args, step, kind)(*args)
+        total, metrics = sums
+        state, norm = self._apply_program((state, total))(state, total)
+        return state, _finished(jax.device_get(metrics | {"gradient_norm": norm}))
+
+    # -- compiled programs -----------------------------------------------------------------------------------
+
+    def _score_program(self, args: tuple) -> Callable[..., Array]:
+        params, batch, _ = args
+        return self.pool.get(("score", batch.tokens.shape, _dtype(params), *self._key), self._scoring, args)
+
+    def _gradient_program(self, args: tuple, step: Callable, kind: str) -> Callable[..., Sums]:
+        _, batch, reference, *_ = args
+        return self.pool.get(
+            ("gradients", kind, batch.tokens.shape, reference is not None, *self._key),
+            functools.partial(self._accumulate, step),
+            args,
+            donate_argnums=(4, 5),
+        )
+
+    def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
+        return self.pool.get(("apply", self.optimizer, *self._key), self._apply, args, donate_argnums=(0,))
+
+    def _zeros(self, args: tuple, step: Callable, kind: str) -> Sums:
+        """Where the gradients and metrics of `step(*args)` are added up."""
+        key = ("zeros", kind, args[2] is not None, *self._key)
+        if key not in self.pool:  # tracing for the shapes takes longer than an update
+            shapes = jax.eval_shape(step, *args)
+            self.pool.get(key, lambda: self._constrain_sums(_zeros_like(shapes)), ())
+        return self.pool.get(key, step, ())()
+
+    # -- pure functions, compiled by the pool ----------------------------------------------------------------
+
+    def _init(self, params: Params) -> TrainState:
+        # A copy even where the dtype is right: an update overwrites the state, not the caller's params.
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
+        state = TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        return self._constrain_state(state)
+
+    def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
+        return self._score(params, batch=batch, rope=rope)[0]
+
+    def _policy_step(self, params: Params, batch: PackedBatch, reference: Array | None, rope: Array) -> Sums:
+        def score(params: Params, batch: PackedBatch) -> tuple[Array, Array]:
+            return self._score(params, batch=batch, rope=rope)
+
+        return gradients(params, batch, reference, score, self._objective)
+
+    def _supervised_step(
+        self, params: Params, batch: PackedBatch, reference: Array | None, rope: Array
+    ) -> Sums:
+        def score(params: Params, batch: PackedBatch) -> tuple[Array, Array]:
+            return self._supervised_score(params, batch=batch, rope=rope)
+
+        return gradients(params, batch, reference, score, supervised_objective)
+
+    def _accumulate(self, step: Callable[..., Sums], *args: Any) -> Sums:
+        *args, total, metrics = args
+        return self._constrain_sums(jax.tree.map(jnp.add, (total, metrics), step(*args)))
+
+    def _apply(self, state: TrainState, total: Params) -> tuple[TrainState, Array]:
+        state, norm = apply_gradients(state, total, self.optimizer)
+        return self._constrain_state(state), constrain(norm, self._replicated)
+
+    # -- where things lie on the mesh ------------------------------------------------------------------------
+
+    def _constrain_sums(self, sums: Sums) -> Sums:
+        if self.mesh is None:
+            return sums
+        total, metrics = sums
+        return constrain(total, self._shardings), constrain(metrics, self._replicated)
+
+    def _constrain_state(self, state: TrainState) -> TrainState:
+        """Optimizer moments lie where their weights do."""
+        if self.mesh is None:
+            return state
+        optimizer_state = optax.tree_map_params(
+            self.optimizer,
+            constrain,
+            state.optimizer_state,
+            self._shardings,
+            transform_non_params=lambda leaf: constrain(leaf, self._replicated),
+        )
+        return TrainState(
+            constrain(state.params, self._shardings),
+            optimizer_state,
+            constrain(state.updates, self._replicated),
+        )
+
+
+def _dtype(params: Params) -> str:
+    return str(params["embed"].dtype)
+
+
+def _zeros_like(shapes):
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _finished(metrics: dict[str, np.ndarray]) -> dict[str, float]:
+    """Metrics summed over the mini-batch, as the numbers to report."""
+    tokens = max(float(metrics[TOKENS]), 1.0)
+    return {
+        name: float(value) / tokens if name in _TOKEN_SUMS else float(value)
+        for name, value in metrics.items()
+    }
