@@ -1,0 +1,390 @@
+"""Run checkpoints: the same bits back, a killed or failed save invisible, damage named, donation harmless."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.errors import CheckpointError
+from rljax.training.checkpoint import RunCheckpoints
+
+
+def make_state(seed: int, width: int = 16):
+    """Parameters and AdamW state of a small policy after one update, with float32 and bfloat16 weights."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {
+        "embedding": jax.random.normal(keys[0], (32, width)),
+        "layers": [
+            {"query": jax.random.normal(keys[1], (width, width)), "norm": jnp.ones(width)},
+            {"query": jax.random.normal(keys[2], (width, width), jnp.bfloat16), "norm": jnp.ones(width)},
+        ],
+    }
+    optimizer = optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim >= 2, tree))
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(params, optimizer.init(params), params)
+    return {"params": optax.apply_updates(params, updates), "opt_state": opt_state, "step": jnp.int32(seed)}
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        same = np.asarray(a).tobytes() == np.asarray(b).tobytes()  # apart: pytest would print megabytes
+        assert same, path
+
+
+def saved(directory: Path, steps=(1, 2), keep: int = 2) -> RunCheckpoints:
+    checkpoints = RunCheckpoints(directory, keep)
+    for step in steps:
+        checkpoints.save(step, make_state(step), {"position": 10 * step})
+    checkpoints.close()
+    return checkpoints
+
+
+def largest_file(directory: Path) -> Path:
+    return max(
+        (file for file in directory.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+    )
+
+
+def test_round_trip_is_bit_for_bit(tmp_path):
+    state = make_state(7)
+    special = np.array([np.nan, -np.nan, -0.0, np.inf, 1e-45], np.float32)
+    state["special"] = jnp.asarray(special)
+    host_state = {"position": 12, "rounds": [1, 2.5, None, "text"], "nested": {"on": True}}
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.latest_step() is None
+    checkpoints.save(3, state, host_state)
+    checkpoints.close()
+
+    fresh = RunCheckpoints(tmp_path / "checkpoints", keep=2)
+    step, restored, restored_host = fresh.restore(jax.tree.map(jnp.zeros_like, state))
+    assert step == 3
+    assert restored_host == host_state
+    assert_same_bits(restored, state)
+    assert_same_bits(fresh.restore(jax.eval_shape(lambda: state))[1], state)
+
+
+def test_leaves_come_back_as_the_template_has_them(tmp_path):
+    device = jax.devices()[0]
+    state = {
+        "committed": jax.device_put(jnp.ones(3), device),
+        "uncommitted": jnp.ones(3),
+        "numpy": np.arange(3),
+    }
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    _, restored, _ = checkpoints.restore(state)
+    assert restored["committed"].committed
+    assert not restored["uncommitted"].committed
+    assert type(restored["numpy"]) is np.ndarray
+
+
+def test_keeps_the_newest(tmp_path):
+    checkpoints = saved(tmp_path, steps=(1, 2, 9, 10))
+    assert checkpoints.steps() == [9, 10]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["10", "9"]
+    assert checkpoints.latest_step() == 10
+    assert_same_bits(checkpoints.restore(make_state(0))[1], make_state(10))
+    step, state, host_state = checkpoints.restore(make_state(0), step=9)
+    assert (step, host_state) == (9, {"position": 90})
+    assert_same_bits(state, make_state(9))
+
+
+def test_a_step_is_saved_once_and_never_back_in_time(tmp_path):
+    checkpoints = saved(tmp_path)
+    checkpoints.save(2, make_state(5), {})
+    checkpoints.close()
+    assert_same_bits(checkpoints.restore(make_state(0))[1], make_state(2))
+    with pytest.raises(ValueError, match="step 1 is not after the newest checkpoint's, 2"):
+        checkpoints.save(1, make_state(1), {})
+
+
+def test_unfinished_newest_is_passed_over_and_cleared(tmp_path):
+    checkpoints = saved(tmp_path)
+    (tmp_path / "2" / "checkpoint.json").unlink()
+    assert checkpoints.latest_step() == 1
+    step, state, _ = checkpoints.restore(make_state(0))
+    assert step == 1
+    assert_same_bits(state, make_state(1))
+    assert (tmp_path / "2").exists()  # a reader deletes nothing: the run may be in the middle of a save
+
+    checkpoints.save(2, make_state(4), {})
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+    assert_same_bits(checkpoints.restore(make_state(0))[1], make_state(4))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda content: content[: len(content) // 2], "bytes, but"),
+        (lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:], "differs from what was"),
+        (None, "cannot be read"),
+    ],
+    ids=["truncated", "bit flip", "missing"],
+)
+def test_damage_is_named(tmp_path, damage, words):
+    checkpoints = saved(tmp_path)
+    file = largest_file(tmp_path / "2" / "arrays")
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(make_state(0))
+    message = str(caught.value)
+    assert str(file) in message and words in message and "\n" not in message
+    assert f"delete {tmp_path / '2'} to go on from step 1" in message
+
+    shutil.rmtree(tmp_path / "2")  # following the advice
+    assert checkpoints.restore(make_state(0))[0] == 1
+
+
+def test_damaged_seal_is_named(tmp_path):
+    checkpoints = saved(tmp_path, steps=(1,))
+    (tmp_path / "1" / "checkpoint.json").write_text('{"leaves": ')
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: damaged; delete .* to start over"):
+        checkpoints.restore(make_state(0))
+
+
+def test_nothing_to_restore(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path / "none", keep=1)
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint$"):
+        checkpoints.restore(make_state(0))
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint of step 5"):
+        saved(tmp_path).restore(make_state(0), step=5)
+    assert not (tmp_path / "none").exists()
+
+
+def test_another_tree_or_shape_names_the_first_difference(tmp_path):
+    checkpoints = saved(tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=r"opt_state\.0\.mu\.embedding is float32\[32, 16\] .* but float32\[32, 8\] in this",
+    ):
+        checkpoints.restore(make_state(0, width=8))
+
+    more = make_state(0)
+    more["params"]["layers"][1]["bias"] = jnp.zeros(16)
+    with pytest.raises(
+        CheckpointError, match=r"params\.layers\.1\.bias is absent .* but float32\[16\] in this"
+    ):
+        checkpoints.restore(more)
+
+    less = make_state(0)
+    del less["step"]
+    with pytest.raises(CheckpointError, match=r"step is int32\[\] in the checkpoint, but absent in this run"):
+        checkpoints.restore(less)
+
+    other_dtype = make_state(0)
+    other_dtype["params"]["embedding"] = other_dtype["params"]["embedding"].astype(jnp.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"params\.embedding is float32\[32, 16\] .* bfloat16\[32, 16\]"
+    ):
+        checkpoints.restore(other_dtype)
+
+
+def test_donation_and_mutation_right_after_save(tmp_path):
+    """The loop donates its state to the next update while the background write is still going on."""
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
+    size, count = 1 << 20, 6
+
+    def new_state():
+        return jax.block_until_ready(update({str(i): jnp.arange(size) + i for i in range(count)}))
+
+    control = new_state()
+    update(control)
+    assert control["0"].is_deleted()  # this backend does donate: what follows is not vacuous
+
+    state, host_array, host_state = new_state(), np.arange(size), {"seen": [1]}
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"device": state, "host": host_array}, host_state)
+    for _ in range(5):
+        state = update(state)
+    host_array[:] = -1
+    host_state["seen"].append(2)
+    jax.block_until_ready(state)
+    checkpoints.close()
+
+    expected = {
+        "device": {str(i): (np.arange(size, dtype=np.int32) + i) * 2 + 1 for i in range(count)},
+        "host": np.arange(size),
+    }
+    template = {"device": state, "host": host_array}
+    _, restored, restored_host = checkpoints.restore(template)
+    assert_same_bits(restored, expected)
+    assert restored_host == {"seen": [1]}
+
+
+def test_host_state_and_leaves_must_be_storable(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    for host_state in ({"pair": (1, 2)}, {1: "text"}, {"loss": float("nan")}):
+        with pytest.raises(TypeError, match="only JSON values"):
+            checkpoints.save(1, {}, host_state)
+    with pytest.raises(TypeError, match=r"count: int is not an array"):
+        checkpoints.save(1, {"count": 3}, {})
+    with pytest.raises(TypeError, match=r"key: .* is not an array of numbers"):
+        checkpoints.save(1, {"key": jax.random.key(0)}, {})
+    with pytest.raises(ValueError, match=r"a\.b: two leaves"):
+        checkpoints.save(1, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unusable_directory_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file: cannot be read \(Not a directory\)$"):
+        RunCheckpoints(tmp_path / "file", keep=1).save(1, make_state(1), {})
+
+
+def test_a_directory_that_refuses_writing_is_one_line(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root, as in containers, may write anywhere
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint of step 1 could not be written \(Permission denied\); there is no older one$",
+    ):
+        RunCheckpoints(tmp_path / "run", keep=1).save(1, make_state(1), {})
+
+
+def run_python(code: str, *args: object, **environment: str) -> subprocess.CompletedProcess:
+    """A fresh process: code that limits or kills itself."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_full_disk_keeps_the_older_checkpoint_and_recovers(tmp_path):
+    """A limit on file sizes fails a write in its middle, as a full disk does."""
+    result = run_python(
+        """
+        import resource, signal, sys
+        import jax.numpy as jnp
+        from rljax.errors import CheckpointError
+        from rljax.training.checkpoint import RunCheckpoints
+
+        def state(value):
+            return {"weight": jnp.full((200_000,), float(value))}
+
+        checkpoints = RunCheckpoints(sys.argv[1], keep=2)
+        checkpoints.save(1, state(1), {})
+        checkpoints.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            checkpoints.save(2, state(2), {})
+            checkpoints.wait()
+        except CheckpointError as error:
+            print(error)
+        print(checkpoints.steps(), checkpoints.restore(state(0))[1]["weight"][0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        checkpoints.save(3, state(3), {})
+        checkpoints.close()
+        print(checkpoints.steps(), checkpoints.restore(state(0))[1]["weight"][0])
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"{tmp_path}: the checkpoint of step 2 could not be written (File too large);"
+        " that of step 1 is still good",
+        "[1] 1.0",
+        "[1, 3] 3.0",
+    ]
+    assert result.stderr == ""  # not a word of Orbax's over the progress display
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_killed_in_the_middle_of_saving(tmp_path):
+    result = run_python(
+        """
+        import os, signal, sys
+        import jax.numpy as jnp
+        from rljax.training.checkpoint import RunCheckpoints
+
+        checkpoints = RunCheckpoints(sys.argv[1], keep=1)
+        for step in (1, 2):
+            state = {str(i): jnp.full((1 << 20,), step * 100 + i) for i in range(16)}
+            checkpoints.save(step, state, {"position": step})
+            if step == 1:
+                checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert (tmp_path / "2").exists() and not (tmp_path / "2" / "checkpoint.json").exists()
+    template = {str(i): jnp.zeros((1 << 20,), jnp.int32) for i in range(16)}
+    step, state, host_state = RunCheckpoints(tmp_path, keep=1).restore(template)
+    assert (step, host_state) == (1, {"position": 1})
+    assert_same_bits(state, {str(i): np.full(1 << 20, 100 + i, np.int32) for i in range(16)})
+
+
+def test_shardings_are_the_templates(tmp_path):
+    """Saved from four devices while a donating update runs, restored on another mesh of two."""
+    result = run_python(
+        """
+        import sys
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from rljax.training.checkpoint import RunCheckpoints
+
+        def shardings(devices):
+            mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
+            return {"split": NamedSharding(mesh, P("fsdp")), "replicated": NamedSharding(mesh, P())}
+
+        update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
+        start = {"split": np.arange(1 << 20), "replicated": np.arange(1 << 20) + 5}
+        state = update(jax.device_put(start, shardings(4)))
+        checkpoints = RunCheckpoints(sys.argv[1], keep=1)
+        checkpoints.save(1, state, {})
+        for _ in range(5):
+            state = update(state)
+        jax.block_until_ready(state)
+        checkpoints.close()
+        for wanted in (shardings(4), shardings(2)):
+            template = {
+                name: jax.ShapeDtypeStruct(state[name].shape, state[name].dtype, sharding=sharding)
+                for name, sharding in wanted.items()
+            }
+            _, restored, _ = checkpoints.restore(template)
+            for name, sharding in wanted.items():
+                assert restored[name].sharding == sharding, restored[name].sharding
+                np.testing.assert_array_equal(restored[name], start[name] * 2 + 1)
+        print("same")
+        """,
+        tmp_path,
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout, result.stderr) == ("same\n", "")
+
+
+def test_the_seal_lists_every_file(tmp_path):
+    saved(tmp_path, steps=(1,))
+    seal = json.loads((tmp_path / "1" / "checkpoint.json").read_text())
+    files = {str(f.relative_to(tmp_path / "1")) for f in (tmp_path / "1").rglob("*") if f.is_file()}
+    assert files - seal["files"].keys() == {"checkpoint.json"}
+    assert seal["leaves"]["params.embedding"] == "float32[32, 16]"
