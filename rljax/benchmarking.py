@@ -1,0 +1,360 @@
+"""What every benchmark script shares: honest timing, the machine it ran on, and one format of results.
+
+Machines are noisy, and noise comes in spells. So both sides of a comparison run in one process and in
+alternation, every round gives one ratio, and the median of these ratios is what is reported: a slow spell
+hits both sides of its round and leaves the ratio alone.
+
+Results are JSON, one file a script, with the command, commit and machine that made them:
+
+    {"command", "commit", "date", "machine": {"cpu", "cores", "accelerator", "jax", "python"},
+     "rows": [{"name", "value", "unit", "baseline", "baseline_value", "ratio", ...}]}
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+from rljax.errors import UserError
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+# --- timing ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two sides timed in the same rounds.
+
+    Attributes:
+      seconds: median of ours.
+      baseline_seconds: median of the baseline.
+      ratio: median over the rounds of baseline / ours; above 1 ours is faster. With few rounds on a noisy
+        machine it is not quite baseline_seconds / seconds, whose medians may come from different rounds.
+      ratio_low, ratio_high: the least and the largest ratio of a round.
+    """
+
+    seconds: float
+    baseline_seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+def interleave(
+    actions: Mapping[str, Callable[[], object]], repeats: int, warmups: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every action in every round.
+
+    The actions run one after the other within a round, in reversed order every second round, so that none
+    always follows the same other one. They must return only when their work is done.
+
+    Args:
+      actions: what to time, by name.
+      repeats: timed rounds.
+      warmups: untimed rounds before them, for compilation and allocation.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats: {repeats}, expected at least 1")
+    for _ in range(warmups):
+        for action in actions.values():
+            action()
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for repeat in range(repeats):
+        for name in reversed(actions) if repeat % 2 else actions:
+            start = time.perf_counter()
+            actions[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def compare(seconds: Sequence[float], baseline_seconds: Sequence[float]) -> Comparison:
+    """Compares two sides that `interleave` timed, round by round."""
+    ratios = [baseline / ours for ours, baseline in zip(seconds, baseline_seconds, strict=True)]
+    return Comparison(
+        seconds=statistics.median(seconds),
+        baseline_seconds=statistics.median(baseline_seconds),
+        ratio=statistics.median(ratios),
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
+    )
+
+
+def paired(
+    ours: Callable[[], object], baseline: Callable[[], object], repeats: int, warmups: int = 1
+) -> Comparison:
+    """Times two sides in alternation; see `interleave` and `Comparison`."""
+    seconds = interleave({"ours": ours, "baseline": baseline}, repeats, warmups)
+    return compare(seconds["ours"], seconds["baseline"])
+
+
+# --- interference ----------------------------------------------------------------------------------------
+
+
+class Interference:
+    """Measures how much of the machine other processes took meanwhile (on a virtual one, its host too).
+
+        with Interference() as interference:
+            ...
+        interference.share
+
+    Attributes:
+      share: of all cores' time, 0 to 1; None before the end, and on systems that do not tell (Linux does).
+    """
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+
+    def __enter__(self) -> "Interference":
+        self._start = self._clocks()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        stop = self._clocks()
+        if self._start is not None and stop is not None:
+            busy, own, total = (after - before for before, after in zip(self._start, stop, strict=True))
+            self.share = min(max((busy - own) / total, 0.0), 1.0) if total else 0.0
+
+    @staticmethod
+    def _clocks() -> tuple[float, float, float] | None:
+        """Core-seconds that were not idle, those of this process and its finished children, and all."""
+        try:
+            line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+        except OSError:
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        ticks = [int(field) for field in line.split()[1:9]]
+        per_second = os.sysconf("SC_CLK_TCK")
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        return (sum(ticks) - ticks[3] - ticks[4]) / per_second, own, sum(ticks) / per_second
+
+
+# --- memory bandwidth ------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _sum(x: Array) -> Array:
+    return jnp.sum(x)
+
+
+@jax.jit
+def _matrix_vector(matrix: Array, vector: Array) -> Array:
+    return matrix @ vector
+
+
+def measure_read_bandwidth(megabytes: int = 512, repeats: int = 5) -> dict[str, float]:
+    """Bytes per second that this machine reads from memory, by method; the largest is the machine's.
+
+    Several ways to add up one large array on all cores: no library is the fastest everywhere, and
+    interference only ever slows a read down, so of each the fastest run counts. PyTorch joins in where it is
+    installed.
+
+    Args:
+      megabytes: size of the array in MiB; well beyond the last cache, and like what it is compared with.
+      repeats: runs of each method.
+    """
+    columns = 1024
+    rows = megabytes * 2**20 // (4 * columns)
+    # Written, not np.zeros: untouched pages all are the one zero page, and would be read from the cache.
+    array = np.ones((rows, columns), np.float32)
+    on_device, vector = jnp.asarray(array), jnp.ones(columns, jnp.float32)
+    cores = num_cores()
+    parts = np.array_split(array, cores)
+    methods: dict[str, Callable[[], object]] = {
+        "jax sum": lambda: _sum(on_device).block_until_ready(),
+        "jax matrix-vector": lambda: _matrix_vector(on_device, vector).block_until_ready(),
+    }
+    with ThreadPoolExecutor(cores) as threads:
+        methods["numpy sum"] = lambda: list(threads.map(np.sum, parts))
+        try:
+            import torch
+        except ImportError:
+            pass
+        else:
+            tensor = torch.from_numpy(array)
+            methods["torch sum"] = lambda: tensor.sum()
+        seconds = interleave(methods, repeats)
+    return {name: array.nbytes / min(times) for name, times in seconds.items()}
+
+
+# --- the machine -----------------------------------------------------------------------------------------
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Processor, cores, accelerator (None on a CPU) and versions.
+
+    Args:
+      packages: further distributions whose versions matter to the results; those not installed are left out.
+    """
+    devices = jax.devices()
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": num_cores(),
+        "accelerator": None if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}",
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+    for package in packages:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
+    """The commit checked out in `directory`; None outside git.
+
+    It ends in "-dirty" if tracked files differ from it, results aside: measuring twice changes no code.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", os.fspath(directory), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (
+            "-dirty"
+            if git("status", "--short", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+            else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command that runs this script again, from the repository's root."""
+    script, *arguments = sys.argv if argv is None else argv
+    path = Path(script).resolve()
+    name = path.relative_to(_REPOSITORY).as_posix() if path.is_relative_to(_REPOSITORY) else path.name
+    return shlex.join(["python", name, *arguments])
+
+
+# --- results ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured figure.
+
+    Attributes:
+      name: what was measured, such as "decode/25M/batch 8/row_invariant on".
+      value: ours, in `unit`.
+      unit: of value and baseline_value, such as "tokens/s".
+      baseline: what ours is compared with.
+      baseline_value: the baseline's.
+      ratio: above 1 means that ours is better, whether `unit` counts speed or time.
+      details: whatever else the reader needs, beside these fields in the JSON object.
+    """
+
+    name: str
+    value: float
+    unit: str
+    baseline: str
+    baseline_value: float
+    ratio: float
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        details = own.pop("details")
+        if clash := own.keys() & details.keys():
+            raise ValueError(f"{self.name}: details repeat {sorted(clash)}")
+        return {**own, **details}
+
+
+def write_results(
+    path: str | os.PathLike[str], rows: Sequence[Row], command: str, packages: Sequence[str] = ()
+) -> None:
+    """Writes rows with the command, commit, date and machine that made them; replaces the file in one step.
+
+    Args:
+      path: the JSON file; its directory is made if need be.
+      rows: at least one.
+      command: from `command_line`.
+      packages: see `machine_facts`.
+    """
+    if not rows:
+        raise ValueError("no rows to write")
+    content = {
+        "command": command,
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine_facts(packages),
+        "rows": [row.as_json() for row in rows],
+    }
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: results cannot be written there: {error.strerror}") from error
+
+
+def results_console() -> Console:
+    """A console whose tables are not squeezed into 80 columns where the output is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def print_table(rows: Sequence[Row], title: str, console: Console) -> None:
+    """Prints name, value, baseline and ratio of every row."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("measured", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("baseline", overflow="fold")
+    table.add_column("its value", justify="right", no_wrap=True)
+    table.add_column("ratio", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{_short(row.value)} {row.unit}",
+            row.baseline,
+            f"{_short(row.baseline_value)} {row.unit}",
+            f"{row.ratio:.2f}",
+        )
+    console.print(table)
+
+
+def _short(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
