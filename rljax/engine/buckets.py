@@ -1,7 +1,7 @@
 """Shape buckets: the closed set of shapes that compiled programs exist for.
 
-Active batch and cache length are rounded up to a bucket, in place of CUDA graphs captured per shape (TLT, section 5.1). Fewer buckets
-compile less, more buckets waste less.
+Active batch and cache length are rounded up to a bucket, in place of CUDA graphs captured per shape (TLT,
+section 5.1). Fewer buckets compile less, more buckets waste less.
 """
 
 import dataclasses
@@ -52,10 +52,12 @@ def make_buckets(
 ) -> Buckets:
     """Buckets up to `max_slots` slots and `max_length` positions.
 
-    Without explicit ones, batch buckets are powers of two, and cache buckets grow by a half at a time. A row-invariant engine computes at least two rows.
+    Without explicit ones, batch buckets are powers of two, and cache buckets grow by a half at a time. A
+    row-invariant engine computes at least two rows.
 
     Raises:
-      ConfigError: explicit buckets that do not hold max_slots or max_length, or cache buckets off the key block.
+      ConfigError: explicit buckets that do not hold max_slots or max_length, or cache buckets off the key
+        block.
     """
     smallest = 2 if row_invariant else 1
     if batch_buckets is None:
@@ -85,18 +87,20 @@ def make_buckets(
         for size in cache:
             if size != _valid_cache_length(size):
                 raise ConfigError(
-                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and of {KEY_CHUNK} above "
+                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and above {KEY_CHUNK} of "
                     f"{KEY_CHUNK}; {_valid_cache_length(size)} would do"
                 )
         if cache[-1] < max_length:
             raise ConfigError(
-                f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, {max_length} "
-                "(rollout.max_prompt_length + rollout.max_response_length)"
+                f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, "
+                f"{max_length} (rollout.max_prompt_length + rollout.max_response_length)"
             )
     return Buckets(batch=tuple(batch), cache=tuple(cache))
 
 
 def _valid_cache_length(length: int) -> int:
-    """The nearest length from here up that is whole in key blocks and, where there are several, in key chunks."""
+    """The nearest length from here up that is whole in key blocks and, where there are several, in key
+    chunks.
+    """
     unit = KEY_BLOCK if length <= KEY_CHUNK else KEY_CHUNK
     return -(-length // unit) * unit

@@ -5,17 +5,17 @@
     state, result = engine.generate(params, state, ...)            # many decode steps a host visit
     state = engine.free_resource(state, slots)
 
-On the device everything is a pure function over `DecodeState`; this class only rounds shapes up to buckets, picks the compiled program, and keeps
-the arrays in place. Who decodes what, and when, is `rljax/rollout`'s business.
+On the device everything is a pure function over `DecodeState`; this class only rounds shapes up to buckets,
+picks the compiled program, and keeps the arrays in place. Who decodes what, and when, is `rljax/rollout`'s
+business.
 
-Prefill leaves the prompt's last token uncommitted: the first decode step of every slot takes it as input, so the first sampled token comes about like every
-other, and the samples of a group may differ from it on.
+Prefill leaves the prompt's last token uncommitted: the first decode step of every slot takes it as input, so
+the first sampled token comes about like every other, and the samples of a group may differ from it on.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -24,7 +24,7 @@ from jax import Array, lax
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.kv_cache import KEY_BLOCK, CachedAttention, KVCache
+from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.sampling import SamplingParams, sample
 from rljax.models import transformer
 from rljax.models.attention import PackedAttention
@@ -133,10 +133,6 @@ class DecodeEngine:
         decode_steps_per_visit: int = 64,
         pool: ExecutablePool | None = None,
     ) -> None:
-        if buckets.cache[-1] > config.max_positions + KEY_BLOCK * 4:
-            raise ValueError(
-                f"cache buckets up to {buckets.cache[-1]} exceed the policy's {config.max_positions} positions"
-            )
         self.config = config
         self.numerics = numerics
         self.sampling = sampling
@@ -166,7 +162,7 @@ class DecodeEngine:
         """An idle state with room for `slots` requests of up to `length` positions, rounded up to buckets."""
         batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
         return DecodeState(
-            cache=kv_cache.empty_cache(self.config, batch, size, self.numerics.dtype),
+            cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
             tokens=jnp.zeros(batch, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             remaining=jnp.zeros(batch, jnp.int32),
@@ -179,7 +175,7 @@ class DecodeEngine:
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
         rows = self.buckets.batch_for(len(prompts))
-        length = -(-max(map(len, prompts)) // KEY_BLOCK) * KEY_BLOCK
+        length = self.buckets.cache_for(max(map(len, prompts)))
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -267,6 +263,30 @@ class DecodeEngine:
         key = ("compact", state.batch, batch, state.cache.length, *self._key)
         return self.pool.get(key, _compact, args)(*args)
 
+    def warm_up(self, params: Params, slots: int, prompt_length: int) -> None:
+        """Compiles every program that decoding up to `slots` requests, with prompts up to `prompt_length` tokens, can need."""
+        batches = [b for b in self.buckets.batch if b <= self.buckets.batch_for(slots)]
+        prompt_lengths = [c for c in self.buckets.cache if c <= self.buckets.cache_for(prompt_length)]
+        prefixes = [
+            self.prefill(params, [[0] * length] * rows) for rows in batches for length in prompt_lengths
+        ]
+        for batch in batches:
+            for length in self.buckets.cache:
+                state = self.init_state(batch, length)
+                for prefix in prefixes:
+                    if prefix.cache.length <= length and prefix.cache.batch <= batch:
+                        for count in batches:
+                            if count <= batch:
+                                idle = [Assignment(0, batch, np.zeros(2, np.uint32), 0)] * count
+                                state = self.bulk_insert(prefix, state, idle)
+                state, _ = self.generate(params, state, max_steps=0)
+                state = self.free_resource(state, [])
+                for smaller in batches:
+                    if smaller < batch:
+                        self.compact(state, list(range(smaller)))
+                if length < self.buckets.cache[-1]:
+                    self.grow(state)
+
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 
     def _prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
@@ -277,7 +297,11 @@ class DecodeEngine:
         )
         _, kept = transformer.forward(params, self.config, tokens, positions, attention, rope, self.numerics)
         last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        return Prefix(cache=kv_cache.from_prefill(kept), last_tokens=last, lengths=lengths)
+        return Prefix(
+            cache=kv_cache.from_prefill(kept, kv_cache.cache_dtype(self.numerics)),
+            last_tokens=last,
+            lengths=lengths,
+        )
 
     def _decode_step(
         self, params: Params, state: DecodeState, rope: Array

@@ -1,4 +1,6 @@
-"""The pool of compiled programs: compiled ahead of time, shared, counted, and kept on disk between processes."""
+"""The pool of compiled programs: compiled ahead of time, shared, counted, and kept on disk between
+processes.
+"""
 
 import os
 import time
@@ -18,12 +20,14 @@ def enable_compilation_cache(directory: str | os.PathLike) -> None:
 def row_invariant_compiler_options() -> dict[str, str]:
     """Compiler options under which a row's numbers do not depend on the number of rows.
 
-    On a CPU, XLA hands fused reductions over many rows to another library (YNNPACK), with another exponential and another order of
-    summation than its own code for few rows; matrix products stay with that library, whose order of summation is fixed.
+    On a CPU, XLA hands fused reductions over many rows to another library (YNNPACK), with another
+    exponential and another order of summation than its own code for few rows; matrix products stay with that
+    library, whose order of summation is fixed.
     """
     if jax.default_backend() != "cpu":
         return {}
-    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    fusions = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+    return {"xla_cpu_experimental_ynn_fusion_type": fusions}
 
 
 class ExecutablePool:
@@ -56,7 +60,8 @@ class ExecutablePool:
         args: tuple,
         donate_argnums: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
-        """The program for `key`, compiled for the shapes, dtypes and shardings of `args` when it is first asked for.
+        """The program for `key`, compiled for the shapes, dtypes and shardings of `args` when it is first
+        asked for.
 
         Args:
           key: names the program and its shapes; the same key must always come with args of the same shapes.

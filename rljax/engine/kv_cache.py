@@ -1,12 +1,15 @@
 """The KV cache of the decode engine, and attention against it.
 
-Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block are read off one contiguous piece of
-memory with the positions in the vector lanes: on a CPU this runs at memory bandwidth, where a batched product over [S, D] keys reached a tenth of
-it (`docs/engine.md`). Values stay [S, D]. What lies at or behind a slot's length is never attended to, whatever it holds.
+Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block
+are read off one contiguous piece of
+memory with the positions in the vector lanes: on a CPU this runs at memory bandwidth, where a batched
+  product over [S, D] keys reached a tenth of it (`docs/engine.md`). Values stay [S, D]. What lies at or
+  behind a slot's length is never attended to, whatever it holds.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -23,7 +26,7 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-      keys: a list over layers of [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK], in the compute dtype.
+      keys: a list over layers of [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
       values: a list over layers of [B, Hk, S, D].
     """
 
@@ -40,7 +43,15 @@ class KVCache:
         return self.values[0].shape[2]
 
 
-def empty_cache(config: ModelConfig, batch: int, length: int, dtype) -> KVCache:
+def cache_dtype(numerics: Numerics) -> jnp.dtype:
+    """What keys and values are kept in: the compute dtype, but float32 on a CPU.
+
+    There, products with mixed types take kernels that round differently, and cost more than the memory they save.
+    """
+    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else numerics.dtype
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
     """A cache of zeros for `batch` slots of `length` positions (a multiple of KEY_BLOCK)."""
     heads, dim = config.num_kv_heads, config.head_dim
     return KVCache(
@@ -52,21 +63,25 @@ def empty_cache(config: ModelConfig, batch: int, length: int, dtype) -> KVCache:
     )
 
 
-def from_prefill(kept: list[tuple[Array, Array]]) -> KVCache:
-    """The cache that prefill's keys and values, [N, T, Hk, D] a layer, amount to. T is a multiple of KEY_BLOCK."""
+def from_prefill(kept: list[tuple[Array, Array]], dtype: jnp.dtype) -> KVCache:
+    """The cache that prefill's keys and values, [N, T, Hk, D] a layer, amount to. T is a multiple of
+    KEY_BLOCK.
+    """
 
     def blocked(k: Array) -> Array:
         batch, length, heads, dim = k.shape
         return k.reshape(batch, length // KEY_BLOCK, KEY_BLOCK, heads, dim).transpose(0, 3, 1, 4, 2)
 
     return KVCache(
-        keys=[blocked(k) for k, _ in kept],
-        values=[v.transpose(0, 2, 1, 3) for _, v in kept],
+        keys=[blocked(k.astype(dtype)) for k, _ in kept],
+        values=[v.astype(dtype).transpose(0, 2, 1, 3) for _, v in kept],
     )
 
 
 def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KVCache:
-    """Row rows[i] of `source` (no longer than target) into slot slots[i] of `target`; slots out of range are skipped."""
+    """Row rows[i] of `source` (no longer than target) into slot slots[i] of `target`; slots out of range are
+    skipped.
+    """
     blocks, length = source.keys[0].shape[2], source.length
 
     def copy(into: Array, from_: Array, extent: int) -> Array:
@@ -111,42 +126,44 @@ class CachedAttention:
     numerics: Numerics
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """q [B, 1, H, D], k and v [B, 1, Hk, D] -> ([B, 1, H, D], the layer's keys and values with this token)."""
+        """q [B, 1, H, D], k and v [B, 1, Hk, D] -> ([B, 1, H, D], the layer's keys and values with this
+        token).
+        """
         batch, _, num_heads, head_dim = q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_kv_heads = keys.shape[1]
         slots = jnp.arange(batch)
+        k, v = k.astype(keys.dtype), v.astype(values.dtype)
         block, lane = self.positions // KEY_BLOCK, self.positions % KEY_BLOCK
         keys = keys.at[slots, :, block, :, lane].set(k[:, 0], mode="drop", unique_indices=True)
         values = values.at[slots, :, self.positions].set(v[:, 0], mode="drop", unique_indices=True)
 
         queries = scale_queries(q).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        visible = jnp.arange(values.shape[2])[None, :] <= self.positions[:, None]
-        terms = softmax_terms(block_scores(queries, keys, visible))
+        scores = block_scores(queries, keys, self.numerics)
+        visible = jnp.arange(scores.shape[-1])[None, :] <= self.positions[:, None]
+        terms = softmax_terms(jnp.where(visible[:, None, None, :], scores, MASKED))
         out = weighted_values(terms, values, self.numerics)
         return out.reshape(batch, 1, num_heads, head_dim).astype(q.dtype), (keys, values)
 
 
-def block_scores(queries: Array, keys: Array, visible: Array) -> Array:
-    """Scores of scaled queries against blocked keys, about -1e30 where a key is not visible.
+def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
+    """Scores of scaled queries against blocked keys.
 
-    One multiply-add after the other over the head dimension, with the positions in the vector lanes: the order in which a matrix product adds,
-    so the bits are those of `PackedAttention`, at memory bandwidth. The chain starts from the mask, which is exactly 0 where a key is
-    visible (a chain that started from a product could be contracted in two ways).
+    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it with the
+    positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product adds, so the bits are
+    those of `PackedAttention` (from two rows up: a lone row is doubled).
 
     Args:
       queries: float32 [B, Hk, R, D].
       keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
-      visible: bool [B, S].
+      numerics: see `Numerics`.
 
     Returns:
       float32 [B, Hk, R, S].
     """
-    batch, heads, rows, head_dim = queries.shape
-    blocks = keys.shape[2]
-    bias = jnp.where(visible, 0.0, MASKED).reshape(batch, 1, blocks, 1, KEY_BLOCK)
-    scores = jnp.broadcast_to(bias, (batch, heads, blocks, rows, KEY_BLOCK))
-    keys = keys.astype(jnp.float32)
-    for d in range(head_dim):
-        scores = scores + queries[:, :, None, :, d, None] * keys[:, :, :, None, d]
-    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, blocks * KEY_BLOCK)
+    batch, heads, rows, _ = queries.shape
+    if numerics.row_invariant and rows == 1:
+        queries = jnp.concatenate([queries, queries], axis=2)
+    products = queries[:, :, None, :, :, None] * keys[:, :, :, None].astype(jnp.float32)
+    scores = jnp.sum(products, axis=-2)[:, :, :, :rows]  # [B, Hk, blocks, R, KEY_BLOCK]
+    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, -1)

@@ -1,12 +1,15 @@
 """The noise field: Gumbel noise as a pure function of (run seed, request, position, token).
 
-Sampling is `argmax(logits / T + G)` with G standard Gumbel (Gumbel-max: an exact sample of the softmax). Because G depends on nothing that
-advances, the token at a position depends on the prefix and the policy alone, however the engine came to compute it: alone or batched, in any
-slot, decoded one by one or verified as a draft. That is the idea the whole engine hangs on (`docs/design.md`).
+Sampling is `argmax(logits / T + G)` with G standard Gumbel (Gumbel-max: an exact sample of the softmax).
+Because G depends on nothing that
+advances, the token at a position depends on the prefix and the policy alone, however the engine came to
+  compute it: alone or batched, in any slot, decoded one by one or verified as a draft. That is the idea the
+  whole engine hangs on (`docs/design.md`).
 
-A request's key comes from Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) over its identity, a position's key
-from the same cipher once more; the bits of a token from two rounds of a 32-bit multiply-xorshift mixer under that key, which costs a few
-instructions per vocabulary entry where a cipher would cost a hundred. All functions take numpy or JAX arrays of uint32 and give the same bits.
+A request's key comes from Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011)
+over its identity, a position's key from the same cipher once more; the bits of a token from two rounds of a
+32-bit multiply-xorshift mixer under that key, which costs a few instructions per vocabulary entry where a
+cipher would cost a hundred. All functions take numpy or JAX arrays of uint32 and give the same bits.
 """
 
 import jax.numpy as jnp
@@ -40,8 +43,9 @@ def request_key(seed: int, *identity: int) -> np.ndarray:
 
     Args:
       seed: the run's seed.
-      identity: what tells the request from every other of the run: purpose, step, prompt, sample. Noise must never be reused for
-        another step's sampling of the same prompt, so the step belongs to it. Non-negative integers below 2^64.
+      identity: what tells the request from every other of the run: purpose, step, prompt, sample. Noise must
+        never be reused for another step's sampling of the same prompt, so the step belongs to it.
+        Non-negative integers below 2^64.
     """
     if any(part < 0 for part in (seed, *identity)):
         raise ValueError(f"seed and identity must not be negative, got {(seed, *identity)}")
@@ -53,7 +57,9 @@ def request_key(seed: int, *identity: int) -> np.ndarray:
 
 
 def _mix(h):
-    """A bijection of uint32 that avalanches (constants found by search: C. Wellons, "hash-prospector", 2018)."""
+    """A bijection of uint32 that avalanches (constants found by search: C. Wellons, "hash-prospector",
+    2018).
+    """
     h = (h ^ (h >> _u32(16))) * _u32(0x7FEB352D)
     h = (h ^ (h >> _u32(15))) * _u32(0x846CA68B)
     return h ^ (h >> _u32(16))
@@ -83,8 +89,9 @@ def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:
     win, come from. G lies within [-2.9, 22.9].
     """
     bits = token_bits(keys, positions, tokens)
-    # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, centred in their interval.
-    u = (bits >> _u32(1)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-31) + np.float32(2.0**-33)
+    # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, off zero by a quarter of a step.
+    steps = (bits >> _u32(1)).astype(jnp.int32).astype(jnp.float32)
+    u = steps * np.float32(2.0**-31) + np.float32(2.0**-33)
     u = jnp.minimum(u, np.float32(1.0 - 2.0**-24))
     return -jnp.log(-jnp.log1p(-u))
 

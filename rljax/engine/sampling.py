@@ -1,7 +1,8 @@
 """What is sampled: one logits transform, one choice under the noise, one log-probability.
 
-`transform_logits` is the only place where temperature, top-k, top-p and min-p are applied, in that order: sampling, verification, drafting and
-the trainer's log-probabilities all call it, so they cannot disagree about the distribution.
+`transform_logits` is the only place where temperature, top-k, top-p and min-p are applied, in that order:
+sampling, verification, drafting and the trainer's log-probabilities all call it, so they cannot disagree
+about the distribution.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ class SamplingParams:
     Attributes:
       temperature: divides the logits; 0 takes the most likely token (greedy).
       top_k: keep the k largest logits (ties with the k-th stay); 0 keeps all.
-      top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 2020); 1 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 2020); 1 keeps
+        all.
       min_p: drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0 keeps all.
     """
 
@@ -42,12 +44,16 @@ class SamplingParams:
 
 
 def _running_sum(x: Array) -> Array:
-    """Inclusive running sum over the last axis, by elementwise additions only (so that rows do not disturb each other)."""
+    """Inclusive running sum over the last axis, by elementwise additions only (so that rows do not disturb
+    each other).
+    """
     return lax.associative_scan(jnp.add, x, axis=-1)
 
 
 def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) -> Array:
-    """Temperature, then top-k, top-p, min-p: float32 logits [..., V] -> [..., V], -inf where a token cannot be sampled."""
+    """Temperature, then top-k, top-p, min-p: float32 logits [..., V] -> [..., V], -inf where a token cannot
+    be sampled.
+    """
     if params.greedy:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
         return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)

@@ -1,27 +1,28 @@
 """Softmax attention over packed rows, and the arithmetic that decoding shares with it.
 
-Scores, softmax and weighted values are computed by the same three steps wherever a query stands (a packed training row here, a KV cache in
-`rljax/engine/kv_cache.py`): float32 scores; the exact maximum; exponentials summed, and values weighted, chunk of keys after chunk of keys.
+Scores, softmax and weighted values are computed by the same three steps wherever a query stands (a packed
+training row here, a KV cache in `rljax/engine/kv_cache.py`): float32 scores; the exact maximum; exponentials
+summed, and values weighted, chunk of keys after chunk of keys.
 """
 
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.models.numerics import KEY_CHUNK, Numerics, row_sum
+from rljax.models.numerics import KEY_CHUNK, Numerics, row_max, row_sum
 
 MASKED = -1e30
-"""The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros instead of NaN."""
+"""The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros
+instead of NaN.
+"""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
 def softmax_terms(scores: Array) -> Array:
     """exp(score - largest score), exactly 0 for masked scores (below MASKED / 2). Scores float32 [..., S]."""
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    return jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top), 0.0)
+    return jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - row_max(scores)), 0.0)
 
 
 def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
@@ -52,7 +53,8 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
     chunked_values = values.reshape(batch, heads, num_chunks, chunk, values.shape[-1])
     sums = row_sum(chunked_terms, numerics)  # [B, Hk, chunks, R, 1]
     weighted = jnp.einsum("bhcrs,bhcsd->bhcrd", chunked_terms, chunked_values)
-    # One chunk after the other: chunks without a key of ours add exact zeros, so it does not matter how many there are.
+    # One chunk after the other: chunks without a key of ours add exact zeros, so it does not matter how many
+    # there are.
     sums = functools.reduce(jnp.add, [sums[:, :, c] for c in range(num_chunks)])
     weighted = functools.reduce(jnp.add, [weighted[:, :, c] for c in range(num_chunks)])
     return weighted[..., :head_dim] / jnp.where(sums == 0, 1.0, sums)
@@ -68,7 +70,8 @@ class PackedAttention:
     """Causal attention inside the segments of packed rows: training, scoring and prefill.
 
     Attributes:
-      segment_ids: int32 [N, T]; tokens attend only within their segment. 0 is padding (its outputs mean nothing).
+      segment_ids: int32 [N, T]; tokens attend only within their segment. 0 is padding (its outputs mean
+        nothing).
       numerics: see `Numerics`.
       keep_kv: also return every layer's keys and values (prefill does).
     """

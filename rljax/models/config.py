@@ -1,7 +1,8 @@
 """The shape of a policy: one frozen dataclass for every supported architecture.
 
-Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim set apart from hidden/heads) and Llama 3.x (RoPE scaling) differ in a
-handful of switches; everything else is shared. Instances are hashable, so they are static arguments of `jax.jit`.
+Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim set apart from hidden/heads) and Llama 3.x (RoPE
+scaling) differ in a handful of switches; everything else is shared. Instances are hashable, so they are
+static arguments of `jax.jit`.
 """
 
 import dataclasses

@@ -1,13 +1,15 @@
 """Products and sums whose result for one row does not depend on how many rows stand beside it.
 
-Compilers pick another kernel, and another order of summation, for another number of rows; a policy evaluated one token at a time then
-differs in the last bits from the same policy evaluated over a packed batch. Three habits keep the bits the same on a CPU (measured in
-`docs/row-invariance.md`, checked by `tests/models/test_row_invariance.py`):
+Compilers pick another kernel, and another order of summation, for another number of rows; a policy evaluated
+one token at a time then differs in the last bits from the same policy evaluated over a packed batch. Three
+habits keep the bits the same on a CPU (measured in `docs/row-invariance.md`, checked by
+`tests/models/test_row_invariance.py`):
 
 - weights are stored [out, in] and at least two rows are multiplied at a time (the engine pads a lone row);
 - sums over the last axis are products with ones, never fused reductions;
-- attention adds up its values in chunks of `KEY_CHUNK` keys, one chunk after the other, so that where a sequence starts inside a packed
-  row does not matter as long as the packer keeps to chunk boundaries (`rljax/training/packing.py`).
+- attention adds up its values in chunks of `KEY_CHUNK` keys, one chunk after the other, so that where a
+  sequence starts inside a packed row does not matter as long as the packer keeps to chunk boundaries
+  (`rljax/training/packing.py`).
 """
 
 import dataclasses
@@ -26,12 +28,13 @@ _ONES_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How the policy computes: shared by engine and trainer, so that their numbers can be compared bit for bit.
+    """How the policy computes: shared by engine and trainer, so that their numbers can be compared bit for
+    bit.
 
     Attributes:
       row_invariant: use the formulations above; False takes whatever is fastest for the shape at hand.
-      compute_dtype: "float32" or "bfloat16", the type of weights and activations in products. Norms, softmax and
-        logits are float32 either way.
+      compute_dtype: "float32" or "bfloat16", the type of weights and activations in products. Norms, softmax
+        and logits are float32 either way.
     """
 
     row_invariant: bool = True
@@ -63,19 +66,34 @@ def row_sum(x: Array, numerics: Numerics) -> Array:
     return lax.dot_general(x, ones, (((x.ndim - 1,), (1,)), ((), ())))[..., :1]
 
 
+def row_max(x: Array) -> Array:
+    """Largest entry along the last axis, [..., 1]; no gradient.
+
+    Written as a reduction the compiler has no library kernel for: a known maximum, fused with the exponential behind it, would
+    bring another exponential for many rows than for few.
+    """
+    x = lax.stop_gradient(x)
+    lowest = jnp.array(-jnp.inf, x.dtype)
+    top = lax.reduce(x, lowest, lambda a, b: lax.select(lax.gt(a, b), a, b), (x.ndim - 1,))
+    return top[..., None]
+
+
 def rms_norm(x: Array, weight: Array, epsilon: float, numerics: Numerics) -> Array:
     """Root-mean-square norm over the last axis (Zhang and Sennrich, 2019), in float32, back in x's dtype."""
     h = x.astype(jnp.float32)
     mean_square = row_sum(h * h, numerics) * (1.0 / x.shape[-1])
     h = h * lax.rsqrt(mean_square + epsilon)
     scale = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    # The normed value is rounded to the compute dtype before it is scaled, as Hugging Face's implementations do.
+    # The normed value is rounded to the compute dtype before it is scaled, as Hugging Face's implementations
+    # do.
     return (h.astype(x.dtype).astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def log_normalizer(logits: Array, numerics: Numerics) -> Array:
-    """log sum exp over the last axis of float32 logits [..., V]: [..., 1]. Entries may be -inf, not all of them."""
-    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    """log sum exp over the last axis of float32 logits [..., V]: [..., 1]. Entries may be -inf, not all of
+    them.
+    """
+    top = row_max(logits)
     return top + jnp.log(row_sum(jnp.exp(logits - top), numerics))
 
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., 2021), with Llama-3 frequency scaling.
 
-Angles are looked up in a table made on the host: the same bits for a position wherever it is evaluated, and the same float32
-arithmetic as Hugging Face's implementations, whose checkpoints we load.
+Angles are looked up in a table made on the host: the same bits for a position wherever it is evaluated, and
+  the same float32 arithmetic as Hugging Face's implementations, whose checkpoints we load.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """The policy: one forward pass for training, prefill, decoding and tree verification.
 
-A decoder-only transformer as pure functions over a params pytree (pre-norm, RoPE, grouped-query attention, SwiGLU). Callers differ only in the
-positions and in the attention structure they pass. Weights are stored [out, in], as in Hugging Face checkpoints.
+A decoder-only transformer as pure functions over a params pytree (pre-norm, RoPE, grouped-query attention,
+SwiGLU). Callers differ only in the positions and in the attention structure they pass. Weights are stored
+[out, in], as in Hugging Face checkpoints.
 
 Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = vocab_size):
 
@@ -27,7 +28,9 @@ from rljax.models.rope import apply_rope
 
 Params = dict[str, Any]
 Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
-"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], what the caller wants kept)."""
+"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], what the caller wants
+kept).
+"""
 
 
 def param_shapes(config: ModelConfig) -> Params:
@@ -66,7 +69,9 @@ def num_params(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
-    """Float32 weights for training from scratch: normal, 0.02, residual outputs shrunk with depth (GPT-2); norms 1, biases 0."""
+    """Float32 weights for training from scratch: normal, 0.02, residual outputs shrunk with depth (GPT-2);
+    norms 1, biases 0.
+    """
     rng = np.random.default_rng(seed)
 
     def init(path, shape):
@@ -129,7 +134,8 @@ def forward(
       remat: recompute each layer's activations in the backward pass instead of keeping them.
 
     Returns:
-      hidden states after the final norm, [N, T, d], and what the attention kept, a list with an entry per layer.
+      hidden states after the final norm, [N, T, d], and what the attention kept, a list with an entry per
+      layer.
     """
     x = params["embed"][tokens].astype(numerics.dtype)
     angles = rope[positions]

@@ -153,7 +153,7 @@ def apply_gradients(
     """One update of the optimizer: the new state, and the norm of the gradients before clipping, []."""
     changes, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
     params = optax.apply_updates(state.params, changes)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     return TrainState(params, optimizer_state, state.updates + 1), norm
 
 

@@ -1,0 +1,201 @@
+"""Continuous batching: which request decodes in which slot, and when.
+
+The host loop around `DecodeEngine`. Waiting requests take freed slots; a prompt is prefilled once for all its requests; when nothing waits, the batch is
+compacted into ever smaller buckets as responses end, and the cache grows bucket by bucket. None of it changes a token (see
+`rljax/engine/noise.py`), only the time they take.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, DecodeState, Prefix
+from rljax.models.transformer import Params
+from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.rollout.stop_strings import StopStrings
+
+OnProgress = Callable[[int, int], None]
+"""Called at every look from the host with (tokens sampled, requests finished)."""
+
+_REFILL_SHARE = 8  # with requests waiting, look when an eighth of the slots is free
+
+
+class Scheduler:
+    """Decodes a list of requests to the end.
+
+    Args:
+      engine: the decode engine.
+      max_slots: requests decoded at a time.
+      stop_strings: see `StopStrings`; None for none.
+    """
+
+    def __init__(self, engine: DecodeEngine, max_slots: int, stop_strings: StopStrings | None = None) -> None:
+        self.engine = engine
+        self.max_slots = max_slots
+        self.stop_strings = stop_strings
+
+    def run(
+        self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Completions in the order of `requests`.
+
+        Args:
+          params: weights from `engine.load_params`.
+          requests: what to sample.
+          on_progress: see `OnProgress`.
+
+        Raises:
+          ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than the largest cache
+            bucket.
+        """
+        limit = self.engine.buckets.cache[-1]
+        for request in requests:
+            if not request.prompt_ids or request.max_response < 1:
+                raise ValueError("a request needs a prompt and room for at least one response token")
+            if len(request.prompt_ids) + request.max_response > limit:
+                raise ValueError(
+                    f"a request of {len(request.prompt_ids)} + {request.max_response} tokens exceeds the largest "
+                    f"cache bucket, {limit}"
+                )
+        return _Run(self, params, requests, on_progress).finish()
+
+
+class _Run:
+    """The state of one `Scheduler.run`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        params: Params,
+        requests: Sequence[Request],
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.engine = scheduler.engine
+        self.stop_strings = scheduler.stop_strings
+        self.params = params
+        self.requests = requests
+        self.on_progress = on_progress
+        self.statistics = DecodeStatistics()
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            by_prompt.setdefault(request.prompt_ids, []).append(index)
+        self.prompts = collections.deque(by_prompt.items())  # not yet prefilled
+        self.ready: collections.deque[tuple[Prefix, int, int]] = collections.deque()  # prefix, row, request
+        self.slots: list[int | None] = [None] * min(scheduler.max_slots, len(requests))
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.logprobs: list[list[float]] = [[] for _ in requests]
+        self.reasons: list[str | None] = [None] * len(requests)
+        self.finished = 0
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.ready or self.prompts)
+
+    @property
+    def busy(self) -> list[int]:
+        """Slots with a request."""
+        return [slot for slot, request in enumerate(self.slots) if request is not None]
+
+    def finish(self) -> tuple[list[Completion], DecodeStatistics]:
+        if self.requests:
+            longest = max(len(request.prompt_ids) for request in self.requests)
+            state = self.engine.init_state(len(self.slots), longest + 1)
+            while self.waiting or self.busy:
+                state = self.fill(state)
+                state, result = self.engine.generate(
+                    self.params, state, until_active=self.look_when_active(state)
+                )
+                state = self.collect(state, result)
+                state = self.reshape(state, result)
+        completions = [
+            Completion(
+                response_ids=np.asarray(self.tokens[index], np.int32),
+                logprobs=np.asarray(self.logprobs[index], np.float32),
+                finish_reason=self.reasons[index],
+            )
+            for index in range(len(self.requests))
+        ]
+        return completions, self.statistics
+
+    def look_when_active(self, state: DecodeState) -> int:
+        """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move to."""
+        active = len(self.busy)
+        if self.waiting:
+            return active - max(1, len(self.slots) // _REFILL_SHARE)
+        smaller = [bucket for bucket in self.engine.buckets.batch if bucket < min(active, state.batch)]
+        return smaller[-1] if smaller else 0
+
+    def fill(self, state: DecodeState) -> DecodeState:
+        """Waiting requests into free slots."""
+        free = collections.deque(slot for slot, request in enumerate(self.slots) if request is None)
+        while free and self.waiting:
+            if not self.ready:
+                self.prefill(len(free))
+            prefix = self.ready[0][0]
+            assignments = []
+            while free and self.ready and self.ready[0][0] is prefix:
+                _, row, index = self.ready.popleft()
+                request, slot = self.requests[index], free.popleft()
+                assignments.append(Assignment(row, slot, request.noise_key, request.max_response))
+                self.slots[slot] = index
+            state = self.engine.bulk_insert(prefix, state, assignments)
+        return state
+
+    def prefill(self, wanted: int) -> None:
+        """The next prompts, enough for `wanted` slots."""
+        batch: list[tuple[tuple[int, ...], list[int]]] = []
+        members = 0
+        while self.prompts and members < wanted:
+            batch.append(self.prompts.popleft())
+            members += len(batch[-1][1])
+        prefix = self.engine.prefill(self.params, [prompt for prompt, _ in batch])
+        for row, (prompt, indices) in enumerate(batch):
+            self.statistics.prefilled_tokens += len(prompt)
+            self.ready.extend((prefix, row, index) for index in indices)
+
+    def collect(self, state: DecodeState, result: DecodeResult) -> DecodeState:
+        """Takes over what was sampled, and frees the slots of ended responses."""
+        statistics = self.statistics
+        statistics.steps += result.steps
+        statistics.slot_steps += result.steps * state.batch
+        statistics.visits += 1
+        stopped = []
+        for slot in self.busy:
+            index = self.slots[slot]
+            sampled = result.tokens[slot][result.tokens[slot] >= 0]
+            tokens, logprobs = self.tokens[index], self.logprobs[index]
+            known = len(tokens)
+            tokens.extend(sampled.tolist())
+            logprobs.extend(result.logprobs[slot][: len(sampled)].tolist())
+            end = None if self.stop_strings is None else self.stop_strings.find(tokens, known)
+            if end is not None:
+                del tokens[end:], logprobs[end:]
+                if result.active[slot]:
+                    stopped.append(slot)
+            statistics.tokens += len(tokens) - known
+            if end is None and result.active[slot]:
+                continue
+            if tokens[-1] in self.engine.eos_token_ids:
+                self.reasons[index] = "eos"
+            else:
+                self.reasons[index] = "length" if end is None else "stop"
+            self.slots[slot] = None
+            self.finished += 1
+        if self.on_progress is not None:
+            self.on_progress(statistics.tokens, self.finished)
+        return self.engine.free_resource(state, stopped) if stopped else state
+
+    def reshape(self, state: DecodeState, result: DecodeResult) -> DecodeState:
+        """Compacts and grows the state where its shape no longer fits."""
+        busy = self.busy
+        if not busy:
+            return state
+        longest = int(result.lengths[busy].max())
+        if not self.waiting and self.engine.buckets.batch_for(len(busy)) < state.batch:
+            state = self.engine.compact(state, busy)
+            self.slots = [self.slots[slot] for slot in busy]
+            self.slots += [None] * (state.batch - len(self.slots))
+        if longest >= state.cache.length:
+            state = self.engine.grow(state)
+        return state
