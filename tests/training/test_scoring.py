@@ -1,0 +1,164 @@
+"""Scoring packed rows: the bits of the unchunked computation and of the decoder, in less memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams, entropy, transform_logits
+from rljax.models import transformer
+from rljax.models.attention import PackedAttention
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.scoring import score_packed
+
+CONFIG = ModelConfig("qwen3", 41, 48, 2, 4, 2, 16, 64, tie_embeddings=True, qk_norm=True, max_positions=512)
+FILTERED = SamplingParams(temperature=0.7, top_k=12, top_p=0.9, min_p=0.01)
+WHOLE = 10**9  # a chunk that holds every token
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda leaf: leaf * 3.0, transformer.init_params(CONFIG, 1))
+
+
+def packed(seed, lengths, pack_length):
+    rng = np.random.default_rng(seed)
+    sequences = [
+        TrainingSequence(
+            prompt_ids=rng.integers(0, CONFIG.vocab_size, 3),
+            response_ids=rng.integers(0, CONFIG.vocab_size, length - 3),
+            rollout_logprobs=None,
+            advantage=0.0,
+            weight=1.0,
+        )
+        for length in lengths
+    ]
+    packing = pack_sequences(lengths, pack_length)
+    return build_batch(sequences, packing, range(packing.num_rows))
+
+
+def scorer(config, pack_length, chunk, sampling=SamplingParams(), remat=False):  # noqa: B008 (frozen)
+    return functools.partial(
+        score_packed,
+        config=config,
+        rope=jnp.asarray(rope_table(config, pack_length)),
+        numerics=Numerics(),
+        sampling=sampling,
+        remat=remat,
+        logprob_chunk=chunk,
+    )
+
+
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile(compiler_options=row_invariant_compiler_options())
+
+
+def score(params, batch, chunk, sampling=SamplingParams(), config=CONFIG):  # noqa: B008 (frozen)
+    function = scorer(config, batch.tokens.shape[1], chunk, sampling)
+
+    def run(params, batch):
+        return function(params, batch=batch)
+
+    return jax.device_get(compiled(run, params, batch)(params, batch))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+@pytest.mark.parametrize("lengths", [[50, 40, 30, 20, 60, 64], [90]], ids=["3 rows", "1 row"])
+def test_chunks_have_the_bits_of_the_whole(params, lengths, chunk):
+    batch = packed(0, lengths, 98)
+    whole, chunked = score(params, batch, WHOLE), score(params, batch, chunk)
+    np.testing.assert_array_equal(whole[0], chunked[0])
+    np.testing.assert_allclose(whole[1], chunked[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED], ids=["plain", "filtered"])
+def test_against_the_textbook(params, sampling):
+    batch = packed(1, [30, 25, 20], 98)
+    rope = jnp.asarray(rope_table(CONFIG, 98))
+    attention = PackedAttention(jnp.asarray(batch.segment_ids), Numerics(row_invariant=False))
+    hidden, _ = transformer.forward(
+        params, CONFIG, batch.tokens, batch.positions, attention, rope, attention.numerics
+    )
+    logits = transformer.logits(params, CONFIG, hidden)
+    transformed = transform_logits(logits, sampling, attention.numerics)
+    expected = jnp.take_along_axis(jax.nn.log_softmax(transformed), jnp.asarray(batch.targets)[..., None], 2)
+    logprobs, entropies = score(params, batch, 32, sampling)
+    mask = batch.response_mask
+    excluded = np.isneginf(logprobs[mask])
+    assert excluded.any() == (sampling is FILTERED) and not excluded.all()
+    np.testing.assert_array_equal(excluded, np.isneginf(expected[..., 0][mask]))
+    np.testing.assert_allclose(logprobs[mask], expected[..., 0][mask], atol=2e-5)
+    np.testing.assert_allclose(entropies, entropy(transformed, attention.numerics), atol=2e-5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_do_not_depend_on_chunks_or_remat(params, remat):
+    batch = packed(2, [50, 40, 30], 98)
+
+    def gradient(chunk, remat):
+        function = scorer(CONFIG, 98, chunk, remat=remat)
+
+        def loss(params, batch):
+            logprobs, _ = function(params, batch=batch)
+            return jnp.sum(jnp.where(batch.response_mask, logprobs, 0.0))
+
+        return compiled(jax.grad(loss), params, batch)(params, batch)
+
+    for whole, chunked in zip(
+        jax.tree.leaves(gradient(WHOLE, False)), jax.tree.leaves(gradient(16, remat)), strict=True
+    ):
+        np.testing.assert_allclose(whole, chunked, rtol=1e-4, atol=1e-5 * float(jnp.abs(whole).max()))
+
+
+def test_logits_never_exist_whole():
+    """Doubling the tokens costs far less than their logits, forward and backward."""
+    config = ModelConfig("qwen3", 8192, 16, 1, 2, 1, 16, 16, tie_embeddings=True, max_positions=512)
+    shapes = jax.eval_shape(lambda: transformer.init_params(config, 0))
+
+    def temporary_bytes(pack_length, chunk):
+        batch = packed(0, [pack_length], pack_length)
+        batch = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), batch)
+        function = scorer(config, pack_length, chunk)
+
+        def loss(params, batch):
+            return jnp.sum(function(params, batch=batch)[0])
+
+        return compiled(jax.grad(loss), shapes, batch).memory_analysis().temp_size_in_bytes
+
+    logits_bytes = 2 * 128 * config.vocab_size * 4
+    assert temporary_bytes(256, WHOLE) - temporary_bytes(128, WHOLE) > 2 * logits_bytes
+    # What is left is attention's and the chunk's own.
+    assert temporary_bytes(256, 64) - temporary_bytes(128, 64) < 0.5 * logits_bytes
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends report their mismatch")
+@pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED], ids=["plain", "filtered"])
+def test_decoded_tokens_score_as_they_were_sampled(sampling):
+    config = ModelConfig("qwen3", 64, 192, 2, 6, 2, 64, 512, tie_embeddings=True, qk_norm=True)
+    params = jax.tree.map(lambda leaf: leaf * 2.0, transformer.init_params(config, 1))
+    engine = DecodeEngine(config, Numerics(), sampling, Buckets((8,), (128,)), [0])
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, config.vocab_size, length).tolist() for length in (5, 9, 3)]
+    assignments = [Assignment(i, i, request_key(0, i), 60 - 10 * i) for i in range(3)]
+    state = engine.bulk_insert(engine.prefill(params, prompts), engine.init_state(8, 128), assignments)
+    state, result = engine.generate(params, state)
+    sequences = []
+    for i, prompt in enumerate(prompts):
+        length = int(result.lengths[i]) - (len(prompt) - 1)
+        assert length > 1
+        tokens, logprobs = result.tokens[i, :length], result.logprobs[i, :length]
+        sequences.append(TrainingSequence(prompt, tokens, logprobs, 0.0, 1.0))
+    packing = pack_sequences([sequence.length for sequence in sequences], 128)
+    batch = build_batch(sequences, packing, range(packing.num_rows))
+    logprobs, _ = score(params, batch, 48, sampling, config)
+    mask = batch.response_mask
+    np.testing.assert_array_equal(logprobs[mask], batch.rollout_logprobs[mask])

@@ -1,0 +1,281 @@
+"""The update step against the same loss without packing, chunks or micro-batches, and against itself, cut."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.losses import aggregation_weights
+from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.models import transformer
+from rljax.models.attention import PackedAttention
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.update import Trainer, gradients, policy_objective, supervised_objective
+
+CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
+ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
+PACK_LENGTH = 60
+POOL = ExecutablePool()  # programs are compiled once for the module
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda leaf: leaf * 3.0, transformer.init_params(CONFIG, 0))
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    """Six responses with rollout logprobs near enough to the policy's that some are clipped and some not."""
+    rng = np.random.default_rng(0)
+    lengths = [20, 3, 14, 9, 17, 6]
+    weights = aggregation_weights(lengths, "sequence_mean")
+    return [
+        TrainingSequence(
+            prompt_ids=rng.integers(0, CONFIG.vocab_size, 4),
+            response_ids=rng.integers(0, CONFIG.vocab_size, length),
+            rollout_logprobs=-np.log(CONFIG.vocab_size) + 0.3 * rng.standard_normal(length),
+            advantage=float(advantage),
+            weight=float(weight),
+        )
+        for length, weight, advantage in zip(lengths, weights, rng.standard_normal(6), strict=True)
+    ]
+
+
+@functools.cache
+def optimizer(rate):
+    return make_optimizer(**OptimizerConfig(learning_rate=rate).model_dump(), total_updates=10)
+
+
+def trainer(
+    rows=4,
+    remat=False,
+    logprob_chunk=1024,
+    dtype="float32",
+    sampling=SamplingParams(),  # noqa: B008 (frozen)
+    rate=1e-2,
+    pool=POOL,
+):
+    training = TrainingConfig(
+        pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat, logprob_chunk=logprob_chunk
+    )
+    numerics = Numerics(compute_dtype=dtype)
+    return Trainer(CONFIG, numerics, sampling, ALGORITHM, training, optimizer(rate), pool)
+
+
+def microbatches(sequences, rows, pack_length=PACK_LENGTH):
+    packing = pack_sequences([sequence.length for sequence in sequences], pack_length)
+    return [build_batch(sequences, packing, batch) for batch in packing.microbatches(rows)]
+
+
+def one_per_row(sequences):
+    packing = pack_sequences([PACK_LENGTH] * len(sequences), PACK_LENGTH)
+    lengths = np.array([sequence.length for sequence in sequences])
+    packing = type(packing)(lengths, packing.row, packing.start, packing.num_rows, PACK_LENGTH)
+    return build_batch(sequences, packing, range(len(sequences)))
+
+
+def gradient_of(step_trainer, params, batches, reference=None, kind="_policy_step"):
+    """Gradients and metrics summed over micro-batches, outside the optimizer."""
+    total = None
+    references = [None] * len(batches) if reference is None else reference
+    for batch, each in zip(batches, references, strict=True):
+        new = jax.jit(getattr(step_trainer, kind))(params, batch, each, step_trainer._rope)
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
+    return jax.device_get(total)
+
+
+def assert_close(tree, other, tolerance=1e-5):
+    """Leaf by leaf, relative to the leaf's largest entry."""
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(a).max(), 1e-6))
+
+
+def response_logprobs(params, sequences):
+    """Logprobs of each response, a list of float32 [L]: a sequence a row, right-padded, the whole softmax."""
+    length = max(sequence.length for sequence in sequences)
+    ids = np.zeros((len(sequences), length), np.int32)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: sequence.length] = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+    numerics = Numerics(row_invariant=False)
+    attention = PackedAttention(jnp.ones_like(ids), numerics)
+    rope = jnp.asarray(rope_table(CONFIG, length))
+    positions = jnp.broadcast_to(jnp.arange(length)[None], ids.shape)
+    hidden, _ = transformer.forward(params, CONFIG, jnp.asarray(ids), positions, attention, rope, numerics)
+    logprobs = jax.nn.log_softmax(transformer.logits(params, CONFIG, hidden))
+    found = []
+    for i, sequence in enumerate(sequences):
+        first, last = len(sequence.prompt_ids), sequence.length
+        found.append(logprobs[i, jnp.arange(first - 1, last - 1), ids[i, first:last]])
+    return found
+
+
+def textbook_loss(params, reference_params, sequences):
+    """GRPO (Eq. 3 and 4), written out: mean over responses of means over their tokens; and the logprobs."""
+    total = 0.0
+    scored = response_logprobs(params, sequences)
+    for sequence, logprobs, reference_logprobs in zip(
+        sequences, scored, response_logprobs(reference_params, sequences), strict=True
+    ):
+        ratio = jnp.exp(logprobs - jnp.asarray(sequence.rollout_logprobs, jnp.float32))
+        clipped = jnp.clip(ratio, 0.8, 1.3)
+        gain = jnp.minimum(ratio * sequence.advantage, clipped * sequence.advantage)
+        log_r = reference_logprobs - logprobs
+        penalty = jnp.exp(log_r) - log_r - 1.0
+        total += jnp.mean(gain - 0.1 * penalty) / len(sequences)
+    return -total, jnp.concatenate(scored)
+
+
+def test_against_the_textbook(params, sequences):
+    reference_params = jax.tree.map(lambda leaf: leaf * 0.9, params)
+    textbook = jax.value_and_grad(lambda p: textbook_loss(p, reference_params, sequences), has_aux=True)
+    (loss, logprobs), expected = jax.jit(textbook)(params)
+    update = trainer(logprob_chunk=16)
+    batches = microbatches(sequences, 2)
+    reference = update.score(reference_params, batches)
+    found, metrics = gradient_of(update, params, batches, reference)
+    assert metrics["loss/policy"] + 0.1 * metrics["loss/kl"] == pytest.approx(float(loss), rel=1e-5)
+    assert_close(expected, found)
+    assert 0 < metrics["policy/clip_fraction_low"] < 1 and 0 < metrics["policy/clip_fraction_high"] < 1
+    rollout = np.concatenate([sequence.rollout_logprobs for sequence in sequences])
+    assert metrics["update/tokens"] == len(rollout)
+    assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(logprobs - rollout).sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["_policy_step", "_supervised_step"])
+def test_packing_microbatches_chunks_and_remat_change_nothing(params, sequences, kind):
+    packed = microbatches(sequences, 4)
+    assert len(packed) == 1 and packed[0].segment_ids.max() > 1
+    base, _ = gradient_of(trainer(), params, packed, kind=kind)
+    cut = microbatches(sequences, 1)
+    assert len(cut) > 1
+    for other, _ in (
+        gradient_of(trainer(), params, [one_per_row(sequences)], kind=kind),
+        gradient_of(trainer(), params, cut, kind=kind),
+        gradient_of(trainer(remat=True, logprob_chunk=10), params, packed, kind=kind),
+    ):
+        assert_close(base, other)
+
+
+def test_an_update_is_the_same_however_it_is_cut(params, sequences):
+    results = []
+    for rows in (4, 1):
+        update = trainer(rows=rows)
+        state, metrics = update.update(update.init(params), microbatches(sequences, rows))
+        results.append((jax.device_get(state.params), metrics))
+        assert int(state.updates) == 1
+    (whole, whole_metrics), (cut, cut_metrics) = results
+    assert whole_metrics == pytest.approx(cut_metrics, rel=1e-4, abs=1e-6)
+    changes = [jax.tree.map(np.subtract, each, jax.device_get(params)) for each in (whole, cut)]
+    assert_close(*changes, tolerance=1e-2)  # Adam's first step is nearly a sign: small gradients decide it
+
+
+def test_updates_follow_the_advantage(params, sequences):
+    update = trainer(rate=1e-3)
+    (batch,) = microbatches(sequences, 4)
+    (before,) = update.score(params, [batch])
+    mask = batch.response_mask
+    for advantages in (batch.advantages, np.where(mask, np.float32(1), np.float32(0))):
+        on_policy = batch.replace(rollout_logprobs=before, advantages=advantages)
+        state, metrics = update.update(update.init(params), [on_policy])
+        (after,) = update.score(state.params, [on_policy])
+        assert (batch.weights * advantages * (after - before))[mask].sum() > 0
+        assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["mismatch/logprob_abs_mean"] < 1e-5
+
+
+def test_supervised_updates_learn_the_responses(params, sequences):
+    update = trainer()
+    batches = microbatches(sequences, 4)
+    state, losses = update.init(params), []
+    expected = -sum(
+        sequence.weight * float(jnp.sum(logprobs))
+        for sequence, logprobs in zip(sequences, response_logprobs(params, sequences), strict=True)
+    )
+    for _ in range(8):
+        state, metrics = update.supervised_update(state, batches)
+        losses.append(metrics["loss/supervised"])
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.8 * losses[0]
+    assert 0 < metrics["entropy"] < np.log(CONFIG.vocab_size)
+
+
+def test_init_leaves_the_callers_params_alone(params, sequences):
+    before = jax.tree.map(np.array, params)
+    update = trainer()
+    state = update.init(params)
+    update.update(state, microbatches(sequences, 4))
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nothing_compiles_after_warm_up(params, sequences):
+    pool = ExecutablePool()
+    update = trainer(rows=4, pool=pool)
+    state = update.init(params)
+    update.warm_up(state)
+    count = pool.compilations
+    for rows in (4, 2, 1):
+        batches = microbatches(sequences, rows)
+        update.score(state.params, batches)
+        state, _ = update.update(state, batches)
+    assert pool.compilations == count
+    state, _ = update.update(state, batches, update.score(state.params, batches))
+    assert pool.compilations > count, "a reference needs programs of its own"
+
+
+def test_bfloat16_computes_on_float32_weights(params, sequences):
+    exact, rounded = trainer(), trainer(dtype="bfloat16")
+    batches = microbatches(sequences, 4)
+    state, metrics = rounded.update(rounded.init(params), batches)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    _, expected = exact.update(exact.init(params), batches)
+    assert metrics["loss/policy"] == pytest.approx(expected["loss/policy"], abs=0.05)
+    assert metrics["loss/policy"] != expected["loss/policy"]
+
+
+def test_tokens_that_a_filter_excludes_leave_gradients_finite(params, sequences):
+    update = trainer(sampling=SamplingParams(top_k=3))
+    batches = microbatches(sequences, 4)
+    reference = update.score(params, batches)
+    assert np.isneginf(reference[0][batches[0].response_mask]).any()
+    found, metrics = gradient_of(update, params, batches, reference)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    assert np.isfinite(metrics["loss/policy"]) and metrics["loss/kl"] == 0
+
+
+def test_gradients_are_of_the_objective(params, sequences):
+    """The pure functions, without a Trainer: a made-up score makes the gradient known."""
+    (batch,) = microbatches(sequences, 4)
+    weights = {"bias": jnp.zeros(batch.tokens.shape)}
+
+    def score(weights, batch):
+        return weights["bias"] - 1.0, jnp.ones(batch.tokens.shape)
+
+    found, metrics = gradients(weights, batch, None, score, supervised_objective)
+    np.testing.assert_allclose(found["bias"], -np.where(batch.response_mask, batch.weights, 0.0))
+    assert float(metrics["entropy"]) == float(metrics["update/tokens"]) == batch.response_mask.sum()
+    batch = batch.replace(rollout_logprobs=np.full(batch.tokens.shape, -1.0, np.float32))
+
+    def objective(*args):
+        return policy_objective(*args, algorithm=ALGORITHM)
+
+    found, metrics = gradients(weights, batch, None, score, objective)
+    expected = -np.where(batch.response_mask, batch.weights * batch.advantages, 0.0)
+    np.testing.assert_allclose(found["bias"], expected, rtol=1e-6)
+    assert "loss/kl" not in metrics
+
+
+def test_what_cannot_work_is_refused(params, sequences):
+    update = trainer()
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        update.update(update.init(params), [])
+    with pytest.raises(ValueError, match="reference_logprobs for 0 of 1"):
+        update.update(update.init(params), microbatches(sequences, 4), [])
