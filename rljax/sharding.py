@@ -58,6 +58,7 @@ _PARAM_AXES = {
 # Axes that are replicated where the devices do not divide them: key/value heads are few and small, and
 # vocabularies have odd sizes (the embedding is still split along "embed").
 _MAY_REPLICATE = ("vocab", "kv_heads")
+_WHOLE_IN_DECODING = {"vocab", "embed"}
 
 
 def make_mesh(config: MeshConfig) -> Mesh | None:
@@ -123,13 +124,19 @@ def _named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) ->
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False) -> Params:
     """The params pytree with a NamedSharding in the place of every array.
 
     `vocab` and `kv_heads` are replicated where the mesh does not divide them; so tensor may exceed the number
     of key/value heads. Any other such dimension is a ConfigError.
+
+    Args:
+      config: the policy's architecture.
+      mesh: the mesh.
+      decoding: the layout of the engine's copy: only tensor splits it. Weights split along fsdp would be
+        gathered again for every token, and sampling wants a token's logits on one device.
     """
-    replicated = _replicated_axes(config, mesh)
+    replicated = _replicated_axes(config, mesh) | (_WHOLE_IN_DECODING if decoding else set())
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _named(mesh, *_PARAM_AXES[path[-1].key], replicated=replicated),
         param_shapes(config),
@@ -137,9 +144,9 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
     )
 
 
-def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None) -> Params:
-    """Params laid out on the mesh; without one, as they are."""
-    return params if mesh is None else jax.device_put(params, param_shardings(config, mesh))
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None, decoding: bool = False) -> Params:
+    """Params laid out on the mesh by `param_shardings`; without one, as they are."""
+    return params if mesh is None else jax.device_put(params, param_shardings(config, mesh, decoding))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

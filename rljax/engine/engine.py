@@ -140,6 +140,14 @@ class DecodeEngine:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_visit = decode_steps_per_visit
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
+        self._prefill_rows = (
+            buckets.batch[::2]
+            if buckets.batch[-1] in buckets.batch[::2]
+            else (
+                *buckets.batch[::2],
+                buckets.batch[-1],
+            )
+        )
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
         self._key = (
             config,
@@ -174,7 +182,7 @@ class DecodeEngine:
         """Keys and values of `prompts` (token ids, none empty), in one pass."""
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
-        rows = self.buckets.batch_for(len(prompts))
+        rows = next(rows for rows in self._prefill_rows if rows >= len(prompts))
         length = self.buckets.cache_for(max(map(len, prompts)))
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
@@ -192,8 +200,9 @@ class DecodeEngine:
     def bulk_insert(
         self, prefix: Prefix, state: DecodeState, assignments: Sequence[Assignment]
     ) -> DecodeState:
-        """Puts requests into slots (whatever these held); a prompt's row may go into many. Consumes `state`."""
-        count = self.buckets.batch_for(len(assignments))
+        """Puts requests into slots (whatever these held); a prompt's row may go into many. Consumes `state`.
+        """
+        count = state.batch
         rows = np.zeros(count, np.int32)
         slots = np.full(count, state.batch, np.int32)  # out of range: skipped
         remaining = np.zeros(count, np.int32)
@@ -202,7 +211,7 @@ class DecodeEngine:
             rows[i], slots[i] = assignment.row, assignment.slot
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
         args = (prefix, state, *map(jnp.asarray, (rows, slots, remaining, keys)))
-        shapes = (count, prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
+        shapes = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
         program = self.pool.get(("insert", *shapes, *self._key), _insert, args, donate_argnums=(1,))
         return program(*args)
 
@@ -237,11 +246,9 @@ class DecodeEngine:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
         stop[list(slots)] = True
-        args = (state, jnp.asarray(stop))
-        program = self.pool.get(
-            ("free", state.batch, state.cache.length, *self._key), _free, args, donate_argnums=(0,)
-        )
-        return program(*args)
+        args = (state.active, jnp.asarray(stop))
+        program = self.pool.get(("free", state.batch, *self._key), _free, args)
+        return state.replace(active=program(*args))
 
     def grow(self, state: DecodeState) -> DecodeState:
         """The same slots in the next larger cache bucket."""
@@ -255,35 +262,45 @@ class DecodeEngine:
 
     def compact(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """A state of just `slots`, in that order, in the smallest batch bucket that holds them."""
-        batch = self.buckets.batch_for(len(slots))
-        taken = np.zeros(batch, np.int32)
-        taken[: len(slots)] = slots
-        present = np.arange(batch) < len(slots)
-        args = (state, jnp.asarray(taken), jnp.asarray(present))
-        key = ("compact", state.batch, batch, state.cache.length, *self._key)
-        return self.pool.get(key, _compact, args)(*args)
+        slots = list(slots)
+        wanted = self.buckets.batch_for(len(slots))
+        while state.batch > wanted:  # one bucket at a time, so that few programs serve every change of size
+            batch = max(bucket for bucket in self.buckets.batch if bucket < state.batch)
+            taken = np.zeros(batch, np.int32)
+            taken[: len(slots)] = slots
+            args = (state, jnp.asarray(taken), jnp.asarray(np.arange(batch) < len(slots)))
+            key = ("compact", state.batch, batch, state.cache.length, *self._key)
+            state = self.pool.get(key, _compact, args)(*args)
+            slots = list(range(len(slots)))
+        return state
 
     def warm_up(self, params: Params, slots: int, prompt_length: int) -> None:
-        """Compiles every program that decoding up to `slots` requests, with prompts up to `prompt_length` tokens, can need."""
-        batches = [b for b in self.buckets.batch if b <= self.buckets.batch_for(slots)]
+        """Compiles every program that decoding requests in `slots` slots can need.
+
+        Args:
+          params: weights from `load_params`.
+          slots: requests decoded at a time; waiting ones are inserted only into a state of that many.
+          prompt_length: the longest prompt, in tokens.
+        """
+        largest = self.buckets.batch_for(slots)
+        batches = [batch for batch in self.buckets.batch if batch <= largest]
         prompt_lengths = [c for c in self.buckets.cache if c <= self.buckets.cache_for(prompt_length)]
         prefixes = [
-            self.prefill(params, [[0] * length] * rows) for rows in batches for length in prompt_lengths
+            self.prefill(params, [[0] * length] * rows)
+            for rows in self._prefill_rows
+            for length in prompt_lengths
+            if rows <= largest
         ]
-        for batch in batches:
-            for length in self.buckets.cache:
+        for length in self.buckets.cache:
+            for batch in batches:
                 state = self.init_state(batch, length)
                 for prefix in prefixes:
-                    if prefix.cache.length <= length and prefix.cache.batch <= batch:
-                        for count in batches:
-                            if count <= batch:
-                                idle = [Assignment(0, batch, np.zeros(2, np.uint32), 0)] * count
-                                state = self.bulk_insert(prefix, state, idle)
+                    if batch == largest and prefix.cache.length <= length:
+                        state = self.bulk_insert(prefix, state, [])
                 state, _ = self.generate(params, state, max_steps=0)
                 state = self.free_resource(state, [])
-                for smaller in batches:
-                    if smaller < batch:
-                        self.compact(state, list(range(smaller)))
+                if batch > batches[0]:
+                    self.compact(state, [0])
                 if length < self.buckets.cache[-1]:
                     self.grow(state)
 
@@ -395,8 +412,8 @@ def _insert(
     )
 
 
-def _free(state: DecodeState, stop: Array) -> DecodeState:
-    return state.replace(active=state.active & ~stop)
+def _free(active: Array, stop: Array) -> Array:
+    return active & ~stop
 
 
 def _compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:

@@ -46,7 +46,8 @@ class KVCache:
 def cache_dtype(numerics: Numerics) -> jnp.dtype:
     """What keys and values are kept in: the compute dtype, but float32 on a CPU.
 
-    There, products with mixed types take kernels that round differently, and cost more than the memory they save.
+    There, products with mixed types take kernels that round differently, and cost more than the memory they
+    save.
     """
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else numerics.dtype
 
@@ -149,9 +150,10 @@ class CachedAttention:
 def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
     """Scores of scaled queries against blocked keys.
 
-    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it with the
-    positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product adds, so the bits are
-    those of `PackedAttention` (from two rows up: a lone row is doubled).
+    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it
+    with the
+    positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product adds, so
+      the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
 
     Args:
       queries: float32 [B, Hk, R, D].

@@ -69,8 +69,8 @@ def row_sum(x: Array, numerics: Numerics) -> Array:
 def row_max(x: Array) -> Array:
     """Largest entry along the last axis, [..., 1]; no gradient.
 
-    Written as a reduction the compiler has no library kernel for: a known maximum, fused with the exponential behind it, would
-    bring another exponential for many rows than for few.
+    Written as a reduction the compiler has no library kernel for: a known maximum, fused with the
+      exponential behind it, would bring another exponential for many rows than for few.
     """
     x = lax.stop_gradient(x)
     lowest = jnp.array(-jnp.inf, x.dtype)

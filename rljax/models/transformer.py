@@ -69,10 +69,13 @@ def num_params(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
-    """Float32 weights for training from scratch: normal, 0.02, residual outputs shrunk with depth (GPT-2);
-    norms 1, biases 0.
+    """Float32 weights for training from scratch.
+
+    Normal with standard deviation hidden_size^-0.5 (small policies learn much faster from it than from
+    0.02), residual outputs shrunk with depth (GPT-2); norms 1, biases 0.
     """
     rng = np.random.default_rng(seed)
+    scale = config.hidden_size**-0.5
 
     def init(path, shape):
         name = path[-1].key
@@ -80,8 +83,8 @@ def init_params(config: ModelConfig, seed: int) -> Params:
             return jnp.ones(shape, jnp.float32)
         if name.endswith("bias"):
             return jnp.zeros(shape, jnp.float32)
-        scale = 0.02 / np.sqrt(2 * config.num_layers) if name in ("o", "down") else 0.02
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+        shrink = (2 * config.num_layers) ** -0.5 if name in ("o", "down") else 1.0
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale * shrink))
 
     return jax.tree_util.tree_map_with_path(
         init, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)

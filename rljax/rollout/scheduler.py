@@ -1,8 +1,9 @@
 """Continuous batching: which request decodes in which slot, and when.
 
-The host loop around `DecodeEngine`. Waiting requests take freed slots; a prompt is prefilled once for all its requests; when nothing waits, the batch is
-compacted into ever smaller buckets as responses end, and the cache grows bucket by bucket. None of it changes a token (see
-`rljax/engine/noise.py`), only the time they take.
+The host loop around `DecodeEngine`. Waiting requests take freed slots; a prompt is prefilled once for all
+its requests; when nothing waits, the batch is compacted into ever smaller buckets as responses end, and the
+cache grows bucket by bucket. None of it changes a token (see `rljax/engine/noise.py`), only the time they
+take.
 """
 
 import collections
@@ -46,8 +47,8 @@ class Scheduler:
           on_progress: see `OnProgress`.
 
         Raises:
-          ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than the largest cache
-            bucket.
+          ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than
+            the largest cache bucket.
         """
         limit = self.engine.buckets.cache[-1]
         for request in requests:
@@ -119,7 +120,9 @@ class _Run:
         return completions, self.statistics
 
     def look_when_active(self, state: DecodeState) -> int:
-        """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move to."""
+        """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move
+        to.
+        """
         active = len(self.busy)
         if self.waiting:
             return active - max(1, len(self.slots) // _REFILL_SHARE)

@@ -1,7 +1,8 @@
 """Stop strings: a response ends with the token that completes one of them.
 
-They are looked for on the host, in the decoded text, because the same text can be tokenized in many ways. A slot may have decoded past the end by then; what
-lies behind it is dropped, so a response does not depend on when the host looked.
+They are looked for on the host, in the decoded text, because the same text can be tokenized in many ways. A
+slot may have decoded past the end by then; what lies behind it is dropped, so a response does not depend on
+when the host looked.
 """
 
 from collections.abc import Callable, Sequence

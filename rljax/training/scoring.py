@@ -63,7 +63,11 @@ def score_packed(
         hidden = constrain(hidden, activation_sharding(mesh))
 
     def score(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        transformed = transform_logits(transformer.logits(params, config, hidden), sampling, numerics)
+        logits = transformer.logits(params, config, hidden)
+        if mesh is not None:
+            # The vocabulary whole: the maximum is one that the compiler cannot reduce across devices.
+            logits = constrain(logits, activation_sharding(mesh))
+        transformed = transform_logits(logits, sampling, numerics)
         return token_logprobs(transformed, targets, numerics), _entropy(transformed, numerics)
 
     rows, length = batch.tokens.shape

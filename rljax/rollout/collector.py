@@ -1,0 +1,133 @@
+"""From problems to rewarded rollouts: prompts, requests with their noise, decoding, rewards."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.engine.noise import request_key
+from rljax.errors import UserError
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import Params
+from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.rollout.scheduler import OnProgress, Scheduler
+from rljax.tasks.base import Problem, Split, Task
+
+TRAINING, EVALUATION = 0, 1
+"""Purposes: the first part of a request's identity, so that evaluating never reuses training's noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+      problem: what was asked.
+      prompt_ids: its token ids.
+      completions: G responses.
+      rewards: the task's reward of each, with its named parts.
+    """
+
+    problem: Problem
+    prompt_ids: tuple[int, ...]
+    completions: list[Completion]
+    rewards: list[dict[str, float]]
+
+    @property
+    def reward(self) -> np.ndarray:
+        """float64 [G]."""
+        return np.asarray([reward["reward"] for reward in self.rewards])
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds spent decoding and rewarding."""
+
+    decode: float = 0.0
+    reward: float = 0.0
+
+
+class Collector:
+    """Samples groups of responses to a task's problems.
+
+    Args:
+      task: problems and rewards.
+      tokenizer: of the policy.
+      scheduler: decodes requests.
+      seed: the run's seed.
+      max_prompt_length: in tokens; a longer prompt is an error.
+      max_response_length: in tokens.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        seed: int,
+        max_prompt_length: int,
+        max_response_length: int,
+    ) -> None:
+        self.task = task
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.seed = seed
+        self.max_prompt_length = max_prompt_length
+        self.max_response_length = max_response_length
+
+    def collect(
+        self,
+        params: Params,
+        split: Split,
+        indices: Sequence[int],
+        samples: int,
+        purpose: int,
+        step: int,
+        on_progress: OnProgress | None = None,
+    ) -> tuple[list[Group], DecodeStatistics, Timing]:
+        """`samples` responses to each problem.
+
+        Args:
+          params: weights from `engine.load_params`.
+          split: of the task.
+          indices: of the problems in it.
+          samples: responses to a problem, G.
+          purpose: TRAINING or EVALUATION.
+          step: the training step; with purpose, problem and sample it makes a request's noise its own.
+          on_progress: see the scheduler.
+        """
+        problems = [self.task.problem(split, index) for index in indices]
+        prompts = [self._prompt(problem) for problem in problems]
+        requests = [
+            Request(prompt, request_key(self.seed, purpose, step, index, sample), self.max_response_length)
+            for prompt, index in zip(prompts, indices, strict=True)
+            for sample in range(samples)
+        ]
+        timing = Timing()
+        start = time.perf_counter()
+        completions, statistics = self.scheduler.run(params, requests, on_progress)
+        timing.decode = time.perf_counter() - start
+        start = time.perf_counter()
+        groups = []
+        for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
+            own = completions[i * samples : (i + 1) * samples]
+            groups.append(Group(problem, prompt, own, [self._reward(problem, each) for each in own]))
+        timing.reward = time.perf_counter() - start
+        return groups, statistics, timing
+
+    def _prompt(self, problem: Problem) -> tuple[int, ...]:
+        prompt = tuple(self.tokenizer.encode_chat(problem.messages))
+        if len(prompt) > self.max_prompt_length:
+            raise UserError(
+                f"rollout.max_prompt_length: {self.max_prompt_length}, but the prompt of problem {problem.id} has "
+                f"{len(prompt)} tokens"
+            )
+        return prompt
+
+    def _reward(self, problem: Problem, completion: Completion) -> dict[str, float]:
+        text = self.tokenizer.decode(completion.response_ids.tolist())
+        try:
+            return self.task.reward(problem, text)
+        except Exception as error:
+            raise UserError(f"task: the reward of problem {problem.id} raised {error!r}") from error

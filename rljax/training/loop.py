@@ -1,0 +1,367 @@
+"""The training loop: from a config to a finished run. Read it from top to bottom.
+
+A step rolls out groups of responses with the current policy, rewards them, and updates the policy on them:
+GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), as `algorithm` says. A run that is started again continues
+from its newest checkpoint, with the same numbers.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.algorithms.advantages import group_relative_advantages
+from rljax.algorithms.dynamic_sampling import DynamicSampler
+from rljax.algorithms.losses import aggregation_weights
+from rljax.algorithms.reward_shaping import soft_overlong_punishment
+from rljax.config import ExperimentConfig, check_devices
+from rljax.engine.buckets import make_buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.engine.sampling import SamplingParams
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params, num_params
+from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+from rljax.sharding import make_mesh
+from rljax.tasks.registry import make_task
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
+from rljax.training.policy import make_policy
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+from rljax.training.update import Trainer, TrainState
+from rljax.training.warm_start import warm_start
+
+
+def run(config: ExperimentConfig) -> None:
+    """Trains as `config` says, resuming `config.run_dir` if it holds a checkpoint."""
+    check_devices(config.mesh, jax.device_count())
+    if config.engine.compilation_cache is not None:
+        enable_compilation_cache(config.engine.compilation_cache)
+    directory = RunDirectory(config.run_dir)
+    directory.write_config(config)
+    checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
+    try:
+        with Progress() as progress:
+            _Run(config, directory, checkpoints, progress).train()
+    finally:
+        checkpoints.close()
+
+
+class _Run:
+    """Everything a run holds between steps."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        directory: RunDirectory,
+        checkpoints: RunCheckpoints,
+        progress: Progress,
+    ) -> None:
+        self.config, self.directory = config, directory
+        self.checkpoints, self.progress = checkpoints, progress
+        rollout, engine = config.rollout, config.engine
+        self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype)
+        self.pool = ExecutablePool(engine.row_invariant)
+        mesh = make_mesh(config.mesh)
+        task = make_task(config.task.name, config.seed, **config.task.args)
+        policy = make_policy(config, task, directory.path / "tokenizer")
+        progress.message(f"policy: {num_params(policy.config):,} parameters")
+        if config.warm_start is not None:
+            policy = warm_start(config, policy, task, self.numerics, self.pool, mesh, progress)
+        sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+        self.engine = DecodeEngine(
+            policy.config,
+            self.numerics,
+            sampling,
+            make_buckets(
+                engine.max_slots,
+                rollout.max_prompt_length + rollout.max_response_length,
+                engine.row_invariant,
+                engine.batch_buckets,
+                engine.cache_buckets,
+            ),
+            policy.eos_token_ids,
+            engine.decode_steps_per_visit,
+            self.pool,
+        )
+        stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
+        self.collector = Collector(
+            task,
+            policy.tokenizer,
+            Scheduler(self.engine, engine.max_slots, stop),
+            config.seed,
+            rollout.max_prompt_length,
+            rollout.max_response_length,
+        )
+        updates_per_step = config.training.minibatches_per_step * config.training.epochs_per_step
+        optimizer = make_optimizer(
+            **config.optimizer.model_dump(), total_updates=config.training.steps * updates_per_step
+        )
+        self.trainer = Trainer(
+            policy.config,
+            self.numerics,
+            sampling,
+            config.algorithm,
+            config.training,
+            optimizer,
+            self.pool,
+            mesh,
+        )
+        self.state = self.trainer.init(policy.params)
+        self.reference = None
+        if config.algorithm.kl_coefficient > 0:
+            self.reference = self.trainer.place(jax.tree.map(jnp.copy, policy.params))
+        self.step = 0
+        self.data_position = 0  # the next training problem
+
+    def train(self) -> None:
+        config, progress = self.config, self.progress
+        self.resume()
+        progress.message("compiling")
+        slots = min(
+            config.engine.max_slots,
+            config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
+        )
+        self.engine.warm_up(
+            self.engine.load_params(self.state.params), slots, config.rollout.max_prompt_length
+        )
+        self.trainer.warm_up(self.state, reference=self.reference is not None)
+        if self.step == 0:
+            self.directory.append_metrics({"step": 0} | self.evaluate())
+        while self.step < config.training.steps:
+            progress.stage("train", config.training.steps, completed=self.step)
+            metrics = self.training_step()
+            self.step += 1
+            progress.step(
+                self.step,
+                {
+                    "reward": metrics["reward/mean"],
+                    "tokens_per_second": metrics["rollout/tokens_per_second"],
+                    "length": metrics["response_length/mean"],
+                },
+            )
+            last = self.step == config.training.steps
+            if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
+                metrics |= self.evaluate()
+            self.directory.append_metrics({"step": self.step} | metrics)
+            if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+                self.checkpoints.save(self.step, self.state, {"data_position": self.data_position})
+        self.checkpoints.wait()
+        self.report()
+
+    def resume(self) -> None:
+        """Takes up the newest checkpoint, if there is one."""
+        if self.checkpoints.latest_step() is None:
+            self.directory.truncate_after(-1)
+            return
+        self.step, self.state, host_state = self.checkpoints.restore(self.state)
+        self.data_position = host_state["data_position"]
+        self.directory.truncate_after(self.step)
+        self.progress.message(f"resumed from step {self.step}")
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def training_step(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
+        minibatches, padding = self.minibatches(groups)
+        scoring_start = time.perf_counter()
+        mismatch = self.mismatch(minibatches)
+        references = self.reference_logprobs(minibatches)
+        update_start = time.perf_counter()
+        update_metrics = self.update(minibatches, references)
+        end = time.perf_counter()
+        return {
+            **_rollout_metrics(groups, sampled, statistics, timing),
+            **update_metrics,
+            **mismatch,
+            "update/padding": padding,
+            "engine/compilations": self.pool.compilations,
+            "time/rollout": timing.decode,
+            "time/reward": timing.reward,
+            "time/logprobs": update_start - scoring_start,
+            "time/update": end - update_start,
+            "time/step": end - start,
+        }
+
+    def roll_out(self, params: Params) -> tuple[list[Group], DecodeStatistics, Timing, list[Group]]:
+        """The step's groups: one round, or with dynamic sampling as many as it takes. Last, all that was
+        sampled.
+        """
+        config = self.config
+        wanted = config.rollout.prompts_per_step
+        statistics, timing, sampled = DecodeStatistics(), Timing(), []
+        sampler = DynamicSampler(wanted, config.algorithm.dynamic_sampling_max_rounds)
+        while True:
+            indices = range(self.data_position, self.data_position + wanted)
+            self.data_position += wanted
+            total = wanted * config.rollout.samples_per_prompt
+            groups, round_statistics, round_timing = self.collector.collect(
+                params,
+                "train",
+                indices,
+                config.rollout.samples_per_prompt,
+                TRAINING,
+                self.step,
+                functools.partial(self.show_rollout, total),
+            )
+            sampled += groups
+            for into, more in ((statistics, round_statistics), (timing, round_timing)):
+                for field in dataclasses.fields(into):
+                    setattr(into, field.name, getattr(into, field.name) + getattr(more, field.name))
+            if not config.algorithm.dynamic_sampling:
+                return groups, statistics, timing, sampled
+            sampler.offer(groups, np.stack([group.reward for group in groups]))
+            if sampler.full:
+                return sampler.take(), statistics, timing, sampled
+
+    def show_rollout(self, total: int, tokens: int, finished: int) -> None:
+        self.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")
+
+    def minibatches(self, groups: list[Group]) -> tuple[list[list[PackedBatch]], float]:
+        """The step's responses as mini-batches of packed micro-batches, and the share of padding."""
+        config = self.config
+        algorithm, training = config.algorithm, config.training
+        rewards = np.stack([group.reward for group in groups])  # [P, G]
+        completions = [completion for group in groups for completion in group.completions]
+        lengths = np.asarray([len(completion.response_ids) for completion in completions])
+        if algorithm.overlong_buffer:
+            rewards = rewards + soft_overlong_punishment(
+                lengths,
+                config.rollout.max_response_length,
+                algorithm.overlong_buffer,
+                algorithm.overlong_penalty,
+            ).reshape(rewards.shape)
+        advantages = np.asarray(
+            group_relative_advantages(
+                jnp.asarray(rewards, jnp.float32), normalization=algorithm.advantage_normalization
+            )
+        ).reshape(-1)
+        prompts = [group.prompt_ids for group in groups for _ in group.completions]
+        order = np.random.default_rng((config.seed, self.step)).permutation(len(completions))
+        minibatches, tokens, positions = [], 0, 0
+        for part in np.array_split(order, training.minibatches_per_step):
+            weights = aggregation_weights(lengths[part], algorithm.aggregation)
+            sequences = [
+                TrainingSequence(
+                    prompts[i],
+                    completions[i].response_ids,
+                    completions[i].logprobs,
+                    advantage=float(advantages[i]),
+                    weight=float(weight),
+                )
+                for i, weight in zip(part, weights, strict=True)
+            ]
+            packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
+            ranges = packing.microbatches(training.rows_per_microbatch, self.trainer.row_multiple)
+            minibatches.append([build_batch(sequences, packing, rows) for rows in ranges])
+            tokens += int(packing.lengths.sum())
+            positions += ranges[-1].stop * training.pack_length
+        return minibatches, 1.0 - tokens / positions
+
+    def mismatch(self, minibatches: list[list[PackedBatch]]) -> dict[str, float]:
+        """How far the training pass is from the rollout, with the same weights: 0 where the engine is
+        row-invariant.
+        """
+        batches = [batch for minibatch in minibatches for batch in minibatch]
+        logprobs = self.trainer.score(self.state.params, batches)
+        differences = np.concatenate(
+            [
+                np.abs(mine - batch.rollout_logprobs)[batch.response_mask]
+                for mine, batch in zip(logprobs, batches, strict=True)
+            ]
+        )
+        return {
+            "mismatch/logprob_abs_mean": float(differences.mean()),
+            "mismatch/logprob_abs_max": float(differences.max()),
+        }
+
+    def reference_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[np.ndarray] | None]:
+        if self.reference is None:
+            return [None] * len(minibatches)
+        return [self.trainer.score(self.reference, minibatch) for minibatch in minibatches]
+
+    def update(
+        self, minibatches: list[list[PackedBatch]], references: list[list[np.ndarray] | None]
+    ) -> dict[str, float]:
+        """All of the step's updates; metrics averaged over them."""
+        collected: list[dict[str, float]] = []
+        for epoch in range(self.config.training.epochs_per_step):
+            for number, (minibatch, reference) in enumerate(zip(minibatches, references, strict=True), 1):
+                self.progress.update("update", f"{epoch * len(minibatches) + number}")
+                self.state, metrics = self.trainer.update(self.state, minibatch, reference)
+                collected.append(metrics)
+        return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
+
+    # -- evaluation and the end ------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward on held-out problems, sampled as in training."""
+        problems = self.config.evaluation.problems
+        if problems == 0:
+            return {}
+        self.progress.stage("evaluate", 1)
+        groups, statistics, timing = self.collector.collect(
+            self.engine.load_params(self.state.params),
+            "heldout",
+            range(problems),
+            1,
+            EVALUATION,
+            0,  # the same noise at every evaluation: differences come from the policy
+            functools.partial(self.show_rollout, problems),
+        )
+        metrics = {f"evaluation/{name}": value for name, value in _mean_rewards(groups).items()}
+        self.progress.message(
+            f"step {self.step}: reward {metrics['evaluation/reward']:.3f} on {problems} held-out problems"
+        )
+        return metrics | {"evaluation/tokens": statistics.tokens, "time/evaluation": timing.decode}
+
+    def report(self) -> None:
+        """Says what came out, and where it is."""
+        lines = self.directory.read_metrics()
+        before = next((line for line in lines if "evaluation/reward" in line), None)
+        after = next((line for line in reversed(lines) if "evaluation/reward" in line), None)
+        if before is not None and after is not None:
+            self.progress.message(
+                f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
+                f"{after['evaluation/reward']:.3f} at step {after['step']}"
+            )
+        self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
+
+
+def _mean_rewards(groups: list[Group]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group.rewards]
+    return {name: float(np.mean([reward[name] for reward in rewards])) for name in rewards[0]}
+
+
+def _rollout_metrics(
+    groups: list[Group], sampled: list[Group], statistics: DecodeStatistics, timing: Timing
+) -> dict[str, float]:
+    """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.asarray([len(completion.response_ids) for completion in completions])
+    means = _mean_rewards(sampled)
+    return {
+        "reward/mean": means.pop("reward"),
+        **{f"reward/{name}": value for name, value in means.items()},
+        "response_length/mean": float(lengths.mean()),
+        "response_length/p75": float(np.percentile(lengths, 75)),
+        "response_length/max": int(lengths.max()),
+        "response_length/truncated": float(
+            np.mean([completion.finish_reason == "length" for completion in completions])
+        ),
+        "rollout/groups_sampled": len(sampled),
+        "rollout/tokens": statistics.tokens,
+        "rollout/tokens_per_second": statistics.tokens / timing.decode,
+        "rollout/occupancy": statistics.occupancy,
+        "rollout/decode_steps": statistics.steps,
+    }

@@ -1,0 +1,70 @@
+"""The policy a run starts from: a Hugging Face checkpoint, or one made on the spot."""
+
+import dataclasses
+from pathlib import Path
+
+from rljax.config import ExperimentConfig
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import load_generation_config, load_model_config, load_params
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import Params, init_params
+from rljax.tasks.base import Task
+from rljax.tasks.tokenizer_training import train_tokenizer
+
+_TOKENIZER_PROBLEMS = 2000
+_TOKENIZER_VOCAB = 320
+_VOCAB_MULTIPLE = 64  # rows of the embedding are rounded up: even shapes for kernels and meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy with all that is needed to talk to it.
+
+    Attributes:
+      config: its architecture.
+      params: float32 weights.
+      tokenizer: its tokenizer.
+      tokenizer_directory: where that is kept.
+      eos_token_ids: tokens that end a response.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    tokenizer_directory: Path
+    eos_token_ids: tuple[int, ...]
+
+
+def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy:
+    """Loads `policy.path`, or makes a policy of `policy.shape` with a tokenizer for the task's own texts.
+
+    Args:
+      config: the experiment.
+      task: whose texts the tokenizer is trained on.
+      directory: where a tokenizer that is made is kept.
+    """
+    if config.policy.path is not None:
+        path = Path(config.policy.path)
+        model_config = load_model_config(path)
+        tokenizer = Tokenizer.load(path)
+        tokenizer.check_fits(model_config)
+        eos_token_ids = load_generation_config(path).eos_token_ids
+        params = load_params(path, model_config, dtype="float32")
+        return Policy(model_config, params, tokenizer, path, eos_token_ids)
+    if not (directory / "tokenizer.json").exists():
+        problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
+        texts = [problem.messages[-1]["content"] for problem in problems]
+        texts += [problem.solution for problem in problems if problem.solution is not None]
+        train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
+    tokenizer = Tokenizer.load(directory)
+    shape = config.policy.shape
+    vocab_size = -(-tokenizer.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
+    model_config = ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
+    return Policy(
+        model_config,
+        init_params(model_config, config.seed),
+        tokenizer,
+        directory,
+        (tokenizer.eos_token_id,),
+    )

@@ -1,0 +1,111 @@
+"""Supervised training on the task's own worked solutions before RL: the "cold start" of DeepSeek-R1
+(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rljax.config import ExperimentConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError
+from rljax.models.huggingface import load_params, save_model
+from rljax.models.numerics import Numerics
+from rljax.tasks.base import Task
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.policy import Policy
+from rljax.training.progress import Progress
+from rljax.training.update import Trainer, TrainState
+
+_CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
+
+
+def warm_start(
+    config: ExperimentConfig,
+    policy: Policy,
+    task: Task,
+    numerics: Numerics,
+    pool: ExecutablePool,
+    mesh,
+    progress: Progress,
+) -> Policy:
+    """The policy after `config.warm_start`, trained or taken from the cache."""
+    settings = config.warm_start
+    cached = Path(settings.cache_dir) / _cache_key(config, policy)
+    if cached.exists():
+        progress.message(f"warm start: cached in {cached}")
+        return dataclasses.replace(policy, params=load_params(cached, policy.config, dtype="float32"))
+    optimizer = make_optimizer(
+        **config.optimizer.model_dump()
+        | {
+            "learning_rate": settings.learning_rate,
+            "schedule": "cosine",
+            "warmup_steps": settings.steps // 20,
+        },
+        total_updates=settings.steps,
+    )
+    trainer = Trainer(
+        policy.config, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh
+    )
+    state = trainer.init(policy.params)
+    progress.stage("warm start", settings.steps, sparse=True)
+    next_problem = 0
+    for step in range(1, settings.steps + 1):
+        sequences, next_problem = _demonstrations(config, policy, task, next_problem)
+        state, metrics = _update(config, trainer, state, sequences)
+        progress.step(step, {"loss": metrics["loss/supervised"]})
+    save_model(cached, policy.config, state.params, "float32", tokenizer_source=policy.tokenizer_directory)
+    return dataclasses.replace(policy, params=state.params)
+
+
+def _update(
+    config: ExperimentConfig, trainer: Trainer, state: TrainState, sequences: list[TrainingSequence]
+) -> tuple[TrainState, dict[str, float]]:
+    packing = pack_sequences([sequence.length for sequence in sequences], config.training.pack_length)
+    ranges = packing.microbatches(config.training.rows_per_microbatch, trainer.row_multiple)
+    return trainer.supervised_update(state, [build_batch(sequences, packing, rows) for rows in ranges])
+
+
+def _demonstrations(
+    config: ExperimentConfig, policy: Policy, task: Task, first: int
+) -> tuple[list[TrainingSequence], int]:
+    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem."""
+    pairs, tokens, index = [], 0, first
+    while tokens < config.warm_start.tokens_per_step:
+        problem = task.problem("warm_start", index)
+        index += 1
+        if problem.solution is None:
+            raise ConfigError(
+                f"warm_start: task {config.task.name} has no worked solutions; leave the section out"
+            )
+        prompt = policy.tokenizer.encode_chat(problem.messages)
+        response = [*policy.tokenizer.encode(problem.solution), policy.eos_token_ids[0]]
+        if len(prompt) + len(response) > config.training.pack_length:
+            continue
+        tokens += len(prompt) + len(response)
+        pairs.append((prompt, response))
+    weight = 1.0 / sum(len(response) for _, response in pairs)
+    sequences = [
+        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight)
+        for prompt, response in pairs
+    ]
+    return sequences, index
+
+
+def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
+    """Names everything that the warmed-up weights depend on."""
+    parts = {
+        "version": _CACHE_VERSION,
+        "seed": config.seed,
+        "policy": config.policy.model_dump(),
+        "task": config.task.model_dump(),
+        "warm_start": config.warm_start.model_dump(exclude={"cache_dir"}),
+        "optimizer": config.optimizer.model_dump(exclude={"learning_rate", "schedule", "warmup_steps"}),
+        "training": config.training.model_dump(include={"pack_length"}),
+        "model": dataclasses.asdict(policy.config),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
