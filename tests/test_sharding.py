@@ -1,0 +1,214 @@
+"""The same numbers on 1 and on 8 devices, for trainer and engine; and arrays that are really split.
+
+Eight devices are forced on the host platform, which must happen before JAX starts: the checks run in one
+process of their own, and the tests here read what it found.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from rljax.config import MeshConfig
+from rljax.errors import ConfigError
+from rljax.sharding import make_mesh
+
+CHECKS = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import init_params
+from rljax.sharding import decode_state_shardings, make_mesh, param_shardings, shard_params
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.update import Trainer
+
+found = {"devices": jax.device_count()}
+mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+config = ModelConfig("qwen2", 30, 32, 2, 4, 2, 16, 48, attention_bias=True, max_positions=512)
+params = jax.tree.map(lambda leaf: leaf * 3.0 if leaf.ndim > 1 else leaf, init_params(config, 0))
+rng = np.random.default_rng(0)
+lengths = [20, 34, 14, 29, 37, 26, 30, 31]
+sequences = [
+    TrainingSequence(
+        rng.integers(0, 30, 4), rng.integers(0, 30, n - 4), -3 + 0.2 * rng.standard_normal(n - 4),
+        float(a), 1 / (sum(lengths) - 32),
+    )
+    for n, a in zip(lengths, rng.standard_normal(8))
+]
+packing = pack_sequences(lengths, 64)
+training = TrainingConfig(pack_length=64, rows_per_microbatch=4, logprob_chunk=128)
+# Adam divides by the gradient's size: without an epsilon above rounding, that would be blown up.
+rule = OptimizerConfig(learning_rate=1e-3, clip_norm=0.5, epsilon=1e-5)
+optimizer = make_optimizer(**rule.model_dump(), total_updates=9)
+
+def shapes(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.addressable_shards[0].data.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+def largest_difference(tree, other):
+    # Relative to the largest entry of all, and which leaf has it.
+    flat = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+    scale = max(np.abs(leaf).max() for _, leaf in flat)
+    pairs = zip(flat, jax.tree.leaves(jax.device_get(other)))
+    return max((float(np.abs(a - b).max() / scale), jax.tree_util.keystr(path)) for (path, a), b in pairs)
+
+def train(mesh):
+    trainer = Trainer(
+        config, Numerics(), SamplingParams(), AlgorithmConfig(), training, optimizer, ExecutablePool(), mesh
+    )
+    cut = packing.microbatches(4, trainer.row_multiple)
+    batches = [build_batch(sequences, packing, rows) for rows in cut]
+    state = trainer.init(params)
+    trainer.warm_up(state, reference=True)
+    compiled = trainer.pool.compilations
+    logprobs = trainer.score(state.params, batches)
+    args = (state.params, trainer._put(batches[0]), None, trainer._rope)
+    gradients = jax.jit(trainer._policy_step)(*args)[0]
+    metrics = []
+    for _ in range(2):
+        state, each = trainer.update(state, batches, logprobs)
+        metrics.append(each)
+    found["compiled_late"] = trainer.pool.compilations - compiled
+    return logprobs, gradients, metrics, state
+
+logprobs, gradients, metrics, state = train(None)
+sharded_logprobs, sharded_gradients, sharded_metrics, sharded = train(mesh)
+found["logprobs"] = largest_difference(logprobs, sharded_logprobs)
+found["gradients"] = largest_difference(gradients, sharded_gradients)
+found["params"] = largest_difference(state.params, sharded.params)
+found["metrics"] = [metrics, sharded_metrics]
+found["shapes"] = shapes(sharded.params)
+found["moment_shapes"] = [
+    shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
+]
+
+def decode(mesh):
+    engine = DecodeEngine(config, Numerics(), SamplingParams(), Buckets((8,), (64,)), [0])
+    weights = shard_params(engine.load_params(params), config, mesh, decoding=True)
+    found["decoding_shapes"] = shapes(weights)
+    def place(state):
+        return state if mesh is None else jax.device_put(state, decode_state_shardings(state, config, mesh))
+    prompts = [[1 + i, 2, 3 + i] for i in range(5)]
+    prefix = engine.prefill(weights, prompts)
+    assignments = [Assignment(i, 6 - i, request_key(0, i), 30) for i in range(5)]
+    state = place(engine.bulk_insert(prefix, place(engine.init_state(8, 64)), assignments))
+    tokens, logprobs = [], []
+    while True:
+        state, result = engine.generate(weights, state, max_steps=16)
+        found["cache_shape"] = state.cache.keys[0].addressable_shards[0].data.shape
+        state = place(state)
+        tokens.append(result.tokens)
+        logprobs.append(result.logprobs)
+        if not result.active.any():
+            return np.concatenate(tokens, 1), np.concatenate(logprobs, 1)
+
+tokens, token_logprobs = decode(None)
+sharded_tokens, sharded_token_logprobs = decode(mesh)
+found["num_tokens"] = int((tokens >= 0).sum())
+found["tokens_equal"] = bool(np.array_equal(tokens, sharded_tokens))
+found["token_logprobs"] = largest_difference([token_logprobs], [sharded_token_logprobs])
+
+def refused(mesh_config, **changes):
+    changed = ModelConfig(**{**vars(config), **changes})
+    try:
+        shardings = param_shardings(changed, make_mesh(mesh_config))
+        return {name: tuple(sharding.spec) for name, sharding in shardings["layers"][0].items()}
+    except ConfigError as error:
+        return str(error)
+
+found["wide_tensor"] = refused(MeshConfig(tensor=4))
+odd_vocab = ModelConfig(**{**vars(config), "vocab_size": 31})
+found["odd_vocab"] = tuple(param_shardings(odd_vocab, mesh)["embed"].spec)
+found["heads"] = refused(MeshConfig(tensor=8))
+found["fsdp"] = refused(MeshConfig(fsdp=8), hidden_size=36)
+found["mlp"] = refused(MeshConfig(tensor=4), mlp_size=50)
+try:
+    Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), TrainingConfig(rows_per_microbatch=6),
+            optimizer, ExecutablePool(), mesh)
+except ConfigError as error:
+    found["rows"] = str(error)
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    }
+    done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.split("FOUND")[1])
+
+
+@pytest.mark.slow
+def test_training_does_not_depend_on_the_mesh(found):
+    assert found["devices"] == 8
+    assert found["logprobs"][0] < 1e-5, found["logprobs"]
+    assert found["gradients"][0] < 1e-5, found["gradients"]
+    assert found["params"][0] < 1e-5, found["params"]
+    one, eight = found["metrics"]
+    assert len(one) == 2
+    for step, sharded_step in zip(one, eight, strict=True):
+        assert step == pytest.approx(sharded_step, rel=1e-4, abs=1e-5)
+    assert found["compiled_late"] == 0
+
+
+@pytest.mark.slow
+def test_weights_and_moments_are_really_split(found):
+    shapes = found["shapes"]
+    assert shapes["embed"] == [15, 16] and shapes["lm_head"] == [15, 16]
+    assert shapes["layers.1.q"] == [32, 16] and shapes["layers.1.k"] == [16, 16]
+    assert shapes["layers.1.o"] == [16, 32] and shapes["layers.1.q_bias"] == [32]
+    assert shapes["layers.1.gate"] == [24, 16] and shapes["layers.1.down"] == [16, 24]
+    assert shapes["final_norm"] == [32]
+    assert found["moment_shapes"] == [shapes, shapes]
+
+
+@pytest.mark.slow
+def test_decoding_does_not_depend_on_the_mesh(found):
+    assert found["num_tokens"] > 50
+    assert found["tokens_equal"]
+    assert found["token_logprobs"][0] < 1e-5
+    shapes = found["decoding_shapes"]
+    assert shapes["lm_head"] == [30, 32]
+    assert shapes["layers.1.q"] == [32, 32] and shapes["layers.1.down"] == [32, 24]
+    assert found["cache_shape"][:2] == [2, 1], "slots over data and fsdp, key/value heads over tensor"
+
+
+@pytest.mark.slow
+def test_what_does_not_divide(found):
+    assert found["wide_tensor"]["k"] == [None, "fsdp"]
+    assert found["wide_tensor"]["q"] == ["tensor", "fsdp"]
+    assert found["odd_vocab"] == [None, "fsdp"]
+    assert found["heads"].startswith("mesh.tensor: 8 devices cannot split the policy's num_heads 4")
+    assert found["fsdp"].startswith("mesh.fsdp: 8 devices cannot split the policy's hidden_size 36")
+    assert found["mlp"].startswith("mesh.tensor: 4 devices cannot split the policy's mlp_size 50")
+    assert found["rows"].startswith("training.rows_per_microbatch: 6 rows")
+
+
+def test_one_device_has_no_mesh():
+    assert make_mesh(MeshConfig()) is None
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ConfigError, match=r"data 4096 \* fsdp 1 \* tensor 2 = 8192 devices") as error:
+        make_mesh(MeshConfig(data=4096, tensor=2))
+    assert str(jax.device_count()) in str(error.value)
