@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Bad input (config, checkpoint, tokenizer, dataset, reward); the message names it and says what would be right."""
+    """Bad input, such as a config or a checkpoint; the message names it and says what would be right."""
 
 
 class ConfigError(UserError):

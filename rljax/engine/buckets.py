@@ -87,8 +87,8 @@ def make_buckets(
         for size in cache:
             if size != _valid_cache_length(size):
                 raise ConfigError(
-                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and above {KEY_CHUNK} of "
-                    f"{KEY_CHUNK}; {_valid_cache_length(size)} would do"
+                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and above "
+                    f"{KEY_CHUNK} of {KEY_CHUNK}; {_valid_cache_length(size)} would do"
                 )
         if cache[-1] < max_length:
             raise ConfigError(

@@ -85,8 +85,8 @@ def token_bits(keys, positions, tokens):
 def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:
     """Standard Gumbel noise, float32 [..., K]; arguments as for `token_bits`.
 
-    G = -log(E) with E exponential, taken as -log1p(-u): u keeps its relative precision near 0, which is where the large values of G, the ones that
-    win, come from. G lies within [-2.9, 22.9].
+    G = -log(E) with E exponential, taken as -log1p(-u): u keeps its relative precision near 0, which is where
+    the large values of G, the ones that win, come from. G lies within [-2.9, 22.9].
     """
     bits = token_bits(keys, positions, tokens)
     # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, off zero by a quarter of a step.

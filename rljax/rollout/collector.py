@@ -120,8 +120,8 @@ class Collector:
         prompt = tuple(self.tokenizer.encode_chat(problem.messages))
         if len(prompt) > self.max_prompt_length:
             raise UserError(
-                f"rollout.max_prompt_length: {self.max_prompt_length}, but the prompt of problem {problem.id} has "
-                f"{len(prompt)} tokens"
+                f"rollout.max_prompt_length: {self.max_prompt_length}, but the prompt of problem "
+                f"{problem.id} has {len(prompt)} tokens"
             )
         return prompt
 

@@ -56,8 +56,8 @@ class Scheduler:
                 raise ValueError("a request needs a prompt and room for at least one response token")
             if len(request.prompt_ids) + request.max_response > limit:
                 raise ValueError(
-                    f"a request of {len(request.prompt_ids)} + {request.max_response} tokens exceeds the largest "
-                    f"cache bucket, {limit}"
+                    f"a request of {len(request.prompt_ids)} + {request.max_response} tokens exceeds the "
+                    f"largest cache bucket, {limit}"
                 )
         return _Run(self, params, requests, on_progress).finish()
 

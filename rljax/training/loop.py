@@ -37,7 +37,7 @@ from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, p
 from rljax.training.policy import make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
-from rljax.training.update import Trainer, TrainState
+from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
 

@@ -28,7 +28,9 @@ POOL = ExecutablePool()  # programs are compiled once for the module
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda leaf: leaf * 3.0, transformer.init_params(CONFIG, 0))
+    return jax.tree.map(
+        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""Whole runs: what they leave, that they resume with the same numbers, and that every algorithm option runs."""
+
+import jax
+import pytest
+
+from rljax.algorithms.dynamic_sampling import DynamicSamplingError
+from rljax.config import load_config
+from rljax.errors import ConfigError, UserError
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from tests.training.tiny_run import train
+
+# Times differ between runs, and a resumed run compiles again.
+_VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
+
+
+@pytest.fixture(autouse=True)
+def _production_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _numbers(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(_VOLATILE)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("plain")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return directory, train(directory)
+
+
+def test_a_run_leaves_its_metrics(plain):
+    directory, lines = plain
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    required = {
+        "step",
+        "reward/mean",
+        "response_length/mean",
+        "response_length/p75",
+        "response_length/max",
+        "rollout/tokens",
+        "rollout/tokens_per_second",
+        "time/step",
+        "time/rollout",
+        "time/reward",
+        "time/logprobs",
+        "time/update",
+        "loss/policy",
+        "entropy",
+        "mismatch/logprob_abs_mean",
+        "engine/compilations",
+    }
+    assert required <= lines[-1].keys()
+    assert "evaluation/reward" in lines[0] and "evaluation/reward" in lines[-1]
+    assert load_config(directory / "run" / "config.yaml").training.steps == 2
+    assert (directory / "run" / "checkpoints").is_dir()
+
+
+def test_the_training_pass_has_the_rollouts_logprobs(plain):
+    _, lines = plain
+    for line in lines[1:]:
+        assert line["mismatch/logprob_abs_max"] == 0.0
+
+
+def test_nothing_compiles_after_warm_up(plain):
+    _, lines = plain
+    assert lines[1]["engine/compilations"] == lines[2]["engine/compilations"]
+
+
+def test_a_resumed_run_continues_with_the_same_numbers(plain, tmp_path):
+    _, lines = plain
+    first = train(tmp_path, "training.steps=1")
+    assert [line["step"] for line in first] == [0, 1]
+    resumed = train(tmp_path, "training.steps=2")
+    # The evaluation after the last step of the shortened run is the only thing it has more.
+    shared = [
+        {k: v for k, v in line.items() if k in other} for line, other in zip(resumed, lines, strict=True)
+    ]
+    assert _numbers(shared) == _numbers(lines)
+
+
+def test_another_seed_gives_other_numbers(plain, tmp_path):
+    _, lines = plain
+    assert _numbers(train(tmp_path, "seed=1"))[-1] != _numbers(lines)[-1]
+
+
+def test_a_finished_run_has_nothing_left_to_do(plain):
+    directory, lines = plain
+    assert train(directory) == lines
+
+
+def test_a_run_directory_of_another_experiment_is_refused(plain):
+    directory, _ = plain
+    with pytest.raises(ConfigError, match="seed"):
+        train(directory, "seed=5")
+
+
+def test_reference_overlong_and_several_epochs(tmp_path):
+    lines = train(
+        tmp_path,
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.overlong_buffer=8",
+        "training.minibatches_per_step=2",
+        "training.epochs_per_step=2",
+        "rollout.top_p=0.95",
+        "rollout.temperature=0.9",
+        "rollout.stop=['#']",
+    )
+    # The first update starts from the reference itself; the second step's does not.
+    assert lines[2]["loss/kl"] > 0.0
+    assert lines[2]["mismatch/logprob_abs_max"] == 0.0
+
+
+def test_dynamic_sampling_gives_up_with_a_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: {"reward": 0.0})
+    with pytest.raises(DynamicSamplingError, match="3 rounds"):
+        train(tmp_path, "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
+
+
+def test_dynamic_sampling_refills_the_batch(tmp_path, monkeypatch):
+    calls = {"number": 0}
+
+    def reward(*_):
+        """Every second group of four is uninformative; in the others one response is right."""
+        calls["number"] += 1
+        group, sample = divmod(calls["number"] - 1, 4)
+        return {"reward": float(group % 2 == 1 and sample == 0)}
+
+    monkeypatch.setattr(ChainArithmetic, "reward", reward)
+    lines = train(tmp_path, "algorithm.dynamic_sampling=true", "evaluation.problems=0")
+    assert [line["rollout/groups_sampled"] for line in lines[1:]] == [4, 4]
+    assert lines[-1]["gradient_norm"] > 0.0
+
+
+def test_a_reward_that_raises_is_one_line(tmp_path, monkeypatch):
+    def reward(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(ChainArithmetic, "reward", reward)
+    with pytest.raises(UserError, match=r"problem heldout/0 raised RuntimeError\('no'\)"):
+        train(tmp_path)
+
+
+def test_a_prompt_that_is_too_long_is_named(tmp_path):
+    with pytest.raises(UserError, match="rollout.max_prompt_length: 4"):
+        train(tmp_path, "rollout.max_prompt_length=4")

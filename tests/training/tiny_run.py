@@ -1,0 +1,33 @@
+"""A whole run small enough for a test: a policy of a few thousand parameters on the quickstart's task."""
+
+from pathlib import Path
+from typing import Any
+
+from rljax.config import load_config
+from rljax.training.loop import run
+from rljax.training.run_directory import RunDirectory
+
+_CONFIG = """
+run_dir: {directory}/run
+policy:
+  shape: {{hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,
+           tie_embeddings: true, qk_norm: true, max_positions: 256}}
+warm_start: {{steps: 3, learning_rate: 1e-2, tokens_per_step: 512, cache_dir: {directory}/warm_start}}
+task: {{name: chain_arithmetic, args: {{max_terms: 3}}}}
+rollout: {{prompts_per_step: 2, samples_per_prompt: 4, max_prompt_length: 64, max_response_length: 48}}
+engine: {{max_slots: 4, batch_buckets: [2, 4], cache_buckets: [128], compilation_cache: null}}
+algorithm: {{kl_coefficient: 0.0}}
+optimizer: {{learning_rate: 1e-3}}
+training: {{steps: 2, pack_length: 256, rows_per_microbatch: 2}}
+checkpoint: {{every: 1}}
+evaluation: {{problems: 4}}
+"""
+
+
+def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Runs the tiny experiment in `directory` with overrides, and returns its metrics."""
+    file = directory / "config.yaml"
+    file.write_text(_CONFIG.format(directory=directory))
+    config = load_config(file, overrides)
+    run(config)
+    return RunDirectory(config.run_dir).read_metrics()
