@@ -200,7 +200,7 @@ class DecodeEngine:
     def bulk_insert(
         self, prefix: Prefix, state: DecodeState, assignments: Sequence[Assignment]
     ) -> DecodeState:
-        """Puts requests into slots (whatever these held); a prompt's row may go into many. Consumes `state`."""
+        """Puts requests into slots; a prompt's row may go into many. Consumes `state`."""
         count = state.batch
         rows = np.zeros(count, np.int32)
         slots = np.full(count, state.batch, np.int32)  # out of range: skipped

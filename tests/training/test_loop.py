@@ -1,4 +1,4 @@
-"""Whole runs: what they leave, that they resume with the same numbers, and that every algorithm option runs."""
+"""Whole runs: what they leave, that they resume with the same numbers, that every option runs."""
 
 import jax
 import pytest
@@ -11,6 +11,9 @@ from tests.training.tiny_run import train
 
 # Times differ between runs, and a resumed run compiles again.
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
+
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -143,5 +146,5 @@ def test_a_reward_that_raises_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
-    with pytest.raises(UserError, match="rollout.max_prompt_length: 4"):
+    with pytest.raises(UserError, match=r"rollout\.max_prompt_length: 4"):
         train(tmp_path, "rollout.max_prompt_length=4")
