@@ -56,7 +56,8 @@ def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) 
     """
     if params.greedy:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
-        return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
+        entries = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
+        return jnp.where(entries == best, 0.0, -jnp.inf)
     if params.temperature != 1.0:
         logits = logits * (1.0 / params.temperature)
     vocab_size = logits.shape[-1]
