@@ -1,0 +1,59 @@
+"""Shape buckets: ascending, holding what they must, and refused where the arithmetic could not use them."""
+
+import pytest
+
+from rljax.engine.buckets import Buckets, make_buckets
+from rljax.engine.kv_cache import KEY_BLOCK
+from rljax.errors import ConfigError
+from rljax.models.numerics import KEY_CHUNK
+
+
+@pytest.mark.parametrize("max_slots", [1, 2, 3, 8, 13, 64])
+@pytest.mark.parametrize("max_length", [1, 128, 129, 300, 1000, 5000])
+def test_made_buckets_hold_everything_and_fit_the_arithmetic(max_slots, max_length):
+    buckets = make_buckets(max_slots, max_length, row_invariant=True)
+    for sizes in (buckets.batch, buckets.cache):
+        assert list(sizes) == sorted(set(sizes))
+    assert buckets.batch[0] == 2  # a lone row would take other kernels
+    assert buckets.batch[-1] == max(max_slots, 2)
+    assert max_length <= buckets.cache[-1] < 2 * max(max_length, 2 * KEY_BLOCK)
+    for size in buckets.cache:
+        assert size % (KEY_BLOCK if size <= KEY_CHUNK else KEY_CHUNK) == 0
+
+
+def test_without_row_invariance_one_slot_is_enough():
+    assert make_buckets(4, 100, row_invariant=False).batch == (1, 2, 4)
+    assert make_buckets(1, 100, row_invariant=False).batch == (1,)
+
+
+def test_rounding_up():
+    buckets = Buckets(batch=(2, 4, 12), cache=(64, 128, 512))
+    assert [buckets.batch_for(slots) for slots in (1, 2, 3, 5, 12)] == [2, 2, 4, 12, 12]
+    assert [buckets.cache_for(length) for length in (1, 64, 65, 512)] == [64, 64, 128, 512]
+    assert [buckets.next_cache(length) for length in (64, 128)] == [128, 512]
+    for impossible in (
+        lambda: buckets.batch_for(13),
+        lambda: buckets.cache_for(513),
+        lambda: buckets.next_cache(512),
+    ):
+        with pytest.raises(ValueError, match="exceed the largest bucket"):
+            impossible()
+
+
+def test_explicit_buckets_are_taken_in_order_and_once():
+    buckets = make_buckets(6, 500, True, batch_buckets=(8, 1, 4, 4), cache_buckets=(512, 64, 512))
+    assert buckets == Buckets(batch=(2, 4, 8), cache=(64, 512))
+
+
+@pytest.mark.parametrize(
+    ("batch", "cache", "message"),
+    [
+        ((2, 4), None, r"engine\.batch_buckets: the largest, 4, .* engine\.max_slots = 6"),
+        (None, (128, 256), r"engine\.cache_buckets: the largest, 256, .* 500"),
+        (None, (100, 512), r"engine\.cache_buckets: 100 .* 128 would do"),
+        (None, (320, 512), r"engine\.cache_buckets: 320 .* 512 would do"),
+    ],
+)
+def test_explicit_buckets_that_cannot_serve_are_refused(batch, cache, message):
+    with pytest.raises(ConfigError, match=message):
+        make_buckets(6, 500, True, batch, cache)

@@ -1,0 +1,402 @@
+"""The decode engine: the same bits however a request is decoded and in training, and its contract."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
+from rljax.models import transformer
+from rljax.models.attention import PackedAttention
+from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.training.packing import pack_sequences
+
+VOCAB, LONGEST = 96, 512
+NUMERICS = Numerics()
+SAMPLING = SamplingParams(temperature=0.8)
+CONFIGS = {
+    "three queries a key": ModelConfig(
+        "qwen3", VOCAB, 64, 2, 6, 2, 64, 160, tie_embeddings=True, qk_norm=True
+    ),
+    "one, with bias": ModelConfig("qwen2", VOCAB, 64, 2, 2, 2, 64, 160, attention_bias=True),
+    "four": ModelConfig("llama", VOCAB, 64, 2, 8, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
+}
+
+
+def lively_params(config, seed=0):
+    """Weights whose policy is far from uniform, with no norm at 1 and no bias at 0."""
+    rng = np.random.default_rng(seed)
+
+    def stir(leaf):
+        if leaf.ndim > 1:
+            return leaf * 3
+        return leaf + 0.2 * rng.standard_normal(leaf.shape, dtype=np.float32)
+
+    return jax.tree.map(stir, transformer.init_params(config, seed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    key: np.ndarray
+    limit: int
+
+
+def ask(prompt_lengths, limits, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Asked(rng.integers(2, VOCAB, length).tolist(), request_key(seed, i), limit)
+        for i, (length, limit) in enumerate(zip(prompt_lengths, limits, strict=True))
+    ]
+
+
+def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visit_steps=None):
+    """Decodes requests to the end, compacting and growing on the way.
+
+    Args:
+      order: the slot of each request; the order of insertion where inserted one by one.
+      capacity: positions that the cache starts with, at least.
+
+    Returns:
+      a list of (tokens, logprobs), one per request.
+    """
+    order = list(range(len(asked))) if order is None else order
+    prefix = engine.prefill(params, [each.prompt for each in asked])
+    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
+    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
+    slots = {order[i]: i for i in range(len(asked))}
+    outputs = [([], []) for _ in asked]
+
+    def visit(state):
+        state, result = engine.generate(params, state, visit_steps)
+        for slot, i in slots.items():
+            valid = result.tokens[slot] >= 0
+            outputs[i][0].extend(result.tokens[slot][valid].tolist())
+            outputs[i][1].extend(result.logprobs[slot][valid].tolist())
+        return state, result
+
+    if one_by_one:  # each joins while those before it are decoding
+        for assignment in sorted(assignments, key=lambda assignment: assignment.slot):
+            state = engine.insert(prefix, state, assignment)
+            state, result = visit(state)
+    else:
+        state = engine.bulk_insert(prefix, state, assignments)
+        state, result = visit(state)
+    while result.active.any():
+        active = [slot for slot in slots if result.active[slot]]
+        longest = result.lengths[active].max()
+        if engine.buckets.batch_for(len(active)) < state.batch:
+            state = engine.compact(state, active)
+            slots = {new: slots[old] for new, old in enumerate(active)}
+        if longest >= state.cache.length:
+            state = engine.grow(state)
+        state, result = visit(state)
+    return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A policy, requests of all sorts, and what they get when decoded all together from the start."""
+
+    config: ModelConfig
+    params: dict
+    engine: DecodeEngine
+    asked: list[Asked]
+    together: list
+
+
+@functools.lru_cache
+def world_of(name):
+    config = CONFIGS[name]
+    engine = DecodeEngine(
+        config, NUMERICS, SAMPLING, Buckets((2, 6), (64, LONGEST)), [], decode_steps_per_visit=64
+    )
+    params = engine.load_params(lively_params(config))
+    # Prompts beside and on the edges of blocks; responses across the 256 keys that attention sums at a time.
+    asked = ask([3, 40, 63, 64, 100, 1], [300, 230, 5, 90, 37, 64])
+    return World(config, params, engine, asked, decode(engine, params, asked, capacity=LONGEST))
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def world(request):
+    return world_of(request.param)
+
+
+def test_together_is_as_long_as_asked_and_worth_comparing(world):
+    assert [len(tokens) for tokens, _ in world.together] == [each.limit for each in world.asked]
+    tokens = np.concatenate([tokens for tokens, _ in world.together])
+    logprobs = np.concatenate([logprobs for _, logprobs in world.together])
+    assert tokens.min() >= 0 and tokens.max() < VOCAB and len(np.unique(tokens)) > VOCAB // 2
+    assert (logprobs <= 0).all() and -4.0 < logprobs.mean() < -0.3
+
+
+@pytest.mark.parametrize(
+    ("members", "order", "capacity", "one_by_one"),
+    [
+        ([0], [0], 0, False),  # alone, through growth
+        ([3], [1], LONGEST, False),  # alone, in another slot, in a large cache
+        ([1, 2], [1, 0], 0, False),
+        ([4, 0, 3], [5, 2, 0], LONGEST, False),  # with holes
+        ([5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4], 0, True),  # joining one by one
+    ],
+    ids=["alone and growing", "alone, large cache", "two", "holes", "joining"],
+)
+def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
+    asked = [world.asked[i] for i in members]
+    outputs = decode(
+        world.engine, world.params, asked, order, capacity, one_by_one, visit_steps=13 if one_by_one else None
+    )
+    for i, (tokens, logprobs) in zip(members, outputs, strict=True):
+        assert tokens == world.together[i][0]
+        assert logprobs == world.together[i][1]
+
+
+def packed_rows(world):
+    """Every prompt with its response, packed: (tokens, positions, segment_ids) int32 [N, T], and where."""
+    sequences = [each.prompt + tokens for each, (tokens, _) in zip(world.asked, world.together, strict=True)]
+    packing = pack_sequences([len(sequence) for sequence in sequences], LONGEST)
+    rows = np.zeros((3, packing.num_rows, LONGEST), np.int32)
+    for i, sequence in enumerate(sequences):
+        where = packing.row[i], slice(packing.start[i], packing.start[i] + len(sequence))
+        rows[0][where], rows[1][where], rows[2][where] = sequence, np.arange(len(sequence)), i + 1
+    return tuple(jnp.asarray(row) for row in rows), packing
+
+
+def test_training_recomputes_the_logprobs_bit_for_bit(world):
+    rows, packing = packed_rows(world)
+    assert len(np.unique(packing.row)) < len(world.asked)  # some do share a row
+    rope = jnp.asarray(rope_table(world.config, LONGEST))
+
+    def logprobs(params, tokens, positions, segment_ids):
+        attention = PackedAttention(segment_ids, NUMERICS)
+        hidden, _ = transformer.forward(params, world.config, tokens, positions, attention, rope, NUMERICS)
+        logits = transform_logits(transformer.logits(params, world.config, hidden), SAMPLING, NUMERICS)
+        return token_logprobs(logits, jnp.roll(tokens, -1, axis=1), NUMERICS)
+
+    def loss(params, *rows):
+        chosen = logprobs(params, *rows)
+        return jnp.mean(chosen), chosen
+
+    options = row_invariant_compiler_options()
+    forward = jax.jit(logprobs, compiler_options=options)(world.params, *rows)
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
+    (_, inside), _ = gradient(world.params, *rows)
+    for recomputed in map(np.asarray, (forward, inside)):
+        for i, each in enumerate(world.asked):
+            first = packing.start[i] + len(each.prompt) - 1
+            mine = recomputed[packing.row[i], first : first + each.limit]
+            mismatch = np.abs(mine - np.asarray(world.together[i][1], np.float32))
+            assert mismatch.max() == 0.0
+
+
+def poison(state, value=1e4):
+    """Fills what no slot may see: all of inactive slots, and every position from a slot's length on."""
+    visible = np.arange(state.cache.length)[None] < np.asarray(state.lengths)[:, None]
+    visible &= np.asarray(state.active)[:, None]
+    cache = state.cache
+    blocks = cache.keys[0].shape[2]
+    in_keys = jnp.asarray(visible.reshape(state.batch, 1, blocks, 1, -1))
+    in_values = jnp.asarray(visible[:, None, :, None])
+    return state.replace(
+        cache=cache.replace(
+            keys=[
+                jnp.where(jnp.broadcast_to(in_keys, k.shape), k, jnp.full_like(k, value)) for k in cache.keys
+            ],
+            values=[
+                jnp.where(jnp.broadcast_to(in_values, v.shape), v, jnp.full_like(v, value))
+                for v in cache.values
+            ],
+        )
+    )
+
+
+def test_old_and_unwritten_cache_is_invisible(world):
+    engine, params = world.engine, world.params
+    state = engine.init_state(6, LONGEST)
+    state = state.replace(lengths=jnp.full_like(state.lengths, 77))
+    state = poison(state)
+    members, outputs = [1, 2, 3], {i: [] for i in (1, 2, 3)}
+    prefix = engine.prefill(params, [world.asked[i].prompt for i in members])
+    for row, i in enumerate(members):
+        state = engine.insert(prefix, state, Assignment(row, row, world.asked[i].key, world.asked[i].limit))
+    for _ in range(2):
+        state, result = engine.generate(params, poison(state), 20)
+        for row, i in enumerate(members):
+            valid = result.tokens[row] >= 0
+            outputs[i] += zip(result.tokens[row][valid].tolist(), result.logprobs[row][valid], strict=True)
+    for i in members:
+        expected = list(zip(*world.together[i], strict=True))[:40]
+        assert len(expected) in (5, 40) and outputs[i] == expected
+
+
+# -- the contract, on one policy whose responses may end ---------------------------------------------------
+
+EOS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    engine: DecodeEngine
+    params: dict
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = dataclasses.replace(CONFIGS["three queries a key"], num_layers=1)
+    engine = DecodeEngine(config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS, EOS + 1], 16)
+    return Small(engine, engine.load_params(lively_params(config)))
+
+
+def insert(small, prompts, limits, slots=4, identity=0):
+    prefix = small.engine.prefill(small.params, prompts)
+    return small.engine.bulk_insert(
+        prefix,
+        small.engine.init_state(slots, 64),
+        [Assignment(i, i, request_key(identity, i), limit) for i, limit in enumerate(limits)],
+    )
+
+
+def test_one_prompt_gives_a_group_of_different_samples():
+    world = world_of("four")
+    prefix = world.engine.prefill(world.params, [world.asked[1].prompt])
+    keys = [request_key(3, sample) for sample in (0, 1, 2, 3, 4, 0)]
+    state = world.engine.bulk_insert(
+        prefix,
+        world.engine.init_state(6, LONGEST),
+        [Assignment(0, slot, key, 20) for slot, key in enumerate(keys)],
+    )
+    _, result = world.engine.generate(world.params, state)
+    assert len({tuple(row) for row in result.tokens.tolist()}) == 5
+    np.testing.assert_array_equal(result.tokens[0], result.tokens[5])  # the same request
+
+
+def test_eos_ends_a_response_and_is_kept(small):
+    ended = 0
+    for identity in range(40):
+        state = insert(small, [[3, 4]] * 4, [16] * 4, identity=identity)
+        state, result = small.engine.generate(small.params, state)
+        for row in range(4):
+            valid = result.tokens[row] >= 0
+            tokens = result.tokens[row][valid].tolist()
+            assert valid[: len(tokens)].all()  # nothing after the end, nothing left out before it
+            assert not any(token in (EOS, EOS + 1) for token in tokens[:-1])
+            assert not result.active[row]
+            assert (result.logprobs[row][: len(tokens)] < 0).all()
+            assert result.lengths[row] == 2 - 1 + len(tokens)
+            if tokens[-1] in (EOS, EOS + 1):
+                ended += len(tokens) < 16
+            else:
+                assert len(tokens) == 16
+    assert ended > 3
+
+
+def test_each_request_has_its_own_longest_response():
+    world = world_of("four")
+    limits = [1, 2, 9, 30]
+    asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in limits]
+    outputs = decode(world.engine, world.params, asked)
+    assert [len(tokens) for tokens, _ in outputs] == limits
+    for tokens, logprobs in outputs:
+        assert tokens == world.together[1][0][: len(tokens)]
+        assert logprobs == world.together[1][1][: len(tokens)]
+
+
+def test_freed_slots_stop_and_can_be_taken_again(small):
+    engine, params = small.engine, small.params
+    state = insert(small, [[3, 4], [9]], [60, 60])
+    state, first = engine.generate(params, state, 3)
+    assert first.active[:2].all() and first.steps == 3
+    state = engine.free_resource(state, [0])
+    state, second = engine.generate(params, state, 5)
+    assert (second.tokens[0] == -1).all() and not second.active[0]
+    assert (second.tokens[1] >= 0).any()
+    # The slot's next request gets what it gets alone.
+    taken = Assignment(0, 0, request_key(5, 5), 12)
+    prefix = engine.prefill(params, [[30, 31, 32]])
+    state, again = engine.generate(params, engine.insert(prefix, state, taken))
+    _, alone = engine.generate(params, engine.insert(prefix, engine.init_state(2, 64), taken))
+    np.testing.assert_array_equal(again.tokens[0][: alone.steps], alone.tokens[0])
+    np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
+
+
+def test_generate_returns_when_few_enough_are_active():
+    world = world_of("four")
+    asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in (3, 6, 10, 10)]
+    prefix = world.engine.prefill(world.params, [each.prompt for each in asked])
+    state = world.engine.bulk_insert(
+        prefix,
+        world.engine.init_state(6, LONGEST),
+        [Assignment(i, i, each.key, each.limit) for i, each in enumerate(asked)],
+    )
+    steps = []
+    for until_active in (3, 3, 2, 0):
+        state, result = world.engine.generate(world.params, state, until_active=until_active)
+        steps.append(result.steps)
+        assert result.active.sum() <= until_active
+    assert steps == [3, 0, 3, 4]
+
+
+def test_generate_stops_before_a_cache_overflows(small):
+    engine, params = small.engine, small.params
+    stops = []
+    for identity in range(4):
+        state = insert(small, [[3] * 60], [60], slots=2, identity=identity)
+        state, result = engine.generate(params, state)
+        if result.active[0]:
+            stops.append((int(result.lengths[0]), result.steps))
+            state, stuck = engine.generate(params, state)
+            assert stuck.steps == 0
+            state, result = engine.generate(params, engine.grow(state))
+            assert result.steps > 0 and state.cache.length == 128
+    assert stops and set(stops) == {(64, 5)}
+
+
+def test_greedy_tokens_are_those_of_full_forward_passes(small):
+    """Prefill and cached decoding against the whole sequence at once."""
+    config = small.engine.config
+    engine = DecodeEngine(config, NUMERICS, SamplingParams(temperature=0.0), small.engine.buckets, [], 16)
+    asked = ask([1, 2, 30, 59], [16] * 4)
+    outputs = decode(engine, small.params, asked, capacity=128)
+    rope = jnp.asarray(rope_table(config, 128))
+
+    @jax.jit
+    def best(tokens):
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        attention = PackedAttention(jnp.ones_like(tokens), Numerics(row_invariant=False))
+        hidden, _ = transformer.forward(
+            small.params, config, tokens, positions, attention, rope, Numerics(row_invariant=False)
+        )
+        return jnp.argmax(transformer.logits(small.params, config, hidden), axis=-1)[0]
+
+    for each, (tokens, logprobs) in zip(asked, outputs, strict=True):
+        sequence = np.zeros((1, 128), np.int32)  # what follows cannot be seen from before it
+        sequence[0, : len(each.prompt) + 16] = each.prompt + tokens
+        expected = np.asarray(best(jnp.asarray(sequence)))[len(each.prompt) - 1 : len(each.prompt) + 15]
+        assert tokens == expected.tolist()
+        assert logprobs == [0.0] * 16
+
+
+def test_nothing_compiles_after_warm_up(small):
+    engine = DecodeEngine(small.engine.config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS], 8)
+    engine.warm_up(small.params, slots=4, prompt_length=60)
+    compiled = engine.pool.compilations
+    assert compiled == len(engine.pool)
+    asked = ask([60, 3, 2, 50], [60, 30, 9, 70])
+    decode(engine, small.params, asked)
+    decode(engine, small.params, asked[:1], order=[3])
+    assert engine.pool.compilations == compiled
+
+
+def test_an_empty_prompt_or_none_is_refused(small):
+    for prompts in ([], [[1], []]):
+        with pytest.raises(ValueError, match="prompt"):
+            small.engine.prefill(small.params, prompts)
