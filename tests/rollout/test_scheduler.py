@@ -1,0 +1,191 @@
+"""The scheduler: every request gets its own tokens, bit for bit, whatever else decodes and in which slots."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.rollout.records import Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+
+VOCAB, EOS = 64, 1
+CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
+BUCKETS = Buckets((2, 4, 8, 16), (64, 128))
+
+
+def make_engine(steps, eos=(EOS,), buckets=BUCKETS):
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, eos, decode_steps_per_visit=steps)
+
+
+@pytest.fixture(scope="module")
+def params():
+    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
+    return jax.tree.map(stir, transformer.init_params(CONFIG, 0))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(16)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Seven prompts in groups of three; the longest fill the largest cache bucket."""
+    rng = np.random.default_rng(0)
+    lengths, limits = [3, 20, 64, 8, 63, 1, 30], [60, 40, 64, 7, 50, 1, 98]
+    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
+    return [
+        Request(prompt, request_key(0, 0, 0, i, sample), limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for sample in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, 16).run(params, requests)[0]
+
+
+def assert_same(completions, expected):
+    assert len(completions) == len(expected)
+    for mine, other in zip(completions, expected, strict=True):
+        np.testing.assert_array_equal(mine.response_ids, other.response_ids)
+        np.testing.assert_array_equal(mine.logprobs, other.logprobs)
+        assert mine.finish_reason == other.finish_reason
+
+
+def test_completions_are_what_was_asked_for(requests, expected):
+    reasons = collections.Counter()
+    for request, completion in zip(requests, expected, strict=True):
+        reasons[completion.finish_reason] += 1
+        ids = completion.response_ids
+        assert ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
+        assert len(completion.logprobs) == len(ids)
+        assert EOS not in ids[:-1]
+        # A response whose last allowed token is EOS did end.
+        assert (ids[-1] == EOS) == (completion.finish_reason == "eos")
+        assert len(ids) == request.max_response or (
+            len(ids) < request.max_response and completion.finish_reason == "eos"
+        )
+    assert reasons["eos"] >= 2 and reasons["length"] >= 2 and set(reasons) == {"eos", "length"}
+    assert len({tuple(completion.response_ids.tolist()) for completion in expected[:3]}) == 3
+
+
+@pytest.mark.parametrize("max_slots", [1, 2, 4, 8])
+def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots):
+    completions, statistics = Scheduler(engine, max_slots).run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in expected)
+    assert statistics.slot_steps >= statistics.tokens
+    assert 0 < statistics.occupancy <= 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_same_bits_in_any_order_and_results_in_that_order(engine, params, requests, expected, seed):
+    order = np.random.default_rng(seed).permutation(len(requests))
+    completions, _ = Scheduler(engine, 8).run(params, [requests[i] for i in order])
+    assert_same(completions, [expected[i] for i in order])
+
+
+def test_same_bits_whatever_the_steps_per_visit(params, requests, expected):
+    small = make_engine(3, buckets=Buckets((2, 4), (128,)))
+    assert_same(Scheduler(small, 4).run(params, requests)[0], expected)
+
+
+def test_each_prompt_is_prefilled_once(engine, params, requests):
+    prompts = {request.prompt_ids for request in requests}
+    for max_slots in (2, 8):  # fewer slots than a group, and groups that do not divide the slots
+        _, statistics = Scheduler(engine, max_slots).run(params, requests)
+        assert statistics.prefilled_tokens == sum(map(len, prompts))
+
+
+def test_progress_is_reported_up_to_the_end(engine, params, requests):
+    seen = []
+    _, statistics = Scheduler(engine, 4).run(params, requests, lambda *progress: seen.append(progress))
+    assert len(seen) == statistics.visits
+    assert seen == sorted(seen)
+    assert seen[-1] == (statistics.tokens, len(requests))
+
+
+def spell(ids):
+    """Letters, so that one stop string can be spelled by several tokens."""
+    return "".join("abcd"[i % 4] for i in ids)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("strings", [("dd",), ("abc", "cab", "ba")], ids=str)
+def test_stop_strings_are_exact_whatever_the_steps_per_visit(
+    engine, params, requests, expected, steps, strings
+):
+    chosen = engine if steps == 16 else make_engine(steps, buckets=Buckets((2,), (128,)))
+    completions, statistics = Scheduler(chosen, 2, StopStrings(strings, spell)).run(params, requests)
+    reasons = collections.Counter(completion.finish_reason for completion in completions)
+    assert reasons["stop"] >= 3
+    for mine, whole in zip(completions, expected, strict=True):
+        ends = [
+            end
+            for end in range(1, len(whole.response_ids) + 1)
+            if any(string in spell(whole.response_ids[:end]) for string in strings)
+        ]
+        end = ends[0] if ends else len(whole.response_ids)
+        np.testing.assert_array_equal(mine.response_ids, whole.response_ids[:end])
+        np.testing.assert_array_equal(mine.logprobs, whole.logprobs[:end])
+        if whole.response_ids[end - 1] == EOS:
+            assert mine.finish_reason == "eos"
+        else:
+            assert mine.finish_reason == ("stop" if ends else "length")
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
+
+
+def test_eos_comes_before_length(engine, params, requests, expected):
+    """A response cut exactly where EOS falls ended by EOS; cut one earlier, by its length."""
+    index = next(i for i, c in enumerate(expected) if c.finish_reason == "eos" and len(c.response_ids) > 1)
+    length = len(expected[index].response_ids)
+    cut = [dataclasses.replace(requests[index], max_response=limit) for limit in (length, length - 1)]
+    at, before = Scheduler(engine, 2).run(params, cut)[0]
+    assert_same([at], [expected[index]])
+    assert before.finish_reason == "length"
+    np.testing.assert_array_equal(before.response_ids, at.response_ids[:-1])
+
+
+def test_no_requests_cost_nothing(engine, params):
+    completions, statistics = Scheduler(engine, 4).run(params, [])
+    assert completions == []
+    assert statistics.steps == statistics.visits == statistics.prefilled_tokens == 0
+    assert statistics.occupancy == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ((), 4, "needs a prompt"),
+        ((3, 4), 0, "at least one response token"),
+        ((3,) * 100, 29, r"100 \+ 29 .* largest cache bucket, 128"),
+    ],
+)
+def test_impossible_requests_are_refused_before_anything_decodes(engine, params, prompt, limit, message):
+    seen = []
+    possible = Request((3, 4), request_key(0, 1), 4)
+    impossible = Request(prompt, request_key(0, 2), limit)
+    with pytest.raises(ValueError, match=message):
+        Scheduler(engine, 4).run(params, [possible, impossible], lambda *progress: seen.append(progress))
+    assert not seen
+
+
+def test_nothing_compiles_after_warm_up(params, requests, expected):
+    warm = make_engine(16, buckets=Buckets((2, 4), (64, 128)))
+    warm.warm_up(params, slots=4, prompt_length=64)
+    compiled = warm.pool.compilations
+    completions, _ = Scheduler(warm, 4).run(params, requests)
+    assert_same(completions, expected)
+    assert warm.pool.compilations == compiled

@@ -1,0 +1,72 @@
+"""Stop strings: the first token after which the text holds one, however the response is cut into looks."""
+
+import pytest
+
+from rljax.rollout.stop_strings import StopStrings
+
+ALPHABET = ["a", "b", "ab", "</", "answer", ">", "x", ""]
+
+
+def spell(ids):
+    return "".join(ALPHABET[i] for i in ids)
+
+
+def in_bytes(ids):
+    return bytes(ids).decode(errors="replace")
+
+
+def first_end(strings, decode, ids):
+    """By trying every prefix."""
+    for end in range(1, len(ids) + 1):
+        if any(string in decode(ids[:end]) for string in strings):
+            return end
+    return None
+
+
+def found_in_looks(stop, ids, size):
+    """What a host that looks every `size` tokens finds."""
+    known = 0
+    while known < len(ids):
+        seen = ids[: known + size]
+        end = stop.find(seen, known)
+        if end is not None:
+            return end
+        known = len(seen)
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("strings", "ids"),
+    [
+        (["</answer>"], [0, 3, 4, 5, 6, 6]),
+        (["</answer>"], [0, 3, 4, 3, 4, 6, 3, 4, 5]),
+        (["aab", "bb"], [0, 1, 0, 2, 1, 1]),  # ends inside a token that holds more
+        (["ba"], [2, 2, 2]),  # across tokens
+        (["xx", "x"], [6, 6]),
+        (["a"], [1, 1, 6, 5, 3]),  # never
+        ([">"], [5]),
+    ],
+)
+def test_the_end_does_not_depend_on_when_the_host_looks(strings, ids, size):
+    stop = StopStrings(strings, spell)
+    assert found_in_looks(stop, ids, size) == first_end(strings, spell, ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stop_string_of_many_byte_characters_is_found_byte_by_byte(size):
+    ids = list("so: 答え🎉 and more".encode())
+    end = len("so: 答え🎉".encode())
+    assert found_in_looks(StopStrings(["答え🎉"], in_bytes), ids, size) == end
+
+
+def test_without_strings_nothing_is_decoded():
+    def fail(ids):
+        raise AssertionError("decoded")
+
+    assert StopStrings([], fail).find([1, 2, 3], 0) is None
+
+
+def test_an_empty_string_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""], spell)
