@@ -64,14 +64,13 @@ def identities():
     return np.repeat(keys, POSITIONS, axis=0), np.tile(np.arange(POSITIONS, dtype=np.int32), REQUESTS)
 
 
-def draw(params, keys=None, positions=None):
-    """Tokens and logprobs of LOGITS at every (request, position)."""
-    own_keys, own_positions = identities()
-    keys = own_keys if keys is None else keys
-    positions = own_positions if positions is None else positions
+@functools.lru_cache
+def draw(params, shared_by=1):
+    """Tokens and logprobs of LOGITS at every (request, position); `shared_by` neighbours share their noise."""
+    keys, positions = identities()
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (len(keys), VOCAB))
     run = jax.jit(lambda *args: sample(*args, params, NUMERICS))
-    tokens, logprobs = run(logits, jnp.asarray(keys), jnp.asarray(positions))
+    tokens, logprobs = run(logits, jnp.asarray(keys), jnp.asarray(positions // shared_by))
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -111,12 +110,12 @@ def test_neighbouring_positions_are_sampled_independently():
 
     assert goodness_of_fit(joint(draw(SamplingParams())[0]), pairs) > 1e-3
     # Noise that comes back at the next position keeps every token's frequency, but not the pairs'.
-    reused, _ = draw(SamplingParams(), positions=identities()[1] // 2)
+    reused, _ = draw(SamplingParams(), shared_by=2)
     assert goodness_of_fit(joint(reused), pairs) < 1e-6
 
 
 def test_control_noise_reused_across_positions_is_noticed():
-    tokens, _ = draw(SamplingParams(), positions=np.zeros_like(identities()[1]))
+    tokens, _ = draw(SamplingParams(), shared_by=POSITIONS)
     assert goodness_of_fit(tokens, reference(LOGITS, SamplingParams())) < 1e-6
 
 
