@@ -66,7 +66,7 @@ def identities():
 
 @functools.lru_cache
 def draw(params, shared_by=1):
-    """Tokens and logprobs of LOGITS at every (request, position); `shared_by` neighbours share their noise."""
+    """Tokens and logprobs of LOGITS at each (request, position); `shared_by` neighbours share noise."""
     keys, positions = identities()
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (len(keys), VOCAB))
     run = jax.jit(lambda *args: sample(*args, params, NUMERICS))
