@@ -235,7 +235,7 @@ class EngineConfig(Section):
     )
     cache_buckets: Buckets | None = Field(
         None,
-        description="KV cache lengths that are compiled, ascending; null is powers of two. Set to fit"
+        description="KV cache lengths that are compiled, ascending; null grows by a half. Set to fit"
         " known lengths.",
     )
     decode_steps_per_visit: Count = Field(

@@ -3,7 +3,7 @@
 Compilers pick another kernel, and another order of summation, for another number of rows; a policy evaluated
 one token at a time then differs in the last bits from the same policy evaluated over a packed batch. Three
 habits keep the bits the same on a CPU (measured in `docs/row-invariance.md`, checked by
-`tests/models/test_row_invariance.py`):
+`tests/engine/test_engine.py`):
 
 - weights are stored [out, in] and at least two rows are multiplied at a time (the engine pads a lone row);
 - sums over the last axis are products with ones, never fused reductions;
@@ -69,10 +69,13 @@ def row_sum(x: Array, numerics: Numerics) -> Array:
 def row_max(x: Array) -> Array:
     """Largest entry along the last axis, [..., 1]; no gradient.
 
-    Written as a reduction the compiler has no library kernel for: a known maximum, fused with the
-      exponential behind it, would bring another exponential for many rows than for few.
+    On one CPU, written as a reduction the compiler has no library kernel for: a known maximum, fused with the
+    exponential behind it, would bring another exponential for many rows than for few. Elsewhere a plain
+    maximum, which can also be reduced across devices.
     """
     x = lax.stop_gradient(x)
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return jnp.max(x, axis=-1, keepdims=True)
     lowest = jnp.array(-jnp.inf, x.dtype)
     top = lax.reduce(x, lowest, lambda a, b: lax.select(lax.gt(a, b), a, b), (x.ndim - 1,))
     return top[..., None]

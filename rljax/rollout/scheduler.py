@@ -73,6 +73,7 @@ class _Run:
         on_progress: OnProgress | None,
     ) -> None:
         self.engine = scheduler.engine
+        self.max_slots = scheduler.max_slots
         self.stop_strings = scheduler.stop_strings
         self.params = params
         self.requests = requests
@@ -101,14 +102,14 @@ class _Run:
     def finish(self) -> tuple[list[Completion], DecodeStatistics]:
         if self.requests:
             longest = max(len(request.prompt_ids) for request in self.requests)
-            state = self.engine.init_state(len(self.slots), longest + 1)
+            state = self.engine.init_state(self.max_slots, longest + 1)
             while self.waiting or self.busy:
-                state = self.fill(state)
+                state = self.compact(self.fill(state))
                 state, result = self.engine.generate(
                     self.params, state, until_active=self.look_when_active(state)
                 )
                 state = self.collect(state, result)
-                state = self.reshape(state, result)
+                state = self.grow(state, result)
         completions = [
             Completion(
                 response_ids=np.asarray(self.tokens[index], np.int32),
@@ -189,16 +190,18 @@ class _Run:
             self.on_progress(statistics.tokens, self.finished)
         return self.engine.free_resource(state, stopped) if stopped else state
 
-    def reshape(self, state: DecodeState, result: DecodeResult) -> DecodeState:
-        """Compacts and grows the state where its shape no longer fits."""
+    def compact(self, state: DecodeState) -> DecodeState:
+        """Moves to the smallest batch bucket once nothing waits."""
         busy = self.busy
-        if not busy:
+        if self.waiting or self.engine.buckets.batch_for(len(busy)) == state.batch:
             return state
-        longest = int(result.lengths[busy].max())
-        if not self.waiting and self.engine.buckets.batch_for(len(busy)) < state.batch:
-            state = self.engine.compact(state, busy)
-            self.slots = [self.slots[slot] for slot in busy]
-            self.slots += [None] * (state.batch - len(self.slots))
-        if longest >= state.cache.length:
-            state = self.engine.grow(state)
+        state = self.engine.compact(state, busy)
+        self.slots = [self.slots[slot] for slot in busy]
+        self.slots += [None] * (state.batch - len(self.slots))
         return state
+
+    def grow(self, state: DecodeState, result: DecodeResult) -> DecodeState:
+        """Moves to the next cache bucket once a response has filled this one."""
+        busy = self.busy
+        full = bool(busy) and int(result.lengths[busy].max()) >= state.cache.length
+        return self.engine.grow(state) if full else state

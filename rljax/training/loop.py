@@ -127,12 +127,10 @@ class _Run:
         config, progress = self.config, self.progress
         self.resume()
         progress.message("compiling")
-        slots = min(
-            config.engine.max_slots,
-            config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
-        )
         self.engine.warm_up(
-            self.engine.load_params(self.state.params), slots, config.rollout.max_prompt_length
+            self.engine.load_params(self.state.params),
+            config.engine.max_slots,
+            config.rollout.max_prompt_length,
         )
         self.trainer.warm_up(self.state, reference=self.reference is not None)
         if self.step == 0:

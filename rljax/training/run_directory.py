@@ -2,7 +2,7 @@
 
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
-    checkpoints/     written by `rljax.training.checkpoints`
+    checkpoints/     written by `rljax.training.checkpoint`
 
 JSON has no NaN and no infinities. In a metrics line such a value is null, and the line's extra key
 `nonfinite` says which keys were what, as in `{"step": 3, "entropy": null, "nonfinite": {"entropy": "nan"}}`:
