@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rljax.errors import CheckpointError
+from rljax.training.durable_files import sync_directory, write_durably
 
 _SEAL = "checkpoint.json"
 _ARRAYS = "arrays"
@@ -179,7 +180,8 @@ class RunCheckpoints:
             checkpointer.wait_until_finished()
             files = sorted(file for file in path.rglob("*") if file.is_file())
             seal["files"] = {str(file.relative_to(path)): _fingerprint(file) for file in files}
-            _write_durably(path / _SEAL, json.dumps(seal, indent=1).encode())
+            write_durably(path / _SEAL, json.dumps(seal, indent=1).encode())
+            sync_directory(path.parent)
             for old in self.steps()[: -self.keep]:
                 _delete(self.directory / str(old))
         except BaseException as error:
@@ -290,22 +292,6 @@ def _fingerprint(file: Path) -> tuple[int, int]:
             size += len(block)
             crc = zlib.crc32(block, crc)
     return size, crc
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    """The file is there whole or not at all, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    for directory in (path.parent, path.parent.parent):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _delete(path: Path) -> None:

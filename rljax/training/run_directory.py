@@ -18,6 +18,7 @@ from typing import Any
 
 from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.errors import ConfigError, UserError
+from rljax.training.durable_files import write_durably
 
 # A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
 _MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation")
@@ -62,7 +63,7 @@ class RunDirectory:
                         f"{name}: is {new.get(name)!r}, but the run in {self.path} has {old.get(name)!r};"
                         " choose another run_dir, or set it back to resume that run"
                     )
-        _write_atomically(self.config_path, to_yaml(config).encode())
+        write_durably(self.config_path, to_yaml(config).encode())
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds a line and waits until it is on disk.
@@ -99,7 +100,7 @@ class RunDirectory:
             return 0
         lines = list(self._lines())
         kept = [raw for raw, metrics in lines if metrics["step"] <= step]
-        _write_atomically(self.metrics_path, b"".join(kept))
+        write_durably(self.metrics_path, b"".join(kept))
         return len(lines) - len(kept)
 
     def _lines(self) -> Iterator[tuple[bytes, Metrics]]:
@@ -153,18 +154,3 @@ def _jsonable(metrics: Mapping[str, Any]) -> Metrics:
     if nonfinite:
         line[_NONFINITE] = nonfinite
     return line
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file's content so that a crash leaves the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)  # the renaming itself must survive a power cut, too
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
