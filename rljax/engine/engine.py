@@ -27,7 +27,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.sampling import SamplingParams, sample
 from rljax.models import transformer
-from rljax.models.attention import PackedAttention
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, tree_cast
 from rljax.models.rope import rope_table

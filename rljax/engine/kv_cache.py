@@ -1,10 +1,9 @@
 """The KV cache of the decode engine, and attention against it.
 
 Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block
-are read off one contiguous piece of
-memory with the positions in the vector lanes: on a CPU this runs at memory bandwidth, where a batched
-  product over [S, D] keys reached a tenth of it (`docs/engine.md`). Values stay [S, D]. What lies at or
-  behind a slot's length is never attended to, whatever it holds.
+are read off one contiguous piece of memory with the positions in the vector lanes: on a CPU this runs at
+memory bandwidth, where a batched product over [S, D] keys reached a tenth of it (`docs/engine.md`). Values
+stay [S, D]. What lies at or behind a slot's length is never attended to, whatever it holds.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from jax import Array
 
 from rljax.models.attention import MASKED, scale_queries, softmax_terms, weighted_values
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.models.numerics import Numerics, row_max
 
 KEY_BLOCK = 64
 
@@ -142,7 +141,8 @@ class CachedAttention:
         queries = scale_queries(q).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = block_scores(queries, keys, self.numerics)
         visible = jnp.arange(scores.shape[-1])[None, :] <= self.positions[:, None]
-        terms = softmax_terms(jnp.where(visible[:, None, None, :], scores, MASKED))
+        scores = jnp.where(visible[:, None, None, :], scores, MASKED)
+        terms = softmax_terms(scores, row_max(scores))
         out = weighted_values(terms, values, self.numerics)
         return out.reshape(batch, 1, num_heads, head_dim).astype(q.dtype), (keys, values)
 
@@ -151,9 +151,8 @@ def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
     """Scores of scaled queries against blocked keys.
 
     Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it
-    with the
-    positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product adds, so
-      the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
+    with the positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product
+    adds, so the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
 
     Args:
       queries: float32 [B, Hk, R, D].

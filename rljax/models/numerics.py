@@ -47,15 +47,23 @@ class Numerics:
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
-    y = lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        (((x.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    y = product(x, weight)
     if bias is not None:
         y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(x.ndim - 1)))
     return y.astype(x.dtype)
+
+
+def product(x: Array, weight: Array) -> Array:
+    """x [..., in] times weight [out, in], cast to x's dtype: float32 [..., out].
+
+    Computed as a product of matrices: the gradient of the weight then sums over one axis, not several, for
+    which a CPU would first write out the transpose of the activations.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = lax.dot_general(
+        rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def row_sum(x: Array, numerics: Numerics) -> Array:

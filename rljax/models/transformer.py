@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, linear, rms_norm
+from rljax.models.numerics import Numerics, linear, product, rms_norm
 from rljax.models.rope import apply_rope
 
 Params = dict[str, Any]
@@ -160,7 +160,4 @@ def lm_head(params: Params, config: ModelConfig) -> Array:
 
 def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Float32 logits [..., V] of hidden states [..., d]."""
-    head = lm_head(params, config).astype(hidden.dtype)
-    return lax.dot_general(
-        hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return product(hidden, lm_head(params, config))

@@ -47,10 +47,11 @@ Sums = tuple[Params, Metrics]
 Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
 """(params, batch) -> (logprobs [R, T], entropy [R, T])."""
 Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Metrics]]
-"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] that add up over micro-batches)."""
+"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] to be combined over micro-batches)."""
 
 TOKENS = "update/tokens"
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
+_MAXIMA = ("mismatch/logprob_abs_max",)  # at least 0; everything else is added up
 
 
 @struct.dataclass
@@ -88,7 +89,8 @@ def policy_objective(
 
     Returns:
       The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens,
-      to be divided by `update/tokens`; everything else is weighted like the loss.
+      to be divided by `update/tokens`, `mismatch/logprob_abs_max` is a maximum over them; everything else is
+      weighted like the loss.
     """
     mask = batch.response_mask
     loss, policy_metrics = policy_loss(
@@ -113,6 +115,7 @@ def policy_objective(
         loss = loss + algorithm.kl_coefficient * kl
     mismatch = jnp.where(mask, jnp.abs(logprobs - batch.rollout_logprobs), 0.0)
     metrics["mismatch/logprob_abs_mean"] = jnp.sum(mismatch)
+    metrics["mismatch/logprob_abs_max"] = jnp.max(mismatch)
     metrics["entropy"] = jnp.sum(jnp.where(mask, entropy, 0.0))
     metrics[TOKENS] = jnp.sum(mask.astype(jnp.float32))
     return loss, metrics
@@ -238,16 +241,17 @@ class Trainer:
         return program(*args)
 
     def warm_up(self, state: TrainState, reference: bool = False) -> None:
-        """Compiles, without running, all that `score` and `update` will need: nothing compiles after it.
+        """Compiles, without running, all that `update` will need: nothing compiles after it.
 
         Args:
           state: from `init`; not consumed.
-          reference: whether updates will come with reference_logprobs.
+          reference: whether updates will come with reference_logprobs; then `score` is compiled too.
         """
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
             batch = self._put(build_batch([], nothing, range(rows)))
-            self._score_program((state.params, batch, self._rope))
+            if reference:
+                self._score_program((state.params, batch, self._rope))
             reference_logprobs = batch.rollout_logprobs if reference else None
             args = (state.params, batch, reference_logprobs, self._rope)
             sums = self._zeros(args, self._policy_step, "policy")
@@ -277,8 +281,8 @@ class Trainer:
 
         Returns:
           The new state and the metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
-          `entropy` and `mismatch/logprob_abs_mean` (|policy - rollout logprob|) as means over response
-          tokens, `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`,
+          `entropy` as the mean over response tokens, `mismatch/logprob_abs_mean` and `_max` (|policy -
+          rollout logprob|), `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`,
           `policy/rollout_kl`, `gradient_norm` before clipping, `update/tokens`.
         """
         if reference_logprobs is not None and len(reference_logprobs) != len(microbatches):
@@ -379,7 +383,12 @@ class Trainer:
 
     def _accumulate(self, step: Callable[..., Sums], *args: Any) -> Sums:
         *args, total, metrics = args
-        return self._constrain_sums(jax.tree.map(jnp.add, (total, metrics), step(*args)))
+        more, more_metrics = step(*args)
+        metrics = {
+            name: (jnp.maximum if name in _MAXIMA else jnp.add)(metrics[name], value)
+            for name, value in more_metrics.items()
+        }
+        return self._constrain_sums((jax.tree.map(jnp.add, total, more), metrics))
 
     def _apply(self, state: TrainState, total: Params) -> tuple[TrainState, Array]:
         state, norm = apply_gradients(state, total, self.optimizer)
@@ -420,7 +429,7 @@ def _zeros_like(shapes):
 
 
 def _finished(metrics: dict[str, np.ndarray]) -> dict[str, float]:
-    """Metrics summed over the mini-batch, as the numbers to report."""
+    """Metrics combined over the mini-batch, as the numbers to report."""
     tokens = max(float(metrics[TOKENS]), 1.0)
     return {
         name: float(value) / tokens if name in _TOKEN_SUMS else float(value)

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from rljax.errors import CheckpointError, TokenizerError
 from rljax.models import huggingface
-from rljax.models.attention import PackedAttention
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig, RopeScaling
 from rljax.models.huggingface import (
     GenerationConfig,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import UserError
-from rljax.models.attention import PackedAttention
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table

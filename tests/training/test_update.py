@@ -12,7 +12,7 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
 from rljax.models import transformer
-from rljax.models.attention import PackedAttention
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
@@ -218,19 +218,20 @@ def test_init_leaves_the_callers_params_alone(params, sequences):
         np.testing.assert_array_equal(a, b)
 
 
-def test_nothing_compiles_after_warm_up(params, sequences):
+@pytest.mark.parametrize("reference", [False, True])
+def test_nothing_compiles_after_warm_up(params, sequences, reference):
     pool = ExecutablePool()
     update = trainer(rows=4, pool=pool)
     state = update.init(params)
-    update.warm_up(state)
+    update.warm_up(state, reference)
     count = pool.compilations
     for rows in (4, 2, 1):
         batches = microbatches(sequences, rows)
-        update.score(state.params, batches)
-        state, _ = update.update(state, batches)
+        logprobs = update.score(state.params, batches) if reference else None
+        state, _ = update.update(state, batches, logprobs)
     assert pool.compilations == count
-    state, _ = update.update(state, batches, update.score(state.params, batches))
-    assert pool.compilations > count, "a reference needs programs of its own"
+    state, _ = update.update(state, batches, None if reference else update.score(state.params, batches))
+    assert pool.compilations > count, "with a reference and without are different programs"
 
 
 def test_bfloat16_computes_on_float32_weights(params, sequences):

@@ -1,0 +1,92 @@
+"""Attention of packed rows, held against plain softmax attention in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+
+
+def rows_of(*rows: list[int], length: int) -> np.ndarray:
+    """Segment ids [N, length] of rows that hold segments of the given lengths; a negative one is a gap."""
+    ids = np.zeros((len(rows), length), np.int32)
+    for row, lengths in zip(ids, rows, strict=True):
+        start = 0
+        for number, size in enumerate(lengths, 1):
+            row[start : start + abs(size)] = number if size > 0 else 0
+            start += abs(size)
+    return ids
+
+
+CASES = {
+    "one short row": rows_of([5, 9], length=16),
+    "one chunk": rows_of([100, 28, 120], [256], length=256),
+    "a sequence over several chunks beside short ones": rows_of(
+        [700, 40], [200, -56, 300, -212, 90], [60] * 12, length=1024
+    ),
+    "an uneven length": rows_of([300], [10, 290], length=300),
+    "an empty row": rows_of([], [600], length=768),
+}
+
+
+def plain(q, k, v, segment_ids):
+    """[N, T, H, D] with every score at once."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("nqhd,nshd->nhqs", q, k) * (q.shape[-1] ** -0.5)
+    mask = segment_ids[:, :, None] == segment_ids[:, None, :]
+    mask &= np.tri(length, dtype=bool)[None]
+    shares = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("nhqs,nshd->nqhd", shares, v)
+
+
+def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
+    rng = np.random.default_rng(0)
+    shape = (*segment_ids.shape, heads, head_dim)
+    kv_shape = (*segment_ids.shape, kv_heads, head_dim)
+    return tuple(rng.standard_normal(each, dtype=np.float32) for each in (shape, kv_shape, kv_shape, shape))
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 32)], ids=["grouped", "narrow"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("row_invariant", [True, False])
+def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_invariant):
+    segment_ids = CASES[case]
+    q, k, v, weights = random_inputs(segment_ids, *heads)
+    weights *= (segment_ids > 0)[:, :, None, None]  # the outputs of padding mean nothing
+
+    def ours(q, k, v):
+        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(row_invariant))(0, q, k, v)
+        return jnp.sum(weights * out), out
+
+    def reference(q, k, v):
+        out = plain(q, k, v, segment_ids)
+        return jnp.sum(jnp.asarray(weights, out.dtype) * out), out
+
+    gradients, out = jax.jit(jax.grad(ours, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
+        exact_gradients, exact_out = jax.grad(reference, argnums=(0, 1, 2), has_aux=True)(*exact)
+    real = segment_ids > 0
+    np.testing.assert_allclose(out[real], exact_out[real], rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients, exact_gradients, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
+    """Temporaries grow with the length of a row, not with its square."""
+
+    def temporaries(length: int) -> int:
+        segment_ids = rows_of([length], length=length)
+        q, k, v, weights = random_inputs(segment_ids, 2, 1, 64)
+
+        def loss(q, k, v):
+            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(0, q, k, v)
+            return jnp.sum(weights * out)
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4096) < 2.2 * temporaries(2048)
