@@ -15,3 +15,15 @@ class CheckpointError(UserError):
 
 class TokenizerError(UserError):
     """A tokenizer directory that cannot be read, or that does not fit the policy."""
+
+
+class Interrupted(Exception):
+    """A run was asked by a signal to stop, and has saved its state.
+
+    Attributes:
+      signal: the number of the signal.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal

@@ -18,8 +18,8 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rljax.config import MeshConfig
-from rljax.engine.engine import DecodeState
 from rljax.engine.kv_cache import KVCache
+from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Attention, Params, param_shapes
@@ -164,31 +164,37 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
-    """A DecodeState with a NamedSharding in the place of every array: slots over data and fsdp, the cache's
-    heads over tensor.
+def slot_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [B] over the slots of a decode state."""
+    return _named(mesh, "slots")
+
+
+def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
+    """A KVCache with a NamedSharding in the place of every array: slots over data and fsdp, heads over
+    tensor.
     """
-    if state.batch % row_multiple(mesh):
+    if cache.batch % row_multiple(mesh):
         raise ConfigError(
-            f"engine.batch_buckets: {state.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
+            f"engine.batch_buckets: {cache.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
             f" {row_multiple(mesh)} devices; use multiples of {row_multiple(mesh)}"
         )
     replicated = _replicated_axes(config, mesh)
 
-    def cache(array: Array) -> NamedSharding:
+    def sharding(array: Array) -> NamedSharding:
         rest = (None,) * (array.ndim - 2)
         return _named(mesh, "slots", "kv_heads", *rest, replicated=replicated)
+
+    return KVCache(keys=[sharding(k) for k in cache.keys], values=[sharding(v) for v in cache.values])
+
+
+def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
+    """A DecodeState with a NamedSharding in the place of every array: all split by slots."""
 
     def per_slot(array: Array) -> NamedSharding:
         return _named(mesh, "slots", *(None,) * (array.ndim - 1))
 
     shardings: DecodeState = jax.tree.map(per_slot, state)
-    return shardings.replace(
-        cache=KVCache(
-            keys=[cache(array) for array in state.cache.keys],
-            values=[cache(array) for array in state.cache.values],
-        )
-    )
+    return shardings.replace(cache=cache_shardings(state.cache, config, mesh))
 
 
 def constrain(tree: Any, shardings: Any) -> Any:

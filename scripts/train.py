@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rljax.config import describe_keys, load_config, to_yaml
-from rljax.errors import UserError
+from rljax.errors import Interrupted, UserError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Interrupted as interrupted:
+        print(f"{interrupted}; the same command continues {run_dir}", file=sys.stderr)
+        return 128 + interrupted.signal
     except KeyboardInterrupt:
         resume = f"; the same command resumes {run_dir} from its last checkpoint" if run_dir else ""
         print(f"interrupted{resume}", file=sys.stderr)

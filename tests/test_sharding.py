@@ -20,7 +20,7 @@ CHECKS = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
-from rljax.engine.buckets import Buckets
+from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.noise import request_key
@@ -29,7 +29,7 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import init_params
-from rljax.sharding import decode_state_shardings, make_mesh, param_shardings, shard_params
+from rljax.sharding import make_mesh, param_shardings, row_multiple
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer
@@ -97,24 +97,36 @@ found["moment_shapes"] = [
 ]
 
 def decode(mesh):
-    engine = DecodeEngine(config, Numerics(), SamplingParams(), Buckets((8,), (64,)), [0])
-    weights = shard_params(engine.load_params(params), config, mesh, decoding=True)
+    buckets = make_buckets(8, 128, True, (4, 8), (64, 128), row_multiple(mesh))
+    engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], mesh=mesh)
+    weights = engine.load_params(params)
+    engine.warm_up(weights, 8, 64)
+    compiled = engine.pool.compilations
     found["decoding_shapes"] = shapes(weights)
-    def place(state):
-        return state if mesh is None else jax.device_put(state, decode_state_shardings(state, config, mesh))
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]
     prefix = engine.prefill(weights, prompts)
-    assignments = [Assignment(i, 6 - i, request_key(0, i), 30) for i in range(5)]
-    state = place(engine.bulk_insert(prefix, place(engine.init_state(8, 64)), assignments))
+    assignments = [Assignment(i, 6 - i, request_key(0, i), 30 if i < 4 else 70) for i in range(5)]
+    state = engine.bulk_insert(prefix, engine.init_state(8, 64), assignments)
+    found["cache_shapes"] = []
+    order = np.arange(8)
     tokens, logprobs = [], []
     while True:
         state, result = engine.generate(weights, state, max_steps=16)
-        found["cache_shape"] = state.cache.keys[0].addressable_shards[0].data.shape
-        state = place(state)
-        tokens.append(result.tokens)
-        logprobs.append(result.logprobs)
+        found["cache_shapes"].append(state.cache.keys[0].addressable_shards[0].data.shape)
+        for into, part, empty in ((tokens, result.tokens, -1), (logprobs, result.logprobs, 0)):
+            whole = np.full((8, result.steps), empty, part.dtype)
+            whole[order[:len(part)]] = part
+            into.append(whole)
         if not result.active.any():
+            found["compiled_late_decoding"] = engine.pool.compilations - compiled
             return np.concatenate(tokens, 1), np.concatenate(logprobs, 1)
+        active = np.flatnonzero(result.active)
+        if len(active) <= 4 < state.batch:
+            kept = [int(slot) for slot in active]
+            state, order = engine.compact(state, kept), np.asarray(kept + [7] * (4 - len(kept)))
+        if result.lengths.max() >= 63 and state.cache.length == 64:
+            state = engine.grow(state)
+        state = engine.free_resource(state, [])
 
 tokens, token_logprobs = decode(None)
 sharded_tokens, sharded_token_logprobs = decode(mesh)
@@ -141,6 +153,10 @@ try:
             optimizer, ExecutablePool(), mesh)
 except ConfigError as error:
     found["rows"] = str(error)
+try:
+    make_buckets(8, 64, True, (2, 8), None, row_multiple(mesh))
+except ConfigError as error:
+    found["slots"] = str(error)
 print("FOUND" + json.dumps(found))
 """
 
@@ -190,7 +206,10 @@ def test_decoding_does_not_depend_on_the_mesh(found):
     shapes = found["decoding_shapes"]
     assert shapes["lm_head"] == [30, 32]
     assert shapes["layers.1.q"] == [32, 32] and shapes["layers.1.down"] == [32, 24]
-    assert found["cache_shape"][:2] == [2, 1], "slots over data and fsdp, key/value heads over tensor"
+    cache_shapes = [tuple(shape[:3]) for shape in found["cache_shapes"]]
+    assert cache_shapes[0] == (2, 1, 1), "slots over data and fsdp, key/value heads over tensor"
+    assert cache_shapes[-1] == (1, 1, 2), "still so in fewer slots and a longer cache"
+    assert found["compiled_late_decoding"] == 0
 
 
 @pytest.mark.slow
@@ -202,6 +221,7 @@ def test_what_does_not_divide(found):
     assert found["fsdp"].startswith("mesh.fsdp: 8 devices cannot split the policy's hidden_size 36")
     assert found["mlp"].startswith("mesh.tensor: 4 devices cannot split the policy's mlp_size 50")
     assert found["rows"].startswith("training.rows_per_microbatch: 6 rows")
+    assert found["slots"].startswith("engine.batch_buckets: 2 slots cannot be split evenly")
 
 
 def test_one_device_has_no_mesh():

@@ -49,26 +49,34 @@ def make_buckets(
     row_invariant: bool,
     batch_buckets: tuple[int, ...] | None = None,
     cache_buckets: tuple[int, ...] | None = None,
+    row_multiple: int = 1,
 ) -> Buckets:
     """Buckets up to `max_slots` slots and `max_length` positions.
 
-    Without explicit ones, batch buckets are powers of two, and cache buckets grow by a half at a time. A
-    row-invariant engine computes at least two rows.
+    Without explicit ones, batch buckets double, and cache buckets grow by a half at a time. A row-invariant
+    engine computes at least two rows. Batch buckets are multiples of `row_multiple`, the devices that share
+    the slots.
 
     Raises:
-      ConfigError: explicit buckets that do not hold max_slots or max_length, or cache buckets off the key
-        block.
+      ConfigError: explicit buckets that do not hold max_slots or max_length, batch buckets that the devices
+        cannot share, or cache buckets off the key block.
     """
-    smallest = 2 if row_invariant else 1
+    smallest = max(2 if row_invariant else 1, row_multiple)
     if batch_buckets is None:
         batch = []
         size = smallest
         while size < max_slots:
             batch.append(size)
             size *= 2
-        batch.append(max(max_slots, smallest))
+        batch.append(max(-(-max_slots // row_multiple) * row_multiple, smallest))
     else:
-        batch = sorted({max(bucket, smallest) for bucket in batch_buckets})
+        batch = sorted({max(bucket, 2 if row_invariant else 1) for bucket in batch_buckets})
+        for size in batch:
+            if size % row_multiple:
+                raise ConfigError(
+                    f"engine.batch_buckets: {size} slots cannot be split evenly over mesh.data * mesh.fsdp ="
+                    f" {row_multiple} devices; use multiples of {row_multiple}"
+                )
         if batch[-1] < max_slots:
             raise ConfigError(
                 f"engine.batch_buckets: the largest, {batch[-1]}, is below engine.max_slots = {max_slots}"

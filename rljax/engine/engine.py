@@ -14,64 +14,36 @@ the first sampled token comes about like every other, and the samples of a group
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.state import DecodeState, Prefix
 from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
-
-
-@struct.dataclass
-class DecodeState:
-    """Everything that decoding carries from step to step; B slots.
-
-    Attributes:
-      cache: keys and values of the committed tokens.
-      tokens: int32 [B], the last token of each slot: sampled (or the prompt's last), not yet in the cache.
-      lengths: int32 [B], committed tokens, which is also the position of `tokens`.
-      remaining: int32 [B], response tokens the slot may still sample.
-      active: bool [B], decoding; an inactive slot computes along and changes nothing.
-      noise_keys: uint32 [B, 2], see `rljax/engine/noise.py`.
-    """
-
-    cache: KVCache
-    tokens: Array
-    lengths: Array
-    remaining: Array
-    active: Array
-    noise_keys: Array
-
-    @property
-    def batch(self) -> int:
-        return self.tokens.shape[0]
-
-
-@struct.dataclass
-class Prefix:
-    """Prefilled prompts, ready to be inserted into any number of slots.
-
-    Attributes:
-      cache: the prompts' keys and values, one row a prompt.
-      last_tokens: int32 [N], each prompt's last token.
-      lengths: int32 [N], tokens of each prompt.
-    """
-
-    cache: KVCache
-    last_tokens: Array
-    lengths: Array
+from rljax.sharding import (
+    ShardedAttention,
+    cache_shardings,
+    constrain,
+    decode_state_shardings,
+    replicated_sharding,
+    shard_params,
+    slot_sharding,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +93,7 @@ class DecodeEngine:
       eos_token_ids: tokens that end a response (it keeps them).
       decode_steps_per_visit: most decode steps between two looks from the host.
       pool: compiled programs; engines of the same policy may share one.
+      mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
     """
 
     def __init__(
@@ -132,6 +105,7 @@ class DecodeEngine:
         eos_token_ids: Sequence[int],
         decode_steps_per_visit: int = 64,
         pool: ExecutablePool | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.config = config
         self.numerics = numerics
@@ -148,7 +122,10 @@ class DecodeEngine:
                 buckets.batch[-1],
             )
         )
+        self.mesh = mesh
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
+        if mesh is not None:
+            self._rope = jax.device_put(self._rope, replicated_sharding(mesh))
         self._key = (
             config,
             numerics,
@@ -156,20 +133,21 @@ class DecodeEngine:
             self.eos_token_ids,
             decode_steps_per_visit,
             buckets.cache[-1],
+            mesh,
         )
 
     # -- weights ---------------------------------------------------------------------------------------------
 
     def load_params(self, params: Params) -> Params:
-        """The policy's weights as decoding wants them: in the compute dtype."""
-        return tree_cast(params, self.numerics.dtype)
+        """The policy's weights as decoding wants them: in the compute dtype, split for it over the mesh."""
+        return shard_params(tree_cast(params, self.numerics.dtype), self.config, self.mesh, decoding=True)
 
     # -- the contract ----------------------------------------------------------------------------------------
 
     def init_state(self, slots: int, length: int) -> DecodeState:
         """An idle state with room for `slots` requests of up to `length` positions, rounded up to buckets."""
         batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
-        return DecodeState(
+        state = DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
             tokens=jnp.zeros(batch, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
@@ -177,6 +155,9 @@ class DecodeEngine:
             active=jnp.zeros(batch, bool),
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
         )
+        if self.mesh is None:
+            return state
+        return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
 
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Keys and values of `prompts` (token ids, none empty), in one pass."""
@@ -211,7 +192,9 @@ class DecodeEngine:
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
         args = (prefix, state, *map(jnp.asarray, (rows, slots, remaining, keys)))
         shapes = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
-        program = self.pool.get(("insert", *shapes, *self._key), _insert, args, donate_argnums=(1,))
+        program = self.pool.get(
+            ("insert", *shapes, *self._key), self._placed(_insert), args, donate_argnums=(1,)
+        )
         return program(*args)
 
     def generate(
@@ -246,7 +229,7 @@ class DecodeEngine:
         stop = np.zeros(state.batch, bool)
         stop[list(slots)] = True
         args = (state.active, jnp.asarray(stop))
-        program = self.pool.get(("free", state.batch, *self._key), _free, args)
+        program = self.pool.get(("free", state.batch, *self._key), self._free, args)
         return state.replace(active=program(*args))
 
     def grow(self, state: DecodeState) -> DecodeState:
@@ -257,7 +240,7 @@ class DecodeEngine:
             return state.replace(cache=kv_cache.lengthen(state.cache, length))
 
         key = ("grow", state.batch, state.cache.length, length, *self._key)
-        return self.pool.get(key, grow, (state,))(state)
+        return self.pool.get(key, self._placed(grow), (state,))(state)
 
     def compact(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """A state of just `slots`, in that order, in the smallest batch bucket that holds them."""
@@ -269,7 +252,7 @@ class DecodeEngine:
             taken[: len(slots)] = slots
             args = (state, jnp.asarray(taken), jnp.asarray(np.arange(batch) < len(slots)))
             key = ("compact", state.batch, batch, state.cache.length, *self._key)
-            state = self.pool.get(key, _compact, args)(*args)
+            state = self.pool.get(key, self._placed(_compact), args)(*args)
             slots = list(range(len(slots)))
         return state
 
@@ -303,6 +286,21 @@ class DecodeEngine:
                 if length < self.buckets.cache[-1]:
                     self.grow(state)
 
+    # -- where things lie on the mesh ------------------------------------------------------------------------
+
+    def _constrain_state(self, state: DecodeState) -> DecodeState:
+        if self.mesh is None:
+            return state
+        return constrain(state, decode_state_shardings(state, self.config, self.mesh))
+
+    def _placed(self, function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
+        """`function` with its state where `init_state` put it: every program takes what any other returns."""
+
+        def placed(*args: Any) -> DecodeState:
+            return self._constrain_state(function(*args))
+
+        return placed
+
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 
     def _prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
@@ -311,13 +309,15 @@ class DecodeEngine:
         attention = PackedAttention(
             (positions < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True
         )
+        if self.mesh is not None:
+            attention = ShardedAttention(attention, self.config, self.mesh)
         _, kept = transformer.forward(params, self.config, tokens, positions, attention, rope, self.numerics)
         last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        return Prefix(
-            cache=kv_cache.from_prefill(kept, kv_cache.cache_dtype(self.numerics)),
-            last_tokens=last,
-            lengths=lengths,
-        )
+        cache = kv_cache.from_prefill(kept, kv_cache.cache_dtype(self.numerics))
+        if self.mesh is not None:
+            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
+            last, lengths = constrain((last, lengths), (replicated_sharding(self.mesh),) * 2)
+        return Prefix(cache=cache, last_tokens=last, lengths=lengths)
 
     def _decode_step(
         self, params: Params, state: DecodeState, rope: Array
@@ -348,6 +348,7 @@ class DecodeEngine:
             active=active & ~ended,
             noise_keys=state.noise_keys,
         )
+        new_state = self._constrain_state(new_state)
         return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0)
 
     def _generate(
@@ -375,6 +376,7 @@ class DecodeEngine:
             jnp.zeros((columns, state.batch), jnp.float32),
         )
         steps, state, tokens, logprobs = lax.while_loop(more, body, start)
+        state = self._constrain_state(state)
         packed = jnp.concatenate(
             [
                 tokens,
@@ -384,7 +386,11 @@ class DecodeEngine:
                 jnp.broadcast_to(steps, (1, state.batch)),
             ]
         )
-        return state, packed
+        return state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
+
+    def _free(self, active: Array, stop: Array) -> Array:
+        active &= ~stop
+        return active if self.mesh is None else constrain(active, slot_sharding(self.mesh))
 
 
 def _unpack(packed: np.ndarray, columns: int) -> DecodeResult:
@@ -409,10 +415,6 @@ def _insert(
         active=state.active.at[slots].set(True, mode="drop"),
         noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
     )
-
-
-def _free(active: Array, stop: Array) -> Array:
-    return active & ~stop
 
 
 def _compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:

@@ -82,7 +82,7 @@ def _first_chunks(segment_ids: Array) -> Array:
 
 
 def _own_blocks(chunk: int, block: int) -> Iterator[tuple[int, slice, slice]]:
-    """Blocks of a chunk's queries: number, the positions of the queries, and of the keys that they may see."""
+    """Blocks of a chunk's queries: number, positions of the queries, and of the keys that they may see."""
     for number in range(chunk // block):
         yield number, slice(number * block, (number + 1) * block), slice(0, (number + 1) * block)
 
@@ -116,7 +116,7 @@ def _earlier_scores(queries: Array, keys: Array, query_segments: Array, key_segm
 
 
 def _weigh(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
-    """`weigh_chunk` for terms [N, Hk, ..., C] and values [N, Hk, C, D]: [N, Hk, ..., 1] and [N, Hk, ..., D]."""
+    """`weigh_chunk` of terms [N, Hk, ..., C] and values [N, Hk, C, D]; [N, Hk, ..., 1], [N, Hk, ..., D]."""
     batch, heads, *rest, chunk = terms.shape
     sums = weigh_chunk(terms.reshape(batch, heads, -1, chunk), values, numerics)
     return jax.tree.map(lambda x: x.reshape(batch, heads, *rest, -1), sums)
@@ -181,7 +181,13 @@ def _forward(
 
 
 def _pair_gradients(
-    queries: Array, keys: Array, values: Array, scores: Array, normalizer: Array, gradient: Array, offset: Array
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scores: Array,
+    normalizer: Array,
+    gradient: Array,
+    offset: Array,
 ) -> tuple[Array, Array, Array]:
     """What queries and keys that have met add to each other's gradients, and to those of the values.
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, DecodeState, Prefix
+from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.stop_strings import StopStrings

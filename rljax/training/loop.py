@@ -7,6 +7,7 @@ from its newest checkpoint, with the same numbers.
 
 import dataclasses
 import functools
+import signal
 import time
 from typing import Any
 
@@ -23,15 +24,17 @@ from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.sampling import SamplingParams
+from rljax.errors import Interrupted
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from rljax.sharding import make_mesh
+from rljax.sharding import make_mesh, row_multiple
 from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import make_policy
@@ -88,10 +91,12 @@ class _Run:
                 engine.row_invariant,
                 engine.batch_buckets,
                 engine.cache_buckets,
+                row_multiple(mesh),
             ),
             policy.eos_token_ids,
             engine.decode_steps_per_visit,
             self.pool,
+            mesh,
         )
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
@@ -135,26 +140,41 @@ class _Run:
         self.trainer.warm_up(self.state, reference=self.reference is not None)
         if self.step == 0:
             self.directory.append_metrics({"step": 0} | self.evaluate())
-        while self.step < config.training.steps:
-            progress.stage("train", config.training.steps, completed=self.step)
-            metrics = self.training_step()
-            self.step += 1
-            progress.step(
-                self.step,
-                {
-                    "reward": metrics["reward/mean"],
-                    "tokens_per_second": metrics["rollout/tokens_per_second"],
-                    "length": metrics["response_length/mean"],
-                },
-            )
-            last = self.step == config.training.steps
-            if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
-                metrics |= self.evaluate()
-            self.directory.append_metrics({"step": self.step} | metrics)
-            if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
-                self.checkpoints.save(self.step, self.state, {"data_position": self.data_position})
+        with StopRequest(progress.message) as stop:
+            while self.step < config.training.steps:
+                stopped_by = self.advance(stop)
+                if stopped_by is not None and self.step < config.training.steps:
+                    self.checkpoints.wait()
+                    raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
         self.checkpoints.wait()
         self.report()
+
+    def advance(self, stop: StopRequest) -> signal.Signals | None:
+        """One step, with all that is due after it: progress, evaluation, metrics, checkpoint.
+
+        Returns the signal that asked to stop, if one came before the state was saved.
+        """
+        config = self.config
+        self.progress.stage("train", config.training.steps, completed=self.step)
+        metrics = self.training_step()
+        self.step += 1
+        self.progress.step(
+            self.step,
+            {
+                "reward": metrics["reward/mean"],
+                "tokens_per_second": metrics["rollout/tokens_per_second"],
+                "length": metrics["response_length/mean"],
+            },
+        )
+        last = self.step == config.training.steps
+        if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
+            metrics |= self.evaluate()
+        self.directory.append_metrics({"step": self.step} | metrics)
+        due = config.checkpoint.every and self.step % config.checkpoint.every == 0
+        stopped_by = stop.signal
+        if last or due or stopped_by is not None:
+            self.checkpoints.save(self.step, self.state, {"data_position": self.data_position})
+        return stopped_by
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
@@ -282,7 +302,9 @@ class _Run:
                 self.state, metrics = self.trainer.update(self.state, minibatch, reference)
                 collected.append(metrics)
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
-        return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]} | first
+        return {
+            name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]
+        } | first
 
     # -- evaluation and the end ------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
 from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, row_sum
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
 from rljax.sharding import ShardedAttention, activation_sharding, constrain
 from rljax.training.packing import PackedBatch

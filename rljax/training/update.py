@@ -47,7 +47,7 @@ Sums = tuple[Params, Metrics]
 Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
 """(params, batch) -> (logprobs [R, T], entropy [R, T])."""
 Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Metrics]]
-"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] to be combined over micro-batches)."""
+"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] of the micro-batch)."""
 
 TOKENS = "update/tokens"
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end

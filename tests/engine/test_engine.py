@@ -14,9 +14,9 @@ from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
 from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig, RopeScaling
 from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.training.packing import pack_sequences
 

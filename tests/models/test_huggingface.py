@@ -18,7 +18,6 @@ import safetensors.numpy
 
 from rljax.errors import CheckpointError, TokenizerError
 from rljax.models import huggingface
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig, RopeScaling
 from rljax.models.huggingface import (
     GenerationConfig,
@@ -28,6 +27,7 @@ from rljax.models.huggingface import (
     save_model,
 )
 from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import inverse_frequencies, rope_table
 from rljax.models.transformer import forward, init_params, logits
 from tests.models.checkpoints import KINDS, VOCAB_SIZE, make_checkpoint, write_tokenizer

@@ -1,11 +1,17 @@
 """Whole runs: what they leave, that they resume with the same numbers, that every option runs."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+
 import jax
 import pytest
 
 from rljax.algorithms.dynamic_sampling import DynamicSamplingError
 from rljax.config import load_config
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError, Interrupted, UserError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from tests.training.tiny_run import train
 
@@ -81,6 +87,59 @@ def test_a_resumed_run_continues_with_the_same_numbers(plain, tmp_path):
         {k: v for k, v in line.items() if k in other} for line, other in zip(resumed, lines, strict=True)
     ]
     assert _numbers(shared) == _numbers(lines)
+
+
+def test_a_signal_saves_the_step_that_is_running(plain, tmp_path, monkeypatch):
+    _, lines = plain
+    reward = ChainArithmetic.reward
+
+    def interrupted(*args):
+        monkeypatch.undo()  # once is enough
+        signal.raise_signal(signal.SIGTERM)
+        return reward(*args)
+
+    monkeypatch.setattr(ChainArithmetic, "reward", interrupted)
+    with pytest.raises(Interrupted, match="step 1") as stopped:
+        train(tmp_path, "checkpoint.every=0", "evaluation.problems=0")
+    assert stopped.value.signal == signal.SIGTERM
+    resumed = train(tmp_path, "checkpoint.every=0", "evaluation.problems=0")
+    assert [line["step"] for line in resumed] == [0, 1, 2]
+    for line, other in zip(resumed[1:], lines[1:], strict=True):
+        assert line["loss/policy"] == other["loss/policy"]
+        assert line["gradient_norm"] == other["gradient_norm"]
+
+
+def test_a_hugging_face_directory_trains_like_the_policy_it_was_saved_from(plain, tmp_path):
+    directory, lines = plain
+    (saved,) = (directory / "warm_start").iterdir()
+    mine = train(tmp_path, f"policy={{path: {saved}}}", "warm_start=null")
+    assert _numbers(mine) == _numbers(lines)
+
+
+def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(plain, tmp_path):
+    """Two devices share the batch, two the heads; forced on the host before JAX starts, so elsewhere."""
+    _, lines = plain
+    code = (
+        "import json, pathlib, sys; from tests.training.tiny_run import train;"
+        "lines = train(pathlib.Path(sys.argv[1]), 'mesh.data=2', 'mesh.tensor=2');"
+        "print('LINES' + json.dumps(lines))"
+    )
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    sharded = json.loads(result.stdout[result.stdout.index("LINES") + len("LINES") :])
+    for line, other in zip(sharded[1:], lines[1:], strict=True):
+        for name in ("reward/mean", "rollout/tokens", "response_length/max", "update/tokens"):
+            assert line[name] == other[name]
+        for name in ("loss/policy", "gradient_norm", "entropy"):
+            assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
+        assert line["mismatch/logprob_abs_max"] < 1e-4
+        assert line["engine/compilations"] == sharded[1]["engine/compilations"]
 
 
 def test_another_seed_gives_other_numbers(plain, tmp_path):

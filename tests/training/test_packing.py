@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import UserError
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import forward, init_params
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences

@@ -13,9 +13,9 @@ from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams, entropy, transform_logits
 from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.scoring import score_packed

@@ -12,9 +12,9 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
 from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences

@@ -1,26 +1,10 @@
-"""The experiment: one YAML file plus `key=value` overrides, typed and validated before anything is compiled.
+"""The sections and keys of the config: types, defaults, reasons, and what cannot go together."""
 
-Every key says in its description why one would change it; `describe_keys` prints them for `--help`. What
-cannot work (an unknown key, a wrong type, two keys that contradict each other) is a `ConfigError` of one line
-that names the dotted key. This module does not import JAX, so that help and errors are instant.
-"""
-
-import dataclasses
-import difflib
 import itertools
-import json
-import os
-import re
-import textwrap
-import types
-import typing
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rljax.errors import ConfigError
 
@@ -253,7 +237,7 @@ class EngineConfig(Section):
 # What the papers set, as the default of every key that the config leaves out. GRPO: DeepSeekMath, arXiv
 # 2402.03300, section 4.2 and Eq. 3-4; DAPO: arXiv 2503.14476, section 4.1. DAPO's overlong buffer (4,096 of
 # 20,480 tokens) is a share of the response length, which ExperimentConfig fills in.
-_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {
         "advantage_normalization": "std",
         "clip_low": 0.2,
@@ -268,11 +252,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
     "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
 }
-_OVERLONG_SHARE = 5
+OVERLONG_SHARE = 5
 
 
 def _preset_field(key: str, **field: Any) -> Any:
-    return Field(_PRESETS["grpo"][key], **field)
+    return Field(PRESETS["grpo"][key], **field)
 
 
 class AlgorithmConfig(Section):
@@ -340,7 +324,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("name"), str):
-            return {**_PRESETS.get(data["name"], {}), **data}
+            return {**PRESETS.get(data["name"], {}), **data}
         return data
 
 
@@ -502,7 +486,7 @@ class ExperimentConfig(Section):
         length = rollout.get("max_response_length", RolloutConfig().max_response_length)
         if not isinstance(length, int):
             return data  # the type error is reported where it is
-        return {**data, "algorithm": {**algorithm, "overlong_buffer": max(length, 0) // _OVERLONG_SHARE}}
+        return {**data, "algorithm": {**algorithm, "overlong_buffer": max(length, 0) // OVERLONG_SHARE}}
 
     @model_validator(mode="after")
     def _check(self) -> "ExperimentConfig":
@@ -567,315 +551,3 @@ def check_devices(mesh: MeshConfig, num_devices: int) -> None:
             f"mesh: data {mesh.data} * fsdp {mesh.fsdp} * tensor {mesh.tensor} = {mesh.num_devices} devices,"
             f" but there {'is' if num_devices == 1 else 'are'} {num_devices}"
         )
-
-
-# --- the schema, as a list of keys
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """One key or section of the config.
-
-    Attributes:
-      name: dotted, as in an override.
-      field: its pydantic field.
-      section: the class of the section, or None for a key that holds a value.
-    """
-
-    name: str
-    field: FieldInfo
-    section: type[Section] | None
-
-    @property
-    def parent(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
-    def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def free_form(self) -> bool:
-        """Whether it is a mapping whose keys the config does not know."""
-        return typing.get_origin(self.field.annotation) is dict
-
-    @property
-    def optional(self) -> bool:
-        """Whether null is a value of its own."""
-        return type(None) in typing.get_args(self.field.annotation)
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
-
-
-def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    for name, field in section.model_fields.items():
-        key = Key(prefix + name, field, _section_of(field.annotation))
-        yield key
-        if key.section is not None:
-            yield from _walk(key.section, f"{key.name}.")
-
-
-_KEYS: dict[str, Key] = {key.name: key for key in _walk(ExperimentConfig)}
-
-
-def _unknown_key(name: str) -> str:
-    """One line about a key that does not exist, with the nearest one that does."""
-    parent, _, leaf = name.rpartition(".")
-    if parent in _KEYS and _KEYS[parent].section is None:
-        return f"{name}: unknown key; the nearest is {parent}, which holds a value"
-    siblings = [key for key in _KEYS.values() if key.parent == parent]
-    same_leaf = [key.name for key in _KEYS.values() if key.leaf == leaf]
-
-    def nearest(candidates: dict[str, str], text: str, cutoff: float) -> str | None:
-        found = difflib.get_close_matches(text, candidates, n=1, cutoff=cutoff)
-        return candidates[found[0]] if found else None
-
-    # The leaf alone is compared among siblings: with the prefix they share, any two of them would look close.
-    guess = (
-        nearest({known: known for known in same_leaf}, name, 0.0)
-        or nearest({key.leaf: key.name for key in siblings}, leaf, 0.6)
-        or nearest({key.leaf: key.name for key in _KEYS.values()}, leaf, 0.75)
-        or (None if siblings else nearest({known: known for known in _KEYS}, name, 0.6))
-    )
-    if guess is not None:
-        return f"{name}: unknown key; the nearest is {guess}"
-    if siblings:
-        return f"{name}: unknown key; {parent or 'the config'} has {', '.join(key.leaf for key in siblings)}"
-    return f"{name}: unknown key; --help lists all keys"
-
-
-# --- YAML
-
-
-def _implicit_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's rules for plain scalars, but 1e-4 is a number (as in YAML 1.2) and 2026-01-01 is text."""
-    number = re.compile(
-        r"^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    )
-    dropped = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
-    resolvers = {
-        first: [rule for rule in rules if rule[0] not in dropped]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    for first in "-+0123456789.":  # appended, for it would swallow the whole numbers
-        resolvers.setdefault(first, []).append(("tag:yaml.org,2002:float", number))
-    return resolvers
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads the config; a key that is given twice is an error instead of the last one winning."""
-
-    yaml_implicit_resolvers = _implicit_resolvers()
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is given twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: it quotes text that would look like a number to it."""
-
-    yaml_implicit_resolvers = _implicit_resolvers()
-
-
-_Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
-
-
-def _parse_yaml(text: str, source: str, name_line: bool = True) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if name_line and error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
-
-
-# --- loading
-
-
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """The experiment in a YAML file, with `dotted.key=value` overrides (values are YAML) applied in order.
-
-    Raises:
-      ConfigError: one line that names the key or the file, and what would be right.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot read the config: {reason}") from error
-    data = _parse_yaml(text, str(path))
-    data = {} if data is None else data
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys to values, got {_shown(data)}")
-    for override in overrides:
-        _apply_override(data, override, str(path))
-    _open_empty_sections(data)
-    try:
-        return ExperimentConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
-
-
-def _apply_override(data: dict[str, Any], override: str, source: str) -> None:
-    """Sets one `dotted.key=value` in the parsed YAML, in place."""
-    name, equals, text = override.partition("=")
-    name = name.strip()
-    if not equals:
-        raise ConfigError(f"{override}: not an override; write it as key=value")
-    value = _parse_yaml(text, name, name_line=False)
-    node, parts = data, name.split(".")
-    free_form = False  # below a dict such as task.args, whose keys belong to the task
-    for depth in range(1, len(parts)):
-        prefix = ".".join(parts[:depth])
-        if not free_form:
-            if prefix not in _KEYS:
-                raise ConfigError(_unknown_key(name))
-            key = _KEYS[prefix]
-            free_form = key.free_form
-            if key.section is None and not free_form:
-                raise ConfigError(_unknown_key(name))
-            if key.optional and node.get(parts[depth - 1]) is None:
-                raise ConfigError(
-                    f"{name}: {source} has no {prefix} section to override;"
-                    f" add one there, or give it whole: '{prefix}={{{'.'.join(parts[depth:])}:"
-                    f" {text.strip()}, ...}}'"
-                )
-        if node.get(parts[depth - 1]) is None:
-            node[parts[depth - 1]] = {}
-        node = node[parts[depth - 1]]
-        if not isinstance(node, dict):
-            raise ConfigError(f"{prefix}: should be a section of keys, got {_shown(node)}")
-    if not free_form and name not in _KEYS:
-        raise ConfigError(_unknown_key(name))
-    node[parts[-1]] = value
-
-
-def _open_empty_sections(data: dict[Any, Any], prefix: str = "") -> None:
-    """A section with all keys commented out is null in YAML; it means the defaults, unless it is optional."""
-    for name, value in data.items():
-        key = _KEYS.get(f"{prefix}{name}")
-        if key is None:
-            continue
-        if value is None and not key.optional and (key.section or key.free_form):
-            data[name] = {}
-        elif isinstance(value, dict) and key.section:
-            _open_empty_sections(value, f"{key.name}.")
-
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (in quotes if it looks like something else)",
-    "tuple_type": "a list",
-    "dict_type": "a section of keys",
-    "model_type": "a section of keys",
-    "finite_number": "a finite number",
-    "string_too_short": "text that is not empty",
-}
-
-
-def _shown(value: Any) -> str:
-    """A value in YAML's spelling, on one line and not too long."""
-    if value is None:
-        return "nothing (null)"
-    return textwrap.shorten(json.dumps(value, default=str, ensure_ascii=False), 80, placeholder=" ...")
-
-
-def _explain(error: ValidationError) -> str:
-    """The most telling of a validation's errors, as one line."""
-    found = error.errors(include_url=False)
-    # A misspelt required key is both unknown and missing: the unknown one says what to mend.
-    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
-    name = ".".join(str(part) for part in first["loc"])
-    match first["type"]:
-        case "extra_forbidden":
-            return _unknown_key(name)
-        case "missing":
-            key = _KEYS[name]
-            purpose = key.field.description or (key.section.__doc__ if key.section else "") or ""
-            return f"{name}: must be set. {purpose}".rstrip()
-        case "value_error":
-            return str(first["ctx"]["error"])
-        case kind:
-            expected = _EXPECTED.get(kind) or first["msg"].removeprefix("Input should be ")
-            return f"{name}: should be {expected}, got {_shown(first['input'])}"
-
-
-def to_yaml(config: ExperimentConfig) -> str:
-    """The whole config, defaults included; `load_config` reads the same config back."""
-    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-# --- help
-
-
-def _type_name(annotation: Any) -> str:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return _type_name(args[0])
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join("null" if arg is type(None) else _type_name(arg) for arg in args)
-    if origin is Literal:
-        return " | ".join(args)
-    if origin is tuple:
-        return f"list of {_type_name(args[0])}"
-    if origin is dict:
-        return "section"
-    return {str: "text"}.get(annotation, annotation.__name__)
-
-
-def _yaml_scalar(value: Any) -> str:
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000)
-    return text.removesuffix("...\n").strip()
-
-
-def _default_text(key: Key) -> str:
-    if key.field.is_required():
-        return "required"
-    default = key.field.get_default(call_default_factory=True)
-    text = _yaml_scalar(default)
-    if key.parent != "algorithm":
-        return text
-    if key.leaf == "overlong_buffer":
-        return f"{text}, dapo: max_response_length / {_OVERLONG_SHARE}"
-    for preset, values in _PRESETS.items():
-        if values.get(key.leaf, default) != default:
-            text += f", {preset}: {_yaml_scalar(values[key.leaf])}"
-    return text
-
-
-def describe_keys(width: int = 100) -> str:
-    """Every key with its type, default and reason, by section, for `--help`."""
-    indent = " " * 6
-    lines = []
-    for key in _KEYS.values():
-        if key.section is not None:
-            purpose = (key.section.__doc__ or "").strip()
-            lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
-            continue
-        head = f"  {key.name:<40} {_type_name(key.field.annotation)}"
-        default = f"[{_default_text(key)}]"
-        lines += textwrap.wrap(
-            f"{head}  {default}", width, subsequent_indent=" " * 43, break_long_words=False
-        )
-        lines += textwrap.wrap(
-            key.field.description or "", width, initial_indent=indent, subsequent_indent=indent
-        )
-    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""The experiment: one YAML file plus `key=value` overrides, typed and validated before anything is compiled.
+
+Every key says in its description why one would change it; `describe_keys` prints them for `--help`. What
+cannot work (an unknown key, a wrong type, two keys that contradict each other) is a `ConfigError` of one line
+that names the dotted key. Nothing here imports JAX, so that help and errors are instant.
+
+    schema.py        the keys, and what cannot go together: read this one
+    loading.py       from a file and overrides to an ExperimentConfig, and back
+    keys.py          the schema as a list of keys; which one a misspelt key was meant to be
+    yaml_dialect.py  YAML as the config reads it
+    help.py          the text of --help
+"""
+
+from rljax.config.help import describe_keys
+from rljax.config.loading import load_config, to_yaml
+from rljax.config.schema import (
+    AlgorithmConfig,
+    Buckets,
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    ShapeConfig,
+    TaskConfig,
+    TrainingConfig,
+    WarmStartConfig,
+    check_devices,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "Buckets",
+    "CheckpointConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "ExperimentConfig",
+    "MeshConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "RolloutConfig",
+    "ShapeConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "check_devices",
+    "describe_keys",
+    "load_config",
+    "to_yaml",
+]

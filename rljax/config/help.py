@@ -1,0 +1,67 @@
+"""Every key with its type, default and reason: the text of `--help`."""
+
+import textwrap
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from rljax.config.keys import KEYS, Key
+from rljax.config.schema import OVERLONG_SHARE, PRESETS
+from rljax.config.yaml_dialect import Dumper
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("null" if arg is type(None) else _type_name(arg) for arg in args)
+    if origin is Literal:
+        return " | ".join(args)
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is dict:
+        return "section"
+    return {str: "text"}.get(annotation, annotation.__name__)
+
+
+def _yaml_scalar(value: Any) -> str:
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000)
+    return text.removesuffix("...\n").strip()
+
+
+def _default_text(key: Key) -> str:
+    if key.field.is_required():
+        return "required"
+    default = key.field.get_default(call_default_factory=True)
+    text = _yaml_scalar(default)
+    if key.parent != "algorithm":
+        return text
+    if key.leaf == "overlong_buffer":
+        return f"{text}, dapo: max_response_length / {OVERLONG_SHARE}"
+    for preset, values in PRESETS.items():
+        if values.get(key.leaf, default) != default:
+            text += f", {preset}: {_yaml_scalar(values[key.leaf])}"
+    return text
+
+
+def describe_keys(width: int = 100) -> str:
+    """Every key with its type, default and reason, by section, for `--help`."""
+    indent = " " * 6
+    lines = []
+    for key in KEYS.values():
+        if key.section is not None:
+            purpose = (key.section.__doc__ or "").strip()
+            lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
+            continue
+        head = f"  {key.name:<40} {_type_name(key.field.annotation)}"
+        default = f"[{_default_text(key)}]"
+        lines += textwrap.wrap(
+            f"{head}  {default}", width, subsequent_indent=" " * 43, break_long_words=False
+        )
+        lines += textwrap.wrap(
+            key.field.description or "", width, initial_indent=indent, subsequent_indent=indent
+        )
+    return "\n".join(lines)
