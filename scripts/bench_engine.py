@@ -79,7 +79,7 @@ def _qwen3(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp:
 
 
 POLICIES = {
-    "2M": _qwen3(vocab=64, hidden=192, layers=4, heads=6, kv_heads=2, mlp=512),  # the quickstart's
+    "2M": _qwen3(vocab=320, hidden=192, layers=4, heads=6, kv_heads=2, mlp=512),  # the quickstart's
     "25M": _qwen3(vocab=8192, hidden=512, layers=7, heads=8, kv_heads=4, mlp=1536),
     "140M": _qwen3(vocab=32000, hidden=768, layers=18, heads=12, kv_heads=4, mlp=2048),
 }
@@ -146,6 +146,7 @@ def make_engine(
     slots: int,
     length: int,
     sampling: SamplingParams | None = None,
+    cache: Path | None = None,
 ) -> DecodeEngine:
     """A float32 engine without an end-of-sequence token: every response has the length asked for."""
     return DecodeEngine(
@@ -154,6 +155,7 @@ def make_engine(
         SamplingParams() if sampling is None else sampling,
         make_buckets(slots, length, row_invariant),
         eos_token_ids=(),
+        pool=ExecutablePool(row_invariant, cache),
     )
 
 
@@ -560,7 +562,7 @@ def first_step(checkpoint: Path, cache: Path) -> dict[str, float]:
     config = huggingface.load_model_config(checkpoint)
     params = huggingface.load_params(checkpoint, config)
     created = time.time()
-    engine = make_engine(config, row_invariant=True, slots=8, length=256)
+    engine = make_engine(config, row_invariant=True, slots=8, length=256, cache=cache)
     prefix = engine.prefill(params, random_prompts(8, config.vocab_size))
     state = engine.init_state(8, 256)
     requests = [Assignment(i, i, request_key(0, i), 128) for i in range(8)]

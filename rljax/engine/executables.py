@@ -1,6 +1,4 @@
-"""The pool of compiled programs: compiled ahead of time, shared, counted, and kept on disk between
-processes.
-"""
+"""The pool of compiled programs: compiled ahead of time, shared, counted, kept for the next process."""
 
 import os
 import time
@@ -8,6 +6,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+
+from rljax.engine.stored_programs import StoredPrograms
 
 
 def enable_compilation_cache(directory: str | os.PathLike) -> None:
@@ -35,16 +35,20 @@ class ExecutablePool:
 
     Args:
       row_invariant: compile with `row_invariant_compiler_options`.
+      directory: where programs are kept for the next process; None for nowhere.
 
     Attributes:
-      compilations: programs compiled (or loaded from the persistent cache) so far.
-      seconds: time spent on that.
+      compilations: programs compiled so far.
+      loaded: programs taken from the directory so far.
+      seconds: time spent on both.
     """
 
-    def __init__(self, row_invariant: bool = True) -> None:
+    def __init__(self, row_invariant: bool = True, directory: str | os.PathLike[str] | None = None) -> None:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self._options = row_invariant_compiler_options() if row_invariant else {}
+        self._stored = None if directory is None else StoredPrograms(directory)
         self.compilations = 0
+        self.loaded = 0
         self.seconds = 0.0
 
     def __contains__(self, key: Hashable) -> bool:
@@ -72,9 +76,22 @@ class ExecutablePool:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
-            program = lowered.compile(compiler_options=self._options)
+            program = self._programs[key] = self._make(key, function, args, donate_argnums)
             self.seconds += time.perf_counter() - start
-            self.compilations += 1
-            self._programs[key] = program
+        return program
+
+    def _make(
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        settings = (self._options, donate_argnums)
+        if self._stored is not None:
+            program = self._stored.load(key, args, settings)
+            if program is not None:
+                self.loaded += 1
+                return program
+        lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
+        program = lowered.compile(compiler_options=self._options)
+        self.compilations += 1
+        if self._stored is not None:
+            self._stored.save(key, args, settings, program)
         return program

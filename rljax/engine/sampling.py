@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax.engine.noise import gumbel_rows
-from rljax.models.numerics import Numerics, log_normalizer
+from rljax.models.numerics import Numerics, log_normalizer, row_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,19 @@ def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Arr
 
 
 def entropy(transformed: Array, numerics: Numerics) -> Array:
-    """Entropy in nats of transformed logits [..., V]: float32 [...]."""
-    logprobs = transformed - log_normalizer(transformed, numerics)
-    return -jnp.sum(jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0.0), axis=-1)
+    """Entropy of transformed logits [..., V], undifferentiated: float32 [...].
+
+        H = log sum_v e^x[v] - sum_v x[v] e^x[v] / sum_v e^x[v]
+
+    The exponentials are those of the log-softmax beside it, and both sums are products, so the entropy costs
+    next to nothing.
+    """
+    transformed = lax.stop_gradient(transformed)
+    x = transformed - jnp.max(transformed, axis=-1, keepdims=True)
+    terms = jnp.exp(x)
+    total = row_sum(terms, numerics)
+    weighted = row_sum(jnp.where(terms > 0, x * terms, 0.0), numerics)
+    return (jnp.log(total) - weighted / total)[..., 0]
 
 
 def sample(

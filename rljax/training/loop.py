@@ -73,7 +73,7 @@ class _Run:
         self.checkpoints, self.progress = checkpoints, progress
         rollout, engine = config.rollout, config.engine
         self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype)
-        self.pool = ExecutablePool(engine.row_invariant)
+        self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         mesh = make_mesh(config.mesh)
         task = make_task(config.task.name, config.seed, **config.task.args)
         policy = make_policy(config, task, directory.path / "tokenizer")

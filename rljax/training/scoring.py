@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
+from rljax.engine.sampling import SamplingParams, entropy, token_logprobs, transform_logits
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, row_sum
+from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
 from rljax.sharding import ShardedAttention, activation_sharding, constrain
@@ -68,7 +68,7 @@ def score_packed(
             # The vocabulary whole: the maximum is one that the compiler cannot reduce across devices.
             logits = constrain(logits, activation_sharding(mesh))
         transformed = transform_logits(logits, sampling, numerics)
-        return token_logprobs(transformed, targets, numerics), _entropy(transformed, numerics)
+        return token_logprobs(transformed, targets, numerics), entropy(transformed, numerics)
 
     rows, length = batch.tokens.shape
     # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.
@@ -87,19 +87,3 @@ def score_packed(
     scored = lax.map(lambda chunk: jax.checkpoint(score)(*chunk), (split(hidden), split(batch.targets)))
     logprobs, entropies = (each.swapaxes(0, 1).reshape(rows, chunks * columns)[:, :length] for each in scored)
     return logprobs, entropies
-
-
-def _entropy(transformed: Array, numerics: Numerics) -> Array:
-    """Entropy of transformed logits [..., V], undifferentiated: float32 [...].
-
-        H = log sum_v e^x[v] - sum_v x[v] e^x[v] / sum_v e^x[v]
-
-    The exponentials are those of the log-softmax beside it, and both sums are products, so the entropy costs
-    next to nothing.
-    """
-    transformed = lax.stop_gradient(transformed)
-    x = transformed - jnp.max(transformed, axis=-1, keepdims=True)
-    terms = jnp.exp(x)
-    total = row_sum(terms, numerics)
-    weighted = row_sum(jnp.where(terms > 0, x * terms, 0.0), numerics)
-    return (jnp.log(total) - weighted / total)[..., 0]

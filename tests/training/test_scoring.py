@@ -11,7 +11,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams, entropy, transform_logits
+from rljax.engine.sampling import SamplingParams, transform_logits
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
@@ -99,7 +99,10 @@ def test_against_the_textbook(params, sampling):
     assert excluded.any() == (sampling is FILTERED) and not excluded.all()
     np.testing.assert_array_equal(excluded, np.isneginf(expected[..., 0][mask]))
     np.testing.assert_allclose(logprobs[mask], expected[..., 0][mask], atol=2e-5)
-    np.testing.assert_allclose(entropies, entropy(transformed, attention.numerics), atol=2e-5)
+    whole = np.asarray(jax.nn.log_softmax(transformed))
+    np.testing.assert_allclose(
+        entropies, -np.sum(np.exp(whole) * np.where(np.isfinite(whole), whole, 0.0), axis=-1), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -1,0 +1,176 @@
+"""What training did, for one run or several: `python scripts/report_runs.py RUN_DIR ... [--plot FILE]`.
+
+Prints the held-out reward before and after, and where a step's time went; `--json` writes the same figures,
+`--plot` draws reward and response lengths over the steps.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rljax.benchmarking import Row, command_line, print_table, results_console, write_results
+from rljax.errors import UserError
+from rljax.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+
+_SMOOTHING = 5  # steps in the running mean of the reward
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMetrics:
+    """One run's metrics.
+
+    Attributes:
+      name: of its directory.
+      steps: the lines of its training steps, at least one.
+      evaluations: the lines that hold a held-out reward.
+    """
+
+    name: str
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    def mean(self, metric: str) -> float:
+        return float(np.mean([line[metric] for line in self.steps]))
+
+    def column(self, metric: str) -> np.ndarray:
+        return np.asarray([line[metric] for line in self.steps], float)
+
+
+def read_run(path: Path) -> RunMetrics:
+    """Raises `UserError` if there is no run in `path`, or it has not finished a step yet."""
+    if not (path / "metrics.jsonl").exists():
+        raise UserError(f"{path}: no run there (metrics.jsonl is missing)")
+    lines = RunDirectory(path).read_metrics()
+    steps = [line for line in lines if "reward/mean" in line]
+    if not steps:
+        raise UserError(f"{path}: the run has not finished a step yet")
+    return RunMetrics(path.name, steps, [line for line in lines if "evaluation/reward" in line])
+
+
+def rows_of(run: RunMetrics) -> list[Row]:
+    """The held-out reward against that before RL, if there are both; and seconds a step."""
+    rows = []
+    if len(run.evaluations) > 1:
+        before, after = (run.evaluations[i]["evaluation/reward"] for i in (0, -1))
+        rows.append(
+            Row(
+                name=f"{run.name}/held-out reward",
+                value=after,
+                unit="reward",
+                baseline=f"at step {run.evaluations[0]['step']}",
+                baseline_value=before,
+                ratio=after / before if before else 0.0,
+                details={"step": run.evaluations[-1]["step"], "gain": after - before},
+            )
+        )
+    p75, longest = run.column("response_length/p75"), run.column("response_length/max")
+    rows.append(
+        Row(
+            name=f"{run.name}/longest response",
+            value=float(longest.mean()),
+            unit="tokens",
+            baseline="75th percentile",
+            baseline_value=float(p75.mean()),
+            ratio=float(np.median(longest / p75)),
+            details={
+                "steps": len(run.steps),
+                "mean_response_length": run.mean("response_length/mean"),
+                "step_seconds": run.mean("time/step"),
+                "rollout_seconds": run.mean("time/rollout"),
+                "update_seconds": run.mean("time/update"),
+                "rollout_tokens_per_second": run.mean("rollout/tokens_per_second"),
+                "padding": run.mean("update/padding"),
+                "mismatch_logprob_abs_max": float(run.column("mismatch/logprob_abs_max").max()),
+            },
+        )
+    )
+    return rows
+
+
+def plot(runs: Sequence[RunMetrics], path: Path) -> None:
+    """Rewards of all runs, and response lengths over all of them, by step."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            "--plot needs matplotlib: install the plot extra (pip install -e '.[plot]')"
+        ) from error
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _plot_rewards(left, runs)
+    _plot_lengths(right, runs)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: the plot cannot be written there: {error}") from error
+
+
+def _plot_rewards(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> None:
+    for run, color in zip(runs, _COLORS, strict=False):
+        steps, rewards = run.column("step"), run.column("reward/mean")
+        width = min(_SMOOTHING, len(rewards))
+        smooth = np.convolve(rewards, np.ones(width) / width, mode="valid")
+        axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=1)
+        axes.plot(steps[width - 1 :], smooth, color=color, linewidth=2, label=run.name)
+        marks = [(line["step"], line["evaluation/reward"]) for line in run.evaluations]
+        axes.plot(*zip(*marks, strict=True), "o", color=color, markersize=7, markeredgecolor="white")
+    axes.set(xlabel="step", ylabel="reward", title=f"Reward (mean of {_SMOOTHING} steps; dots: held out)")
+    axes.legend(loc="lower right", fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _plot_lengths(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> None:
+    shortest = min(len(run.steps) for run in runs)
+    steps = runs[0].column("step")[:shortest]
+    for metric, label, color in (
+        ("max", "longest", _COLORS[1]),
+        ("p75", "75th percentile", _COLORS[4]),
+        ("mean", "mean", _COLORS[0]),
+    ):
+        values = [run.column(f"response_length/{metric}")[:shortest] for run in runs]
+        axes.plot(steps, np.mean(values, axis=0), color=color, linewidth=2, label=label)
+    axes.set(xlabel="step", ylabel="tokens", title="Response length: the long tail")
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(loc="upper center", ncols=3, fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="report_runs.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="directories of runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png, .svg, .pdf)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        runs = [read_run(path) for path in arguments.runs]
+        rows = [row for run in runs for row in rows_of(run)]
+        print_table(rows, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", results_console())
+        if arguments.json:
+            write_results(arguments.json, rows, command_line())
+        if arguments.plot:
+            plot(runs, arguments.plot)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
