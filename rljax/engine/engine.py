@@ -14,6 +14,7 @@ the first sampled token comes about like every other, and the samples of a group
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -296,6 +297,7 @@ class DecodeEngine:
     def _placed(self, function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
         """`function` with its state where `init_state` put it: every program takes what any other returns."""
 
+        @functools.wraps(function)  # the name that profiles and caches show
         def placed(*args: Any) -> DecodeState:
             return self._constrain_state(function(*args))
 
