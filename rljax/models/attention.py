@@ -41,7 +41,7 @@ def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array,
         lanes = [(0, 0)] * (values.ndim - 1) + [(0, _MIN_VALUE_LANES - head_dim)]
         values = jnp.pad(values, lanes)
     weighted = jnp.einsum("...rs,...sd->...rd", terms, values)
-    return row_sum(terms, numerics), weighted[..., :head_dim]
+    return row_sum(terms, numerics, ordered=True), weighted[..., :head_dim]
 
 
 def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:

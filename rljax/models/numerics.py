@@ -24,6 +24,7 @@ KEY_CHUNK = 256
 _ONES_ROWS = (
     8  # a product with a single row of ones would become a matrix-vector kernel, which is not row-invariant
 )
+_ORDERED_ROWS = 64  # a product with fewer takes a kernel that adds in pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,15 @@ def product(x: Array, weight: Array) -> Array:
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def row_sum(x: Array, numerics: Numerics) -> Array:
-    """Sum over the last axis of float32 x [..., n]: [..., 1]."""
+def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
+    """Sum over the last axis of float32 x [..., n]: [..., 1].
+
+    Args:
+      ordered: add one entry after the other, so that zeros between them do not matter, wherever they are.
+    """
     if not numerics.row_invariant:
         return jnp.sum(x, axis=-1, keepdims=True)
-    ones = jnp.ones((_ONES_ROWS, x.shape[-1]), x.dtype)
+    ones = jnp.ones((_ORDERED_ROWS if ordered else _ONES_ROWS, x.shape[-1]), x.dtype)
     return lax.dot_general(x, ones, (((x.ndim - 1,), (1,)), ((), ())))[..., :1]
 
 

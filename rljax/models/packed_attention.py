@@ -22,9 +22,7 @@ from rljax.models.attention import scale_queries, weigh_chunk
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_max
 
 _QUERY_BLOCK = 128
-"""Queries that meet the same keys of their own chunk: those up to the block's end. Even, so that the products
-that sum softmax terms take keys in the same pairs.
-"""
+"""Queries that meet the same keys of their own chunk: those up to the block's end."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,7 @@ keys counted from the row's start. The decoder's cache starts every sequence at 
 the decoder's sums, and with them its logprobs bit for bit, only if its chunks end where the decoder's do:
 
 - a sequence not longer than `chunk` lies within one chunk (the other keys of the chunk add exact zeros);
-- a longer one starts at a chunk boundary; what is left of its last chunk may go to short ones;
-- every start is even: the CPU products that sum softmax terms take keys in pairs, and a sequence at an odd
-  offset had other pairs (measured on x86, float32 and bfloat16: last-bit differences at align 1, none at 2).
+- a longer one starts at a chunk boundary; what is left of its last chunk may go to short ones.
 """
 
 import bisect
@@ -80,15 +78,13 @@ class Packing:
         return 1.0 - int(self.lengths.sum()) / positions if positions else 0.0
 
 
-def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK, align: int = 2) -> Packing:
+def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK) -> Packing:
     """Best-fit-decreasing under the chunk rule of this module.
 
     Args:
       lengths: int [N], each at least 1.
       pack_length: tokens in a row.
       chunk: tokens in a chunk of attention's sums.
-      align: every start is a multiple of it; divides `chunk`. 2 is enough for float32 (see above); 8 is the
-        cautious choice for bfloat16, whose CPU kernels come in more kinds.
 
     Raises:
       UserError: a sequence is longer than a row.
@@ -96,8 +92,6 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK,
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.ndim != 1 or np.any(lengths < 1):
         raise ValueError("lengths: expected [N], each at least 1")
-    if align < 1 or chunk % align:
-        raise ValueError(f"align: {align} does not divide chunk {chunk}")
     if lengths.size and lengths.max() > pack_length:
         raise UserError(
             f"training.pack_length: {pack_length} is less than a sequence of {lengths.max()} tokens (prompt"
@@ -130,7 +124,6 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK,
         _, row[i], start[i] = place
         end = int(start[i]) + length
         boundary = min(-(-end // chunk) * chunk, pack_length)
-        end = min(-(-end // align) * align, boundary)
         if boundary > end:
             bisect.insort(gaps, (boundary - end, int(row[i]), end))
         if pack_length > boundary:
@@ -144,9 +137,8 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK,
             num_rows += 1
             place = tightest(gaps, length)
         free, row[i], start[i] = place
-        used = -(-length // align) * align
-        if free > used:
-            bisect.insort(gaps, (free - used, int(row[i]), int(start[i]) + used))
+        if free > length:
+            bisect.insort(gaps, (free - length, int(row[i]), int(start[i]) + length))
     return Packing(lengths, row, start, num_rows, pack_length)
 
 

@@ -18,23 +18,21 @@ from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 
 @st.composite
 def problems(draw):
-    align = draw(st.sampled_from([1, 2, 8]))
     chunk = 8 * draw(st.integers(1, 3))
     pack_length = draw(st.integers(1, 5 * chunk))  # often not a multiple of chunk
     lengths = draw(st.lists(st.integers(1, pack_length), max_size=40))
-    return lengths, pack_length, chunk, align
+    return lengths, pack_length, chunk
 
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
 def test_every_packing_keeps_the_rules(problem):
-    lengths, pack_length, chunk, align = problem
-    packing = pack_sequences(lengths, pack_length, chunk, align)
+    lengths, pack_length, chunk = problem
+    packing = pack_sequences(lengths, pack_length, chunk)
     taken = np.zeros((packing.num_rows, pack_length), int)
     for length, row, start in zip(lengths, packing.row, packing.start, strict=True):
         assert start >= 0 and start + length <= pack_length
         taken[row, start : start + length] += 1
-        assert start % align == 0
         if length <= chunk:
             assert start // chunk == (start + length - 1) // chunk, (
                 "a short sequence crosses a chunk boundary"
@@ -52,7 +50,7 @@ def test_every_packing_keeps_the_rules(problem):
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 2**31), st.sampled_from([(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]))
 def test_batches_round_trip(problem, seed, microbatching):
-    lengths, pack_length, chunk, align = problem
+    lengths, pack_length, chunk = problem
     rng = np.random.default_rng(seed)
     sequences = []
     for length in lengths:
@@ -67,7 +65,7 @@ def test_batches_round_trip(problem, seed, microbatching):
                 weight=float(np.float32(rng.uniform(0.1, 1))),
             )
         )
-    packing = pack_sequences(lengths, pack_length, chunk, align)
+    packing = pack_sequences(lengths, pack_length, chunk)
     microbatches = packing.microbatches(*microbatching)
     batches = [build_batch(sequences, packing, rows) for rows in microbatches]
     if not batches:
@@ -107,7 +105,7 @@ def test_a_batch_by_hand():
         TrainingSequence([1, 2], [3, 4, 5], [-0.1, -0.2, -0.3], advantage=2.0, weight=0.25),
         TrainingSequence([6], [7], None, advantage=-1.0, weight=0.5),
     ]
-    packing = pack_sequences([5, 2], pack_length=8, chunk=8, align=1)
+    packing = pack_sequences([5, 2], pack_length=8, chunk=8)
     np.testing.assert_array_equal(packing.start, [0, 5])
     batch = build_batch(sequences, packing, range(2))
     assert batch.tokens.shape == (2, 8)
@@ -142,15 +140,14 @@ def test_micro_batches_leave_hardly_a_row_empty():
 
 
 @pytest.mark.parametrize("pack_length", [768, 1024])
-@pytest.mark.parametrize(("align", "limit"), [(2, 0.05), (8, 0.08)])
-def test_padding_of_a_long_tail_is_small(pack_length, align, limit):
+def test_padding_of_a_long_tail_is_small(pack_length):
     """256 lengths, lognormal with a 75th percentile of 100, at most 500; micro-batches of 4 rows."""
     fractions = []
     for seed in range(5):
         lengths = np.random.default_rng(seed).lognormal(np.log(100) - 0.674 * 0.8, 0.8, 256)
-        packing = pack_sequences(np.clip(lengths, 1, 500).astype(int), pack_length, align=align)
+        packing = pack_sequences(np.clip(lengths, 1, 500).astype(int), pack_length)
         fractions.append(packing.padding_fraction(packing.microbatches(4)[-1].stop))
-    assert np.mean(fractions) < limit
+    assert np.mean(fractions) < 0.05
     assert max(fractions) < 0.1
 
 
@@ -170,15 +167,13 @@ def test_bad_sequences_are_named():
         build_batch([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
     with pytest.raises(ValueError, match="sequence 0: 2 rollout_logprobs for 1"):
         build_batch([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
-    with pytest.raises(ValueError, match="align"):
-        pack_sequences([2], 8, chunk=8, align=3)
     with pytest.raises(ValueError, match="at least 1"):
         pack_sequences([2, 0], 8)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
-@pytest.mark.parametrize(("compute_dtype", "align"), [("float32", None), ("bfloat16", 8)])
-def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype, align):
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
     """What the packing rules are for. Rows of 512 with one sequence from position 0 stand for the decoder."""
     config = ModelConfig(
         architecture="qwen3",
@@ -205,7 +200,8 @@ def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype, align):
     rng = np.random.default_rng(0)
     lengths = np.array([500, 300, *rng.integers(4, 200, 16)])
     sequences = [TrainingSequence(rng.integers(0, 64, n), [], None, 0.0, 0.0) for n in lengths]
-    packing = pack_sequences(lengths, 768, **({} if align is None else {"align": align}))
+    packing = pack_sequences(lengths, 768)
+    assert np.any(packing.start % 2), "no sequence starts at an odd position"
     packed = hidden_states(build_batch(sequences, packing, range(packing.num_rows)))
     for i, length in enumerate(lengths):
         row = build_batch(sequences[i : i + 1], pack_sequences([length], 512), range(1))
