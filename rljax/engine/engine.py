@@ -123,6 +123,8 @@ class DecodeEngine:
                 buckets.batch[-1],
             )
         )
+        # Prompts are often much shorter than the shortest cache: a block of keys is as good a length.
+        self._prefill_lengths = tuple(sorted({kv_cache.KEY_BLOCK, *buckets.cache}))
         self.mesh = mesh
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
         if mesh is not None:
@@ -165,7 +167,9 @@ class DecodeEngine:
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
         rows = next(rows for rows in self._prefill_rows if rows >= len(prompts))
-        length = self.buckets.cache_for(max(map(len, prompts)))
+        longest = max(map(len, prompts))
+        self.buckets.cache_for(longest)  # raises where it does not fit
+        length = next(length for length in self._prefill_lengths if length >= longest)
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -267,7 +271,8 @@ class DecodeEngine:
         """
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
-        prompt_lengths = [c for c in self.buckets.cache if c <= self.buckets.cache_for(prompt_length)]
+        needed = next(length for length in self._prefill_lengths if length >= prompt_length)
+        prompt_lengths = [length for length in self._prefill_lengths if length <= needed]
         prefixes = [
             self.prefill(params, [[0] * length] * rows)
             for rows in self._prefill_rows

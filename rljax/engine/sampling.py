@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax.engine.noise import gumbel_rows
-from rljax.models.numerics import Numerics, log_normalizer, row_sum
+from rljax.models.numerics import Numerics, log_normalizer, row_max, row_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,16 @@ def entropy(transformed: Array, numerics: Numerics) -> Array:
     return (jnp.log(total) - weighted / total)[..., 0]
 
 
+def first_maximum(x: Array) -> Array:
+    """argmax over the last axis of [..., V], int32 [...]: the first of equals; the last index if one is NaN.
+
+    In two passes. The one pass of `jnp.argmax` takes the noise into its fusion, and a CPU then computes all
+    of it on a single core.
+    """
+    indices = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.min(jnp.where(x == row_max(x), indices, x.shape[-1] - 1), axis=-1)
+
+
 def sample(
     logits: Array, keys: Array, positions: Array, params: SamplingParams, numerics: Numerics
 ) -> tuple[Array, Array]:
@@ -115,7 +125,7 @@ def sample(
     noisy = transformed
     if not params.greedy:
         noisy = transformed + gumbel_rows(keys, positions, logits.shape[-1])
-    tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    tokens = first_maximum(noisy)
     return tokens, token_logprobs(transformed, tokens, numerics)
 
 

@@ -9,7 +9,14 @@ import pytest
 from scipy import stats
 
 from rljax.engine import noise
-from rljax.engine.sampling import SamplingParams, entropy, sample, token_logprobs, transform_logits
+from rljax.engine.sampling import (
+    SamplingParams,
+    entropy,
+    first_maximum,
+    sample,
+    token_logprobs,
+    transform_logits,
+)
 from rljax.models.numerics import Numerics
 
 NUMERICS = Numerics()
@@ -222,3 +229,11 @@ def test_gradients_pass_the_filters(params):
 def test_impossible_parameters_are_refused(wrong):
     with pytest.raises(ValueError):
         SamplingParams(**wrong)
+
+
+def test_first_maximum_is_argmax():
+    x = np.random.default_rng(0).integers(0, 5, (40, 3, 17)).astype(np.float32)  # many equals
+    x[0, 0] = -np.inf
+    np.testing.assert_array_equal(first_maximum(jnp.asarray(x)), np.argmax(x, axis=-1))
+    x[1, 1, 4] = np.nan
+    assert 0 <= int(first_maximum(jnp.asarray(x))[1, 1]) < 17
