@@ -210,47 +210,53 @@ def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> t
     del numerics
     queries, keys, values, segment_ids, own_mask, first, out, normalizer = kept
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
-    Sums = tuple[Array, Array]
+    offset = jnp.sum(gradient * out, axis=-1, keepdims=True)
+    Gradients = tuple[Array, Array, Array]  # of queries, keys and values
 
-    def chunk_gradients(to_earlier: Sums, number: Array) -> tuple[Sums, tuple[Array, Array, Array]]:
-        mine, my_gradient, my_normalizer = queries[number], gradient[number], normalizer[number]
-        offset = jnp.sum(my_gradient * out[number], axis=-1, keepdims=True)
-
-        def add(chunk: Array, sums: tuple[Array, Sums]) -> tuple[Array, Sums]:
-            to_queries, (to_keys, to_values) = sums
-            scores = _earlier_scores(mine, keys[chunk], segment_ids[number], segment_ids[chunk])
-            more_queries, more_keys, more_values = _pair_gradients(
-                mine, keys[chunk], values[chunk], scores, my_normalizer, my_gradient, offset
-            )
-            to_earlier = to_keys.at[chunk].add(more_keys), to_values.at[chunk].add(more_values)
-            return to_queries + more_queries, to_earlier
-
-        to_blocks = []
-        to_keys, to_values = jnp.zeros_like(keys[0]), jnp.zeros_like(values[0])
+    def own_chunk(number: Array) -> Gradients:
+        """What the queries and keys of one chunk do to each other."""
+        to_blocks, to_keys, to_values = [], 0.0, 0.0
         for block, own, seen in own_blocks:
-            my_keys, my_values = keys[number][:, :, seen], values[number][:, :, seen]
-            scores = _own_scores(mine[:, :, block], my_keys, own_mask[number][:, own, seen])
+            my_queries, my_keys = queries[number][:, :, block], keys[number][:, :, seen]
             to_block, more_keys, more_values = _pair_gradients(
-                mine[:, :, block],
+                my_queries,
                 my_keys,
-                my_values,
-                scores,
-                my_normalizer[:, :, block],
-                my_gradient[:, :, block],
-                offset[:, :, block],
+                values[number][:, :, seen],
+                _own_scores(my_queries, my_keys, own_mask[number][:, own, seen]),
+                normalizer[number][:, :, block],
+                gradient[number][:, :, block],
+                offset[number][:, :, block],
             )
+            behind = [(0, 0), (0, 0), (0, keys.shape[3] - seen.stop), (0, 0)]
             to_blocks.append(to_block)
-            to_keys = to_keys.at[:, :, seen].add(more_keys)
-            to_values = to_values.at[:, :, seen].add(more_values)
-        to_queries = jnp.stack(to_blocks, axis=2)
-        to_queries, to_earlier = lax.fori_loop(first[number], number, add, (to_queries, to_earlier))
-        return to_earlier, (to_queries, to_keys, to_values)
+            to_keys += jnp.pad(more_keys, behind)
+            to_values += jnp.pad(more_values, behind)
+        return jnp.stack(to_blocks, axis=2), to_keys, to_values
 
-    nothing = jnp.zeros_like(keys), jnp.zeros_like(values)
-    to_earlier, (to_queries, to_keys, to_values) = lax.scan(
-        chunk_gradients, nothing, jnp.arange(len(queries), dtype=jnp.int32)
-    )
-    return to_queries, to_keys + to_earlier[0], to_values + to_earlier[1], None, None
+    def earlier_chunks(number: Array, sums: Gradients) -> Gradients:
+        def meet(chunk: Array, sums: Gradients) -> Gradients:
+            scores = _earlier_scores(queries[number], keys[chunk], segment_ids[number], segment_ids[chunk])
+            to_queries, to_keys, to_values = _pair_gradients(
+                queries[number],
+                keys[chunk],
+                values[chunk],
+                scores,
+                normalizer[number],
+                gradient[number],
+                offset[number],
+            )
+            return (
+                sums[0].at[number].add(to_queries),
+                sums[1].at[chunk].add(to_keys),
+                sums[2].at[chunk].add(to_values),
+            )
+
+        return lax.fori_loop(first[number], number, meet, sums)
+
+    # Two passes: sums carried through the first would be copied at every chunk, needed or not.
+    sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
+    sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
+    return *sums, None, None
 
 
 _attend.defvjp(_forward, _backward)
