@@ -18,8 +18,6 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rljax.config import MeshConfig
-from rljax.engine.kv_cache import KVCache
-from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Attention, Params, param_shapes
@@ -102,7 +100,7 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[str, int]]:
     }
 
 
-def _replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
+def replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
     """Axes of the policy that this mesh does not divide and that may be replicated instead."""
     replicated = set()
     for axis, (name, size) in _sizes(config).items():
@@ -118,7 +116,8 @@ def _replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
     return replicated
 
 
-def _named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) -> NamedSharding:
+def named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) -> NamedSharding:
+    """Of an array whose dimensions mean `axes` (None: never split), but for those that are `replicated`."""
     replicated = replicated or set()
     spec = [None if axis is None or axis in replicated else MESH_AXES[axis] for axis in axes]
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -136,9 +135,9 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False) -> 
       decoding: the layout of the engine's copy: only tensor splits it. Weights split along fsdp would be
         gathered again for every token, and sampling wants a token's logits on one device.
     """
-    replicated = _replicated_axes(config, mesh) | (_WHOLE_IN_DECODING if decoding else set())
+    replicated = replicated_axes(config, mesh) | (_WHOLE_IN_DECODING if decoding else set())
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: _named(mesh, *_PARAM_AXES[path[-1].key], replicated=replicated),
+        lambda path, _: named(mesh, *_PARAM_AXES[path[-1].key], replicated=replicated),
         param_shapes(config),
         is_leaf=lambda x: isinstance(x, tuple),
     )
@@ -151,50 +150,17 @@ def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None, decodin
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of arrays [R, T]: rows over data and fsdp."""
-    return _named(mesh, "batch", None)
+    return named(mesh, "batch", None)
 
 
 def activation_sharding(mesh: Mesh) -> NamedSharding:
     """Of hidden states [R, T, d]: rows over data and fsdp."""
-    return _named(mesh, "batch", None, None)
+    return named(mesh, "batch", None, None)
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def slot_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [B] over the slots of a decode state."""
-    return _named(mesh, "slots")
-
-
-def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
-    """A KVCache with a NamedSharding in the place of every array: slots over data and fsdp, heads over
-    tensor.
-    """
-    if cache.batch % row_multiple(mesh):
-        raise ConfigError(
-            f"engine.batch_buckets: {cache.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
-            f" {row_multiple(mesh)} devices; use multiples of {row_multiple(mesh)}"
-        )
-    replicated = _replicated_axes(config, mesh)
-
-    def sharding(array: Array) -> NamedSharding:
-        rest = (None,) * (array.ndim - 2)
-        return _named(mesh, "slots", "kv_heads", *rest, replicated=replicated)
-
-    return KVCache(keys=[sharding(k) for k in cache.keys], values=[sharding(v) for v in cache.values])
-
-
-def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
-    """A DecodeState with a NamedSharding in the place of every array: all split by slots."""
-
-    def per_slot(array: Array) -> NamedSharding:
-        return _named(mesh, "slots", *(None,) * (array.ndim - 1))
-
-    shardings: DecodeState = jax.tree.map(per_slot, state)
-    return shardings.replace(cache=cache_shardings(state.cache, config, mesh))
 
 
 def constrain(tree: Any, shardings: Any) -> Any:
@@ -221,9 +187,9 @@ class ShardedAttention:
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], what the attention keeps)."""
-        replicated = _replicated_axes(self.config, self.mesh)
-        heads = _named(self.mesh, "batch", None, "heads", None)
-        kv_heads = _named(self.mesh, "batch", None, "kv_heads", None, replicated=replicated)
+        replicated = replicated_axes(self.config, self.mesh)
+        heads = named(self.mesh, "batch", None, "heads", None)
+        kv_heads = named(self.mesh, "batch", None, "kv_heads", None, replicated=replicated)
         k, v = constrain((k, v), (kv_heads, kv_heads))
         attended, kept = self.attention(layer, constrain(q, heads), k, v)
         return constrain(attended, heads), kept

@@ -28,6 +28,7 @@ from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
 from rljax.engine.sampling import SamplingParams, sample
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models import transformer
@@ -38,12 +39,9 @@ from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.sharding import (
     ShardedAttention,
-    cache_shardings,
     constrain,
-    decode_state_shardings,
     replicated_sharding,
     shard_params,
-    slot_sharding,
 )
 
 

@@ -65,7 +65,7 @@ def score_packed(
     def score(hidden: Array, targets: Array) -> tuple[Array, Array]:
         logits = transformer.logits(params, config, hidden)
         if mesh is not None:
-            # The vocabulary whole: the maximum is one that the compiler cannot reduce across devices.
+            # The vocabulary whole: a chunk of logits is small, and its sums then need no communication.
             logits = constrain(logits, activation_sharding(mesh))
         transformed = transform_logits(logits, sampling, numerics)
         return token_logprobs(transformed, targets, numerics), entropy(transformed, numerics)

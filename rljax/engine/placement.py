@@ -1,0 +1,44 @@
+"""Where the decode state lies on a mesh; the table of axes is `rljax/sharding.py`'s."""
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from rljax.engine.kv_cache import KVCache
+from rljax.engine.state import DecodeState
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.sharding import named, replicated_axes, row_multiple
+
+
+def slot_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [B] over the slots of a decode state."""
+    return named(mesh, "slots")
+
+
+def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
+    """A KVCache with a NamedSharding in the place of every array: slots over data and fsdp, heads over
+    tensor.
+    """
+    if cache.batch % row_multiple(mesh):
+        raise ConfigError(
+            f"engine.batch_buckets: {cache.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
+            f" {row_multiple(mesh)} devices; use multiples of {row_multiple(mesh)}"
+        )
+    replicated = replicated_axes(config, mesh)
+
+    def sharding(array: Array) -> NamedSharding:
+        rest = (None,) * (array.ndim - 2)
+        return named(mesh, "slots", "kv_heads", *rest, replicated=replicated)
+
+    return KVCache(keys=[sharding(k) for k in cache.keys], values=[sharding(v) for v in cache.values])
+
+
+def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
+    """A DecodeState with a NamedSharding in the place of every array: all split by slots."""
+
+    def per_slot(array: Array) -> NamedSharding:
+        return named(mesh, "slots", *(None,) * (array.ndim - 1))
+
+    shardings: DecodeState = jax.tree.map(per_slot, state)
+    return shardings.replace(cache=cache_shardings(state.cache, config, mesh))
