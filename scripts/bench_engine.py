@@ -21,6 +21,7 @@ import numpy as np
 
 from rljax.algorithms.losses import aggregation_weights
 from rljax.benchmarking import (
+    Comparison,
     Interference,
     Row,
     command_line,
@@ -135,6 +136,19 @@ def make_reference(config: ModelConfig, directory: Path) -> "tuple[transformers.
     if loaded != config:
         raise RuntimeError(f"transformers saved {loaded}, not {config}")
     return model, huggingface.load_params(directory, loaded, dtype="float32")
+
+
+def speed_row(name: str, tokens: int, timing: Comparison, baseline: str, details: dict[str, object]) -> Row:
+    """Tokens per second of two sides that `compare` timed on the same tokens."""
+    return Row(
+        name=name,
+        value=tokens / timing.seconds,
+        unit="tokens/s",
+        baseline=baseline,
+        baseline_value=tokens / timing.baseline_seconds,
+        ratio=timing.ratio,
+        details={"ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high, **details},
+    )
 
 
 # --- decode ------------------------------------------------------------------------------------------------
@@ -279,16 +293,12 @@ def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]
             first, step = first_token_and_step(seconds, ours, new_tokens)
             baseline_first, baseline_step = first_token_and_step(seconds, theirs, new_tokens)
             rows.append(
-                Row(
-                    name=f"decode/{name}/batch {batch}/{what}",
-                    value=batch * new_tokens / timing.seconds,
-                    unit="tokens/s",
-                    baseline=baseline,
-                    baseline_value=batch * new_tokens / timing.baseline_seconds,
-                    ratio=timing.ratio,
-                    details={
-                        "ratio_low": timing.ratio_low,
-                        "ratio_high": timing.ratio_high,
+                speed_row(
+                    f"decode/{name}/batch {batch}/{what}",
+                    batch * new_tokens,
+                    timing,
+                    baseline,
+                    {
                         "rounds": repeats,
                         "params": num_params(config),
                         "batch": batch,
@@ -529,16 +539,12 @@ def update_rows(name: str, config: ModelConfig, num_sequences: int, repeats: int
     for switch, side in sides.items():
         timing = compare(seconds[switch], seconds["PyTorch"])
         rows.append(
-            Row(
-                name=f"update/{name}/row_invariant {switch}",
-                value=tokens / timing.seconds,
-                unit="tokens/s",
-                baseline="PyTorch, transformers",
-                baseline_value=tokens / timing.baseline_seconds,
-                ratio=timing.ratio,
-                details={
-                    "ratio_low": timing.ratio_low,
-                    "ratio_high": timing.ratio_high,
+            speed_row(
+                f"update/{name}/row_invariant {switch}",
+                tokens,
+                timing,
+                "PyTorch, transformers",
+                {
                     "rounds": repeats,
                     "params": num_params(config),
                     "sequences": num_sequences,

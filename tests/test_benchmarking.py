@@ -1,7 +1,6 @@
 """Benchmarks: what is computed from timings, what is written, and that both sides compute the same thing."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -29,17 +28,14 @@ from rljax.benchmarking import (
     write_results,
 )
 from rljax.errors import UserError
+from tests.scripts import SCRIPTS, load_script
 
-_SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_engine.py"
+_SCRIPT = SCRIPTS / "bench_engine.py"
 
 
 @pytest.fixture(scope="module")
 def bench_engine():
-    spec = importlib.util.spec_from_file_location("bench_engine", _SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_engine")
 
 
 @pytest.fixture

@@ -1,22 +1,17 @@
 """scripts/report_runs.py: figures and a plot from what runs leave."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-_SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "report_runs.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def report_runs():
-    spec = importlib.util.spec_from_file_location("report_runs", _SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("report_runs")
 
 
 def write_run(directory: Path, steps: int, first: float = 0.25) -> Path:

@@ -113,14 +113,7 @@ class DecodeEngine:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_visit = decode_steps_per_visit
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
-        self._prefill_rows = (
-            buckets.batch[::2]
-            if buckets.batch[-1] in buckets.batch[::2]
-            else (
-                *buckets.batch[::2],
-                buckets.batch[-1],
-            )
-        )
+        self._prefill_rows = tuple(sorted({*buckets.batch[::2], buckets.batch[-1]}))
         # Prompts are often much shorter than the shortest cache: a block of keys is as good a length.
         self._prefill_lengths = tuple(sorted({kv_cache.KEY_BLOCK, *buckets.cache}))
         self.mesh = mesh

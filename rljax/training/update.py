@@ -221,7 +221,7 @@ class Trainer:
         self._pack_length = training.pack_length
         self._rows_per_microbatch = training.rows_per_microbatch
         self._rope = rope_table(config, training.pack_length)
-        self._replicated = self._shardings = self._state_shardings = None
+        self._replicated = self._shardings = None
         if mesh is not None:
             self._replicated = replicated_sharding(mesh)
             self._shardings = param_shardings(config, mesh)
