@@ -43,6 +43,15 @@ def _round_up(value: int, buckets: tuple[int, ...], what: str) -> int:
     raise ValueError(f"{value} {what} exceed the largest bucket, {buckets[-1]}")
 
 
+def check_slots(slots: int, row_multiple: int) -> None:
+    """Raises a ConfigError unless `row_multiple` devices can share the slots evenly."""
+    if slots % row_multiple:
+        raise ConfigError(
+            f"engine.batch_buckets: {slots} slots cannot be split evenly over mesh.data * mesh.fsdp ="
+            f" {row_multiple} devices; use multiples of {row_multiple}"
+        )
+
+
 def make_buckets(
     max_slots: int,
     max_length: int,
@@ -72,11 +81,7 @@ def make_buckets(
     else:
         batch = sorted({max(bucket, 2 if row_invariant else 1) for bucket in batch_buckets})
         for size in batch:
-            if size % row_multiple:
-                raise ConfigError(
-                    f"engine.batch_buckets: {size} slots cannot be split evenly over mesh.data * mesh.fsdp ="
-                    f" {row_multiple} devices; use multiples of {row_multiple}"
-                )
+            check_slots(size, row_multiple)
         if batch[-1] < max_slots:
             raise ConfigError(
                 f"engine.batch_buckets: the largest, {batch[-1]}, is below engine.max_slots = {max_slots}"

@@ -1,10 +1,9 @@
 """The noise field: Gumbel noise as a pure function of (run seed, request, position, token).
 
 Sampling is `argmax(logits / T + G)` with G standard Gumbel (Gumbel-max: an exact sample of the softmax).
-Because G depends on nothing that
-advances, the token at a position depends on the prefix and the policy alone, however the engine came to
-  compute it: alone or batched, in any slot, decoded one by one or verified as a draft. That is the idea the
-  whole engine hangs on (`docs/design.md`).
+Because G depends on nothing that advances, the token at a position depends on the prefix and the policy
+alone, however the engine came to compute it: alone or batched, in any slot, decoded one by one or verified as
+a draft. That is the idea the whole engine hangs on (`docs/design.md`).
 
 A request's key comes from Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011)
 over its identity, a position's key from the same cipher once more; the bits of a token from two rounds of a

@@ -4,9 +4,9 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from rljax.engine.buckets import check_slots
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.state import DecodeState
-from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.sharding import named, replicated_axes, row_multiple
 
@@ -20,11 +20,7 @@ def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
     """A KVCache with a NamedSharding in the place of every array: slots over data and fsdp, heads over
     tensor.
     """
-    if cache.batch % row_multiple(mesh):
-        raise ConfigError(
-            f"engine.batch_buckets: {cache.batch} slots cannot be split evenly over mesh.data * mesh.fsdp ="
-            f" {row_multiple(mesh)} devices; use multiples of {row_multiple(mesh)}"
-        )
+    check_slots(cache.batch, row_multiple(mesh))
     replicated = replicated_axes(config, mesh)
 
     def sharding(array: Array) -> NamedSharding:

@@ -108,7 +108,8 @@ def _surroundings() -> str:
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     device = jax.devices()[0]
     facts = [platform.python_version(), platform.machine(), _cpu_features(), device.platform]
-    facts += [device.device_kind, os.environ.get("XLA_FLAGS", "")]
+    facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]
+    facts += [os.cpu_count()]  # a CPU's loops are split for as many cores
     facts += [f"{library} {version(library)}" for library in _LIBRARIES]
     facts += [f"{name} {getattr(jax.config, name, None)}" for name in _SETTINGS]
     digest.update(repr(facts).encode())
