@@ -12,13 +12,9 @@ Results are JSON, one file a script, with the command, commit and machine that m
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rljax.errors import UserError
-
-_REPOSITORY = Path(__file__).resolve().parent.parent
-
+from rljax.provenance import git_commit, machine_facts, num_cores
 
 # --- timing ----------------------------------------------------------------------------------------------
 
@@ -195,76 +189,6 @@ def measure_read_bandwidth(megabytes: int = 512, repeats: int = 5) -> dict[str, 
             methods["torch sum"] = lambda: tensor.sum()
         seconds = interleave(methods, repeats)
     return {name: array.nbytes / min(times) for name, times in seconds.items()}
-
-
-# --- the machine -----------------------------------------------------------------------------------------
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:  # not Linux
-        pass
-    return platform.processor() or platform.machine()
-
-
-def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Processor, cores, accelerator (None on a CPU) and versions.
-
-    Args:
-      packages: further distributions whose versions matter to the results; those not installed are left out.
-    """
-    devices = jax.devices()
-    facts: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": num_cores(),
-        "accelerator": None if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}",
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
-    for package in packages:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return facts
-
-
-def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
-    """The commit checked out in `directory`; None outside git.
-
-    It ends in "-dirty" if tracked files differ from it, results aside: measuring twice changes no code.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", os.fspath(directory), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + (
-            "-dirty"
-            if git("status", "--short", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-            else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command that runs this script again, from the repository's root."""
-    script, *arguments = sys.argv if argv is None else argv
-    path = Path(script).resolve()
-    name = path.relative_to(_REPOSITORY).as_posix() if path.is_relative_to(_REPOSITORY) else path.name
-    return shlex.join(["python", name, *arguments])
 
 
 # --- results ---------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rljax.benchmarking import Row, command_line, print_table, results_console, write_results
+from rljax.benchmarking import Row, print_table, results_console, write_results
 from rljax.errors import UserError
+from rljax.provenance import command_line
 from rljax.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -32,11 +33,18 @@ class RunMetrics:
       name: of its directory.
       steps: the lines of its training steps, at least one.
       evaluations: the lines that hold a held-out reward.
+      sessions: the processes that made it.
     """
 
     name: str
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+
+    @property
+    def minutes(self) -> float | None:
+        """From the start of the command to the last metrics line; None if several processes took part."""
+        return self.steps[-1]["time/elapsed"] / 60 if len(self.sessions) == 1 else None
 
     def mean(self, metric: str) -> float:
         return float(np.mean([line[metric] for line in self.steps]))
@@ -49,11 +57,13 @@ def read_run(path: Path) -> RunMetrics:
     """Raises `UserError` if there is no run in `path`, or it has not finished a step yet."""
     if not (path / "metrics.jsonl").exists():
         raise UserError(f"{path}: no run there (metrics.jsonl is missing)")
-    lines = RunDirectory(path).read_metrics()
+    directory = RunDirectory(path)
+    lines = directory.read_metrics()
     steps = [line for line in lines if "reward/mean" in line]
     if not steps:
         raise UserError(f"{path}: the run has not finished a step yet")
-    return RunMetrics(path.name, steps, [line for line in lines if "evaluation/reward" in line])
+    evaluations = [line for line in lines if "evaluation/reward" in line]
+    return RunMetrics(path.name, steps, evaluations, directory.read_sessions())
 
 
 def rows_of(run: RunMetrics) -> list[Row]:
@@ -83,6 +93,8 @@ def rows_of(run: RunMetrics) -> list[Row]:
             ratio=float(np.median(longest / p75)),
             details={
                 "steps": len(run.steps),
+                "minutes": run.minutes,
+                "commits": sorted({session["commit"] or "unknown" for session in run.sessions}),
                 "mean_response_length": run.mean("response_length/mean"),
                 "step_seconds": run.mean("time/step"),
                 "rollout_seconds": run.mean("time/rollout"),

@@ -14,7 +14,7 @@ def report_runs():
     return load_script("report_runs")
 
 
-def write_run(directory: Path, steps: int, first: float = 0.25) -> Path:
+def write_run(directory: Path, steps: int, first: float = 0.25, commits=("abc",)) -> Path:
     directory.mkdir()
     lines = [{"step": 0, "evaluation/reward": first}]
     for step in range(1, steps + 1):
@@ -29,17 +29,20 @@ def write_run(directory: Path, steps: int, first: float = 0.25) -> Path:
                 "time/step": 2.0,
                 "time/rollout": 1.5,
                 "time/update": 0.5,
+                "time/elapsed": 60.0 * step,
                 "update/padding": 0.05,
                 "mismatch/logprob_abs_max": 0.0,
             }
         )
     lines[-1]["evaluation/reward"] = 0.5
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sessions = [{"step": 0, "commit": commit} for commit in commits]
+    (directory / "sessions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sessions))
     return directory
 
 
 def test_figures_and_plot(report_runs, tmp_path, capsys):
-    runs = [write_run(tmp_path / "one", 2), write_run(tmp_path / "two", 9, first=0.0)]
+    runs = [write_run(tmp_path / "one", 2), write_run(tmp_path / "two", 9, 0.0, ("old", "new"))]
     out, picture = tmp_path / "new" / "runs.json", tmp_path / "plots" / "runs.png"
     assert report_runs.main([*map(str, runs), "--json", str(out), "--plot", str(picture)]) == 0
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
@@ -49,6 +52,12 @@ def test_figures_and_plot(report_runs, tmp_path, capsys):
     tail = rows["one/longest response"]
     assert (tail["value"], tail["baseline_value"], tail["ratio"]) == (175.0, 50.0, 3.5)
     assert tail["rollout_seconds"] == 1.5
+    assert (tail["minutes"], tail["commits"]) == (2.0, ["abc"])
+    resumed = rows["two/longest response"]
+    assert (resumed["minutes"], resumed["commits"]) == (
+        None,
+        ["new", "old"],
+    )  # one process's time is not the run's
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "one/held-out reward" in capsys.readouterr().out
 

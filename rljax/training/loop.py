@@ -49,12 +49,13 @@ def run(config: ExperimentConfig) -> None:
     check_devices(config.mesh, jax.device_count())
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
+    start = time.perf_counter()
     directory = RunDirectory(config.run_dir)
     directory.write_config(config)
     checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
     try:
         with Progress() as progress:
-            _Run(config, directory, checkpoints, progress).train()
+            _Run(config, directory, checkpoints, progress, start).train()
     finally:
         checkpoints.close()
 
@@ -68,8 +69,9 @@ class _Run:
         directory: RunDirectory,
         checkpoints: RunCheckpoints,
         progress: Progress,
+        start: float,
     ) -> None:
-        self.config, self.directory = config, directory
+        self.config, self.directory, self.start = config, directory, start
         self.checkpoints, self.progress = checkpoints, progress
         rollout, engine = config.rollout, config.engine
         self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype)
@@ -131,6 +133,7 @@ class _Run:
     def train(self) -> None:
         config, progress = self.config, self.progress
         self.resume()
+        self.directory.record_session(self.step)
         progress.message("compiling")
         self.engine.warm_up(
             self.engine.load_params(self.state.params),
@@ -139,7 +142,7 @@ class _Run:
         )
         self.trainer.warm_up(self.state, reference=self.reference is not None)
         if self.step == 0:
-            self.directory.append_metrics({"step": 0} | self.evaluate())
+            self.write_metrics(self.evaluate())
         with StopRequest(progress.message) as stop:
             while self.step < config.training.steps:
                 stopped_by = self.advance(stop)
@@ -169,12 +172,16 @@ class _Run:
         last = self.step == config.training.steps
         if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
             metrics |= self.evaluate()
-        self.directory.append_metrics({"step": self.step} | metrics)
+        self.write_metrics(metrics)
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
         stopped_by = stop.signal
         if last or due or stopped_by is not None:
             self.checkpoints.save(self.step, self.state, {"data_position": self.data_position})
         return stopped_by
+
+    def write_metrics(self, metrics: dict[str, Any]) -> None:
+        elapsed = time.perf_counter() - self.start
+        self.directory.append_metrics({"step": self.step} | metrics | {"time/elapsed": elapsed})
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""

@@ -2,6 +2,7 @@
 
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
+    sessions.jsonl   a line a process that worked on the run: when, with which command, commit and machine
     checkpoints/     written by `rljax.training.checkpoint`
 
 JSON has no NaN and no infinities. In a metrics line such a value is null, and the line's extra key
@@ -9,6 +10,7 @@ JSON has no NaN and no infinities. In a metrics line such a value is null, and t
 every JSON reader can read the file, and `RunDirectory.read_metrics` gives the floats back.
 """
 
+import datetime
 import json
 import math
 import os
@@ -18,6 +20,7 @@ from typing import Any
 
 from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.errors import ConfigError, UserError
+from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.training.durable_files import write_durably
 
 # A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
@@ -34,6 +37,7 @@ class RunDirectory:
       path: the directory; created when missing.
       config_path: the resolved config.
       metrics_path: one JSON object a line.
+      sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
 
@@ -41,6 +45,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,24 @@ class RunDirectory:
                         " choose another run_dir, or set it back to resume that run"
                     )
         write_durably(self.config_path, to_yaml(config).encode())
+
+    def record_session(self, step: int) -> None:
+        """Notes who works on the run from `step` on: date, command, commit and machine."""
+        session = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "step": step,
+            "command": command_line(),
+            "commit": git_commit(),
+            "machine": machine_facts(),
+        }
+        lines = [*self.read_sessions(), session]
+        write_durably(self.sessions_path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def read_sessions(self) -> list[dict[str, Any]]:
+        """What `record_session` noted, oldest first."""
+        if not self.sessions_path.exists():
+            return []
+        return [json.loads(line) for line in self.sessions_path.read_text(encoding="utf-8").splitlines()]
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds a line and waits until it is on disk.

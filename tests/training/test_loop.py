@@ -13,6 +13,7 @@ from rljax.algorithms.dynamic_sampling import DynamicSamplingError
 from rljax.config import load_config
 from rljax.errors import ConfigError, Interrupted, UserError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.training.run_directory import RunDirectory
 from tests.training.tiny_run import train
 
 # Times differ between runs, and a resumed run compiles again.
@@ -55,6 +56,7 @@ def test_a_run_leaves_its_metrics(plain):
         "time/reward",
         "time/logprobs",
         "time/update",
+        "time/elapsed",
         "loss/policy",
         "entropy",
         "mismatch/logprob_abs_mean",
@@ -64,6 +66,9 @@ def test_a_run_leaves_its_metrics(plain):
     assert "evaluation/reward" in lines[0] and "evaluation/reward" in lines[-1]
     assert load_config(directory / "run" / "config.yaml").training.steps == 2
     assert (directory / "run" / "checkpoints").is_dir()
+    sessions = RunDirectory(directory / "run").read_sessions()
+    assert [session["step"] for session in sessions] == [0]
+    assert {"date", "command", "commit", "machine"} <= sessions[0].keys()
 
 
 def test_the_training_pass_has_the_rollouts_logprobs(plain):

@@ -177,3 +177,12 @@ def test_writing_is_atomic(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.truncate_after(0)
     assert run.metrics_path.read_bytes() == before
+
+
+def test_every_session_is_noted(run):
+    assert run.read_sessions() == []
+    run.record_session(0)
+    run.record_session(7)
+    sessions = run.read_sessions()
+    assert [session["step"] for session in sessions] == [0, 7]
+    assert all({"date", "command", "commit", "machine"} <= session.keys() for session in sessions)
