@@ -1,0 +1,1 @@
+"""What `scripts/bench_training.py` measures: one file a section, and the sizes they share in `policies`."""
