@@ -1,6 +1,6 @@
-"""The scripts as modules: they are no package, so a test cannot import them by name."""
+"""The scripts as modules, found as Python finds them when it runs one: their folder is on the path."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,9 +9,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """scripts/NAME.py."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    """scripts/NAME.py, or with dots in NAME a module of a package there."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    return importlib.import_module(name)

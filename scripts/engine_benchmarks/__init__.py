@@ -1,0 +1,1 @@
+"""What `scripts/bench_engine.py` measures: one file a section, and in `policies` what the sections share."""

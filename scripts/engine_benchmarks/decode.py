@@ -1,0 +1,180 @@
+"""Tokens per second of the plain engine against `generate`, and what row-invariance costs."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_benchmarks.policies import (
+    PROMPT_TOKENS,
+    SWITCH,
+    import_reference,
+    make_engine,
+    make_reference,
+    random_prompts,
+    speed_row,
+)
+from rljax.benchmarking import Row, compare, interleave
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import UserError
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params, num_params
+
+if TYPE_CHECKING:
+    import transformers
+
+GREEDY = SamplingParams(temperature=0.0)
+_CHECKED_TOKENS = 8
+
+
+def decode(
+    engine: DecodeEngine,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    room: int | None = None,
+) -> np.ndarray:
+    """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens].
+
+    Args:
+      room: sizes the cache for this many new tokens instead, so that a short warm-up compiles the programs
+        of a long run.
+    """
+    prefix = engine.prefill(params, prompts)
+    state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
+    requests = [Assignment(i, i, request_key(0, i), new_tokens) for i in range(len(prompts))]
+    state = engine.bulk_insert(prefix, state, requests)
+    visits, done = [], 0
+    while done < new_tokens:
+        state, result = engine.generate(params, state)
+        if not result.steps:
+            raise RuntimeError(f"decoding stopped after {done} of {new_tokens} tokens")
+        visits.append(result.tokens[: len(prompts)])
+        done += result.steps
+    return np.concatenate(visits, axis=1)
+
+
+def reference_decode(
+    model: "transformers.PreTrainedModel",
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    greedy: bool = False,
+) -> np.ndarray:
+    """The same by `generate`: int32 [B, new_tokens]. Its default of top_k=50 is off, as it is on our side."""
+    import torch
+    import transformers
+
+    ids = torch.tensor(prompts)
+    options = transformers.GenerationConfig(
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=not greedy,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        **({} if greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}),
+    )
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+    return out[:, len(prompts[0]) :].to(torch.int32).numpy()
+
+
+def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig, params: Params) -> None:
+    """Raises `UserError` unless both sides choose the same greedy tokens, and so are the same policy."""
+    prompts = random_prompts(2, config.vocab_size)
+    theirs = reference_decode(model, prompts, _CHECKED_TOKENS, greedy=True)
+    for row_invariant in (True, False):
+        engine = make_engine(config, row_invariant, len(prompts), PROMPT_TOKENS + _CHECKED_TOKENS, GREEDY)
+        ours = decode(engine, params, prompts, _CHECKED_TOKENS)
+        if not np.array_equal(ours, theirs):
+            raise UserError(
+                f"greedy tokens (row_invariant {SWITCH[row_invariant]}) are not those of transformers, "
+                f"{ours.tolist()} against {theirs.tolist()}: not the same policy, so nothing was timed"
+            )
+
+
+def time_decoding(
+    model: "transformers.PreTrainedModel",
+    config: ModelConfig,
+    params: Params,
+    batch: int,
+    new_tokens: int,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Seconds of every round, by side: row_invariant "on" and "off", and "transformers".
+
+    "first token, SIDE" is the time of a single token, which is mostly the prefill's.
+    """
+    prompts = random_prompts(batch, config.vocab_size)
+    actions: dict[str, Callable[[], object]] = {}
+
+    def add(side: str, decode_tokens: Callable[[int], object]) -> None:
+        decode_tokens(2)  # compiles and allocates
+        actions[side] = lambda: decode_tokens(new_tokens)
+        actions[f"first token, {side}"] = lambda: decode_tokens(1)
+
+    for row_invariant in (True, False):
+        engine = make_engine(config, row_invariant, batch, PROMPT_TOKENS + new_tokens)
+        add(
+            SWITCH[row_invariant],
+            lambda count, engine=engine: decode(engine, params, prompts, count, room=new_tokens),
+        )
+    add("transformers", lambda count: reference_decode(model, prompts, count))
+    return interleave(actions, repeats, warmups=0)
+
+
+def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]) -> list[Row]:
+    """Tokens per second, prefill included, against `generate`; and what row-invariance costs.
+
+    Args:
+      name: of the policy.
+      plan: by batch, the new tokens of each response and the timed rounds.
+    """
+    import_reference()
+    with tempfile.TemporaryDirectory() as directory:
+        model, params = make_reference(config, Path(directory))
+    check_same_policy(model, config, params)
+    comparisons = (
+        ("row_invariant on", "on", "transformers generate", "transformers"),
+        ("row_invariant off", "off", "transformers generate", "transformers"),
+        ("price of row_invariant", "on", "row_invariant off", "off"),
+    )
+    rows = []
+    for batch, (new_tokens, repeats) in plan.items():
+        seconds = time_decoding(model, config, params, batch, new_tokens, repeats)
+        for what, ours, baseline, theirs in comparisons:
+            timing = compare(seconds[ours], seconds[theirs])
+            first, step = first_token_and_step(seconds, ours, new_tokens)
+            baseline_first, baseline_step = first_token_and_step(seconds, theirs, new_tokens)
+            rows.append(
+                speed_row(
+                    f"decode/{name}/batch {batch}/{what}",
+                    batch * new_tokens,
+                    timing,
+                    baseline,
+                    {
+                        "rounds": repeats,
+                        "params": num_params(config),
+                        "batch": batch,
+                        "prompt_tokens": PROMPT_TOKENS,
+                        "new_tokens": new_tokens,
+                        "first_token_ms": 1e3 * first,
+                        "step_ms": 1e3 * step,
+                        "baseline_first_token_ms": 1e3 * baseline_first,
+                        "baseline_step_ms": 1e3 * baseline_step,
+                    },
+                )
+            )
+    return rows
+
+
+def first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens: int) -> tuple[float, float]:
+    """Median seconds to a side's first token, and for each one after it."""
+    first = seconds[f"first token, {side}"]
+    behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
+    return statistics.median(first), statistics.median(behind) / (new_tokens - 1)

@@ -1,0 +1,129 @@
+"""What the sections share: policies of three sizes, their prompts, and what runs them on both sides."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rljax.benchmarking import Comparison, Row
+from rljax.engine.buckets import make_buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import UserError
+from rljax.models import huggingface
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params
+from rljax.provenance import num_cores
+
+if TYPE_CHECKING:
+    import transformers
+
+SWITCH = {True: "on", False: "off"}
+PROMPT_TOKENS = 64
+
+
+def qwen3(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelConfig:
+    """A Qwen3 of this size with tied embeddings."""
+    return ModelConfig(
+        architecture="qwen3",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        mlp_size=mlp,
+        tie_embeddings=True,
+        qk_norm=True,
+        max_positions=4096,
+    )
+
+
+POLICIES = {
+    "2M": qwen3(vocab=320, hidden=192, layers=4, heads=6, kv_heads=2, mlp=512),  # the quickstart's
+    "25M": qwen3(vocab=8192, hidden=512, layers=7, heads=8, kv_heads=4, mlp=1536),
+    "140M": qwen3(vocab=32000, hidden=768, layers=18, heads=12, kv_heads=4, mlp=2048),
+}
+
+
+def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of one length, so that neither side pads."""
+    rng = np.random.default_rng(0)
+    return rng.integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
+
+
+def make_engine(
+    config: ModelConfig,
+    row_invariant: bool,
+    slots: int,
+    length: int,
+    sampling: SamplingParams | None = None,
+    cache: Path | None = None,
+) -> DecodeEngine:
+    """A float32 engine without an end-of-sequence token: every response has the length asked for."""
+    return DecodeEngine(
+        config,
+        Numerics(row_invariant, "float32"),
+        SamplingParams() if sampling is None else sampling,
+        make_buckets(slots, length, row_invariant),
+        eos_token_ids=(),
+        pool=ExecutablePool(row_invariant, cache),
+    )
+
+
+def import_reference() -> None:
+    """Checks that the other side is installed, and makes it as fast and as quiet as it can be."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed, and decode and update compare with transformers on PyTorch: "
+            "install the dev extra (pip install -e '.[dev]'), or measure --only bandwidth,startup"
+        ) from error
+    torch.set_num_threads(num_cores())
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def make_reference(config: ModelConfig, directory: Path) -> "tuple[transformers.PreTrainedModel, Params]":
+    """A policy with random weights on both sides: made by transformers, saved, and loaded by us."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.mlp_size,
+            max_position_embeddings=config.max_positions,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rms_norm_eps=config.norm_epsilon,
+            tie_word_embeddings=config.tie_embeddings,
+        )
+    ).eval()
+    model.save_pretrained(directory)
+    loaded = huggingface.load_model_config(directory)
+    if loaded != config:
+        raise RuntimeError(f"transformers saved {loaded}, not {config}")
+    return model, huggingface.load_params(directory, loaded, dtype="float32")
+
+
+def speed_row(name: str, tokens: int, timing: Comparison, baseline: str, details: dict[str, object]) -> Row:
+    """Tokens per second of two sides that `compare` timed on the same tokens."""
+    return Row(
+        name=name,
+        value=tokens / timing.seconds,
+        unit="tokens/s",
+        baseline=baseline,
+        baseline_value=tokens / timing.baseline_seconds,
+        ratio=timing.ratio,
+        details={"ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high, **details},
+    )

@@ -1,0 +1,197 @@
+"""Tokens per second through an update, against the same update in PyTorch."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_benchmarks.policies import PROMPT_TOKENS, SWITCH, import_reference, make_reference, speed_row
+from rljax.algorithms.losses import aggregation_weights
+from rljax.benchmarking import Row, compare, interleave
+from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import UserError
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params, num_params
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.update import Trainer
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+GRPO = AlgorithmConfig(name="dapo")  # clip-higher, token mean, no KL term: one forward pass a side
+OPTIMIZER = OptimizerConfig()
+UPDATE = TrainingConfig(pack_length=768, rows_per_microbatch=4)
+
+
+def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
+    """Random prompts and responses with log-normal lengths: the longest are several times the median."""
+    rng = np.random.default_rng(0)
+    longest = UPDATE.pack_length - PROMPT_TOKENS
+    lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, count).astype(int), 8, longest)
+    weights = aggregation_weights(lengths, GRPO.aggregation)
+    return [
+        TrainingSequence(
+            prompt_ids=rng.integers(0, vocab_size, PROMPT_TOKENS),
+            response_ids=rng.integers(0, vocab_size, length),
+            # About what a random policy gives, so that ratios are on both sides of the clip range.
+            rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
+            advantage=float(rng.normal()),
+            weight=float(weight),
+        )
+        for length, weight in zip(lengths, weights, strict=True)
+    ]
+
+
+class PackedUpdates:
+    """Our side: packs the sequences and updates the policy, again and again."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        sequences: Sequence[TrainingSequence],
+        row_invariant: bool,
+    ) -> None:
+        self._sequences = sequences
+        optimizer = make_optimizer(**OPTIMIZER.model_dump(), total_updates=1)
+        self._trainer = Trainer(
+            config,
+            Numerics(row_invariant, "float32"),
+            SamplingParams(),
+            GRPO,
+            UPDATE,
+            optimizer,
+            ExecutablePool(row_invariant),
+        )
+        self._state = self._trainer.init(params)
+        self.padding = 0.0
+
+    def __call__(self) -> tuple[float, float]:
+        """One update: the loss, and the norm of its gradients before clipping."""
+        packing = pack_sequences([sequence.length for sequence in self._sequences], UPDATE.pack_length)
+        rows = packing.microbatches(UPDATE.rows_per_microbatch)
+        self.padding = packing.padding_fraction(rows[-1].stop)
+        batches = [build_batch(self._sequences, packing, each) for each in rows]
+        self._state, metrics = self._trainer.update(self._state, batches)
+        return metrics["loss/policy"], metrics["gradient_norm"]
+
+
+class PaddedUpdates:
+    """The other side, as it is usually written: sorted by length, padded on the right, AdamW on autograd.
+
+    Micro-batches hold as many padded tokens as ours hold packed ones, so sorting leaves little padding.
+    """
+
+    def __init__(self, model: "transformers.PreTrainedModel", sequences: Sequence[TrainingSequence]) -> None:
+        import torch
+
+        self._model = model.train()
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=OPTIMIZER.learning_rate,
+            betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+            eps=OPTIMIZER.epsilon,
+            weight_decay=OPTIMIZER.weight_decay,
+            fused=True,
+        )
+        self._microbatches: list[list[TrainingSequence]] = []
+        budget = UPDATE.rows_per_microbatch * UPDATE.pack_length
+        longest = 0
+        for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
+            if not longest or (len(self._microbatches[-1]) + 1) * longest > budget:
+                self._microbatches.append([])
+                longest = sequence.length
+            self._microbatches[-1].append(sequence)
+        padded = sum(len(batch) * batch[0].length for batch in self._microbatches)
+        self.padding = 1.0 - sum(sequence.length for sequence in sequences) / padded
+
+    def __call__(self) -> tuple[float, float]:
+        """One update: the loss, and the norm of its gradients before clipping."""
+        import torch
+
+        total = 0.0
+        for batch in self._microbatches:
+            loss = self._loss(batch)
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), OPTIMIZER.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total, norm.item()
+
+    def _loss(self, batch: Sequence[TrainingSequence]) -> "torch.Tensor":
+        import torch
+
+        shape = (len(batch), batch[0].length)
+        ids, attended = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        rollout_logprobs, advantages, weights = (torch.zeros(shape) for _ in range(3))
+        for row, sequence in enumerate(batch):
+            ids[row, : sequence.length] = torch.as_tensor(
+                np.concatenate([sequence.prompt_ids, sequence.response_ids])
+            )
+            attended[row, : sequence.length] = 1
+            response = slice(len(sequence.prompt_ids), sequence.length)
+            rollout_logprobs[row, response] = torch.as_tensor(sequence.rollout_logprobs, dtype=torch.float32)
+            advantages[row, response] = sequence.advantage
+            weights[row, response] = sequence.weight  # 0 elsewhere, which masks
+        logits = self._model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        log_ratio = torch.where(weights[:, 1:] > 0, -nll.view(len(batch), -1) - rollout_logprobs[:, 1:], 0.0)
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - GRPO.clip_low, 1 + GRPO.clip_high)
+        surrogate = torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
+        return -(weights[:, 1:] * surrogate).sum()
+
+
+def check_same_update(ours: tuple[float, float], theirs: tuple[float, float], switch: str) -> None:
+    """Raises `UserError` unless (loss, gradient norm) agree to float32's accuracy."""
+    if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-5):
+        raise UserError(
+            f"loss and gradient norm of the first update differ, {ours} (row_invariant {switch}) against "
+            f"{theirs} in PyTorch: not the same update, so nothing was timed"
+        )
+
+
+def update_rows(name: str, config: ModelConfig, num_sequences: int, repeats: int) -> list[Row]:
+    """Tokens of prompt and response per second through an update, batching included, against PyTorch."""
+    import_reference()
+    with tempfile.TemporaryDirectory() as directory:
+        model, params = make_reference(config, Path(directory))
+    sequences = long_tailed_sequences(num_sequences, config.vocab_size)
+    sides = {SWITCH[on]: PackedUpdates(config, params, sequences, on) for on in (True, False)}
+    reference = PaddedUpdates(model, sequences)
+    theirs = reference()
+    for switch, side in sides.items():
+        check_same_update(side(), theirs, switch)
+    seconds = interleave({**sides, "PyTorch": reference}, repeats, warmups=0)
+    tokens = sum(sequence.length for sequence in sequences)
+    response_lengths = [len(sequence.response_ids) for sequence in sequences]
+    rows = []
+    for switch, side in sides.items():
+        timing = compare(seconds[switch], seconds["PyTorch"])
+        rows.append(
+            speed_row(
+                f"update/{name}/row_invariant {switch}",
+                tokens,
+                timing,
+                "PyTorch, transformers",
+                {
+                    "rounds": repeats,
+                    "params": num_params(config),
+                    "sequences": num_sequences,
+                    "tokens": tokens,
+                    "response_length_p75": float(np.percentile(response_lengths, 75)),
+                    "response_length_max": max(response_lengths),
+                    "padding": side.padding,
+                    "baseline_padding": reference.padding,
+                },
+            )
+        )
+    return rows

@@ -1,0 +1,189 @@
+"""scripts/bench_engine.py: its command line, its rows, and that both sides compute the same thing."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.benchmarking import Row
+from rljax.config import TrainingConfig
+from rljax.errors import UserError
+from rljax.models import huggingface
+from rljax.models.transformer import init_params, num_params
+from tests.scripts import SCRIPTS, load_script
+
+_SCRIPT = SCRIPTS / "bench_engine.py"
+bench_engine = load_script("bench_engine")
+bandwidth = load_script("engine_benchmarks.bandwidth")
+decode = load_script("engine_benchmarks.decode")
+policies = load_script("engine_benchmarks.policies")
+startup = load_script("engine_benchmarks.startup")
+update = load_script("engine_benchmarks.update")
+
+
+@pytest.fixture
+def tiny():
+    return policies.qwen3(vocab=64, hidden=64, layers=2, heads=2, kv_heads=1, mlp=96)
+
+
+# --- command line ----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_section_is_one_line(capsys):
+    assert bench_engine.main(["--only", "decode,sped"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: --only: 'sped' is not a section; they are decode,bandwidth,update,startup\n"
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_missing_baseline_names_the_extra(capsys, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, "torch", None if missing == "torch" else object())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert bench_engine.main(["--only", "startup,decode"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {missing} is not installed")
+    assert "dev extra" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((False, ("decode", "bandwidth", "update", "startup")), "engine.json"),
+        ((True, ("decode", "bandwidth", "update", "startup")), "engine-quick.json"),
+        ((True, ("decode", "startup")), "engine-decode-startup-quick.json"),
+    ],
+)
+def test_only_a_whole_run_replaces_the_published_results(arguments, name):
+    assert bench_engine.default_output(*arguments) == Path("benchmarks/results") / name
+
+
+def test_a_run_prints_and_writes_its_rows(capsys, monkeypatch, tmp_path):
+    row = Row("bandwidth", 3.0, "GB/s", "read bandwidth", 2.0, 1.5)
+    measurements = [
+        bench_engine.Measurement("bandwidth", "tiny", lambda: [row]),
+        bench_engine.Measurement("startup", "tiny", lambda: pytest.fail("not asked for")),
+    ]
+    monkeypatch.setattr(bench_engine, "measurements", lambda quick: measurements)
+    output = tmp_path / "results.json"
+    assert bench_engine.main(["--quick", "--only", "bandwidth", "--output", str(output)]) == 0
+    (written,) = json.loads(output.read_text())["rows"]
+    assert written["section"] == "bandwidth" and "interference" in written
+    assert "1 rows are in" in capsys.readouterr().out
+
+
+# --- sections --------------------------------------------------------------------------------------------
+
+
+def test_responses_have_the_length_asked_for(tiny):
+    params = init_params(tiny, seed=0)
+    prompts = policies.random_prompts(3, tiny.vocab_size)
+    engine = policies.make_engine(tiny, True, slots=3, length=64 + 70)
+    sampled = decode.decode(engine, params, prompts, 70)  # more than a host visit
+    assert sampled.shape == (3, 70) and np.all(sampled >= 0)
+
+
+def test_bytes_of_a_step_count_a_tied_embedding_once_and_an_untied_input_not_at_all(tiny):
+    untied = dataclasses.replace(tiny, tie_embeddings=False)
+    assert bandwidth.step_weight_bytes(tiny) == bandwidth.step_weight_bytes(untied)
+    assert bandwidth.step_weight_bytes(tiny) == 4 * num_params(tiny)
+
+
+def test_bandwidth_rows(tiny, monkeypatch):
+    monkeypatch.setattr(bandwidth, "measure_read_bandwidth", lambda repeats: {"a": 1e9, "b": 4e9})
+    rows = bandwidth.bandwidth_rows("tiny", tiny, steps=4, repeats=1)
+    assert [row.name for row in rows] == [f"bandwidth/tiny/batch 1/row_invariant {s}" for s in ("on", "off")]
+    for row in rows:
+        assert row.baseline_value == 4.0
+        assert row.ratio == pytest.approx(row.value / 4.0)
+
+
+def test_a_second_process_gets_the_first_ones_cache(tiny, monkeypatch):
+    caches = []
+
+    def first_step(command, **options):
+        assert command[:3] == [sys.executable, str(_SCRIPT), "--first-step"]
+        caches.append(command[-1])
+        seconds = 1.0 if caches.count(command[-1]) == 2 else 4.0
+        now = time.time()
+        times = {"created": now + seconds, "decoded": now + 2 * seconds, "compiling_seconds": seconds}
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(times))
+
+    monkeypatch.setattr(subprocess, "run", first_step)
+    rows = startup.startup_rows("tiny", tiny, repeats=2)
+    assert caches[0] == caches[1] != caches[2] == caches[3]
+    process, engine = rows
+    assert process.name == "startup/tiny/process start to first decode step"
+    assert (process.value, process.baseline_value) == (
+        pytest.approx(2.0, abs=0.1),
+        pytest.approx(8.0, abs=0.1),
+    )
+    assert engine.name == "startup/tiny/engine creation to first decode step"
+    assert (engine.value, engine.baseline_value, engine.ratio) == pytest.approx((1.0, 4.0, 4.0), abs=1e-3)
+    assert (engine.details["compiling_s"], engine.details["baseline_compiling_s"]) == (1.0, 4.0)
+
+
+def test_a_process_decodes_its_first_step_and_leaves_its_programs(tiny, tmp_path):
+    policy, cache = tmp_path / "policy", tmp_path / "cache"
+    huggingface.save_model(policy, tiny, init_params(tiny, seed=0), "float32")
+    command = [sys.executable, str(_SCRIPT), "--first-step", str(policy), str(cache)]
+    environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parent.parent)}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    times = json.loads(output.stdout)
+    assert times["created"] < times["decoded"]
+    cached = " ".join(file.name for file in cache.iterdir())
+    assert all(program in cached for program in ("prefill", "insert", "generate"))
+
+
+class TestAgainstTransformers:
+    """What needs the baseline installed."""
+
+    @pytest.fixture
+    def reference(self, tiny, tmp_path):
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        return policies.make_reference(tiny, tmp_path / "policy")
+
+    def test_decode_rows(self, tiny, reference):
+        rows = decode.decode_rows("tiny", tiny, {2: (3, 1)})
+        assert [row.name for row in rows] == [
+            f"decode/tiny/batch 2/{what}"
+            for what in ("row_invariant on", "row_invariant off", "price of row_invariant")
+        ]
+        on, off, price = rows
+        assert on.baseline_value == off.baseline_value
+        assert (price.value, price.baseline_value) == (on.value, off.value)
+
+    def test_generate_is_as_long_as_asked_and_not_cut_to_its_top_k(self, reference):
+        model, _ = reference
+        prompts = policies.random_prompts(1, 64) * 1024
+        sampled = decode.reference_decode(model, prompts, 2)
+        assert sampled.shape == (1024, 2)
+        # One distribution, nearly uniform over 64 tokens: by default only its best 50 could be sampled.
+        assert len(set(sampled[:, 0].tolist())) > 50
+
+    def test_another_policy_is_not_timed(self, tiny, reference):
+        model, params = reference
+        decode.check_same_policy(model, tiny, params)
+        params = params | {"final_norm": -params["final_norm"]}
+        with pytest.raises(UserError, match="not the same policy"):
+            decode.check_same_policy(model, tiny, params)
+
+    def test_both_sides_do_the_same_update(self, tiny, reference, monkeypatch):
+        model, params = reference
+        small = TrainingConfig(pack_length=256, rows_per_microbatch=2)
+        monkeypatch.setattr(update, "UPDATE", small)
+        sequences = update.long_tailed_sequences(6, tiny.vocab_size)
+        ours = update.PackedUpdates(tiny, params, sequences, row_invariant=True)
+        theirs = update.PaddedUpdates(model, sequences)
+        for _ in range(2):  # the second sees the weights that the first left
+            result = ours()
+            update.check_same_update(result, theirs(), "on")
+        with pytest.raises(UserError, match="not the same update"):
+            update.check_same_update((result[0], 1.01 * result[1]), result, "on")
+        assert 0 < ours.padding < 1 and 0 <= theirs.padding < 1
