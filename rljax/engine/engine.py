@@ -26,11 +26,14 @@ from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftTree, with_root
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
 from rljax.engine.sampling import SamplingParams, sample
 from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.tree_attention import TreeAttention
+from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, tree_cast
@@ -67,11 +70,12 @@ class DecodeResult:
     """What a host visit brings back, copied off the device in one array.
 
     Attributes:
-      tokens: int32 [B, steps], -1 where a slot sampled nothing.
-      logprobs: float32 [B, steps], under the distribution really sampled.
+      tokens: int32 [B, T], -1 where a slot sampled nothing.
+      logprobs: float32 [B, T], under the distribution really sampled.
       active: bool [B], still decoding.
       lengths: int32 [B], committed tokens.
-      steps: decode steps that ran.
+      steps: forward passes that ran; in plain decoding T.
+      rows: tokens computed by them.
     """
 
     tokens: np.ndarray
@@ -79,6 +83,7 @@ class DecodeResult:
     active: np.ndarray
     lengths: np.ndarray
     steps: int
+    rows: int
 
 
 class DecodeEngine:
@@ -93,6 +98,7 @@ class DecodeEngine:
       decode_steps_per_visit: most decode steps between two looks from the host.
       pool: compiled programs; engines of the same policy may share one.
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
+      verification: how drafts are verified, see `rljax/engine/verification.py`.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class DecodeEngine:
         decode_steps_per_visit: int = 64,
         pool: ExecutablePool | None = None,
         mesh: Mesh | None = None,
+        verification: Rule = "coupled",
     ) -> None:
         self.config = config
         self.numerics = numerics
@@ -112,6 +119,7 @@ class DecodeEngine:
         self.buckets = buckets
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_visit = decode_steps_per_visit
+        self.verification = verification
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self._prefill_rows = tuple(sorted({*buckets.batch[::2], buckets.batch[-1]}))
         # Prompts are often much shorter than the shortest cache: a block of keys is as good a length.
@@ -126,6 +134,7 @@ class DecodeEngine:
             sampling,
             self.eos_token_ids,
             decode_steps_per_visit,
+            verification,
             buckets.cache[-1],
             mesh,
         )
@@ -219,6 +228,28 @@ class DecodeEngine:
         )
         state, packed = program(*args)
         return state, _unpack(np.asarray(packed), self.decode_steps_per_visit)
+
+    def verify(
+        self, params: Params, state: DecodeState, tree: DraftTree, proposal: Array | None = None
+    ) -> tuple[DecodeState, DecodeResult]:
+        """One forward pass over every slot's last token and its draft nodes. Consumes `state`.
+
+        Every active slot samples at least one token, and one more for every node of the accepted path. No
+        slot may be full: `grow` the state first.
+
+        Args:
+          tree: drafts of all slots of the state; N is one of `buckets.draft`.
+          proposal: see `verification.sample_nodes`.
+        """
+        args = (params, state, self._rope, jax.tree.map(jnp.asarray, tree), proposal)
+        program = self.pool.get(
+            ("verify", state.batch, state.cache.length, tree.nodes, proposal is None, *self._key),
+            self._verify,
+            args,
+            donate_argnums=(1,),
+        )
+        state, packed = program(*args)
+        return state, _unpack(np.asarray(packed), tree.nodes + 1, tree.nodes + 1)
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
@@ -375,30 +406,89 @@ class DecodeEngine:
         )
         steps, state, tokens, logprobs = lax.while_loop(more, body, start)
         state = self._constrain_state(state)
-        packed = jnp.concatenate(
-            [
-                tokens,
-                lax.bitcast_convert_type(logprobs, jnp.int32),
-                state.active.astype(jnp.int32)[None],
-                state.lengths[None],
-                jnp.broadcast_to(steps, (1, state.batch)),
-            ]
-        )
+        packed = _pack(tokens, logprobs, state, steps)
         return state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
+
+    def _verify(
+        self, params: Params, state: DecodeState, rope: Array, tree: DraftTree, proposal: Array | None
+    ) -> tuple[DecodeState, Array]:
+        rooted = with_root(tree, state.tokens)
+        positions = state.lengths[:, None] + rooted.depth  # [B, M]
+        attention = TreeAttention(state.cache, state.lengths, rooted, self.numerics)
+        hidden, nodes = transformer.forward(
+            params, self.config, rooted.tokens, positions, attention, rope, self.numerics
+        )
+        logits = transformer.logits(params, self.config, hidden)
+        sampled, logprobs = sample_nodes(
+            self.verification,
+            logits,
+            rooted,
+            state.noise_keys,
+            positions + 1,
+            self.sampling,
+            self.numerics,
+            proposal,
+        )
+        path, count = accepted_path(rooted, sampled)
+        tokens = jnp.take_along_axis(sampled, path, axis=1)
+        order = jnp.arange(tokens.shape[1])[None]
+        ends = order + 1 >= state.remaining[:, None]
+        for eos in self.eos_token_ids:
+            ends |= tokens == eos
+        count = jnp.minimum(count, state.cache.length - state.lengths)
+        first_end = jnp.argmax(ends, axis=1).astype(jnp.int32)
+        ended = ends.any(axis=1) & (first_end < count)
+        count = jnp.where(ended, first_end + 1, count)
+        count = jnp.where(state.active, count, 0)
+        last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        new_state = DecodeState(
+            cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths),
+            tokens=jnp.where(state.active, last, state.tokens),
+            lengths=state.lengths + count,
+            remaining=state.remaining - count,
+            active=state.active & ~ended,
+            noise_keys=state.noise_keys,
+        )
+        new_state = self._constrain_state(new_state)
+        kept = order < count[:, None]
+        tokens = jnp.where(kept, tokens, -1)
+        logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
+        packed = _pack(tokens.T, logprobs.T, new_state, jnp.int32(1))
+        return new_state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
 
     def _free(self, active: Array, stop: Array) -> Array:
         active &= ~stop
         return active if self.mesh is None else constrain(active, slot_sharding(self.mesh))
 
 
-def _unpack(packed: np.ndarray, columns: int) -> DecodeResult:
+def _pack(tokens: Array, logprobs: Array, state: DecodeState, steps: Array) -> Array:
+    """Everything a host visit wants to know, as one array: tokens and logprobs are [columns, B]."""
+    return jnp.concatenate(
+        [
+            tokens,
+            lax.bitcast_convert_type(logprobs, jnp.int32),
+            state.active.astype(jnp.int32)[None],
+            state.lengths[None],
+            jnp.broadcast_to(steps, (1, state.batch)),
+        ]
+    )
+
+
+def _unpack(packed: np.ndarray, columns: int, nodes: int = 1) -> DecodeResult:
+    """Args:
+    packed: from `_pack`.
+    columns: of its tokens; in plain decoding, where a step is a column, only the first `steps` are used.
+    nodes: tokens a slot computes in a step.
+    """
     steps = int(packed[-1, 0])
+    used = steps if nodes == 1 else columns
     return DecodeResult(
-        tokens=packed[:steps].T,
-        logprobs=packed[columns : columns + steps].view(np.float32).T,
+        tokens=packed[:used].T,
+        logprobs=packed[columns : columns + used].view(np.float32).T,
         active=packed[2 * columns].astype(bool),
         lengths=packed[2 * columns + 1],
         steps=steps,
+        rows=steps * nodes * packed.shape[1],
     )
 
 

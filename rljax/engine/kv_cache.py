@@ -93,6 +93,32 @@ def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KV
     )
 
 
+def commit(
+    cache: KVCache, nodes: list[tuple[Array, Array]], path: Array, count: Array, lengths: Array
+) -> KVCache:
+    """Writes the keys and values of an accepted path behind what is committed.
+
+    Args:
+      cache: of the committed tokens.
+      nodes: keys and values of the draft nodes, [B, M, Hk, D] a layer.
+      path: int32 [B, M], the path's node at every depth.
+      count: int32 [B], nodes of the path to be written.
+      lengths: int32 [B], committed tokens.
+    """
+    batch, most = path.shape
+    slots = jnp.arange(batch)[:, None]
+    depth = jnp.arange(most)[None]
+    first = jnp.where(depth < count[:, None], lengths[:, None], cache.length)  # out of range: skipped
+    positions = first + depth
+    block, lane = positions // KEY_BLOCK, positions % KEY_BLOCK
+    new = KVCache(keys=[], values=[])
+    for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
+        k, v = (jnp.take_along_axis(x, path[:, :, None, None], axis=1) for x in (k, v))
+        new.keys.append(keys.at[slots, :, block, :, lane].set(k, mode="drop", unique_indices=True))
+        new.values.append(values.at[slots, :, positions].set(v, mode="drop", unique_indices=True))
+    return new
+
+
 def take_slots(cache: KVCache, slots: Array) -> KVCache:
     """A cache of just `slots` [B'], in that order."""
     return KVCache(keys=[k[slots] for k in cache.keys], values=[v[slots] for v in cache.values])

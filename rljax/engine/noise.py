@@ -17,6 +17,7 @@ from jax import Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
+_NO_TOKEN = np.uint32(0xFFFFFFFF)
 
 
 def _u32(value):
@@ -79,6 +80,14 @@ def token_bits(keys, positions, tokens):
     key0, key1 = threefry2x32(keys[..., 0], keys[..., 1], positions, positions ^ positions)
     h = _mix(tokens.astype(np.uint32) * _u32(0x9E3779B9) + key0[..., None])
     return _mix(h ^ key1[..., None])
+
+
+def uniform(keys: Array, positions: Array) -> Array:
+    """One number in [0, 1) a position that no token's noise depends on: keys uint32 [..., 2], positions
+    integers [...] -> float32 [...].
+    """
+    bits = token_bits(keys, positions, jnp.full((*positions.shape, 1), _NO_TOKEN))[..., 0]
+    return (bits >> _u32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:

@@ -1,0 +1,103 @@
+"""Draft trees: what a drafter proposes for every slot, and what one forward pass verifies.
+
+A tree hangs below a slot's last token, which is sampled but not in the cache yet. A chain is a tree. In the
+verifying pass the last token itself is node 0, so that N draft nodes make M = N + 1 nodes (`with_root`).
+"""
+
+import numpy as np
+from flax import struct
+from jax import Array
+from jax import numpy as jnp
+
+MAX_NODES = 64
+"""Nodes of a verifying pass, the slot's last token included: the ancestors of a node are 64 bits."""
+
+_WORD = 32
+
+
+@struct.dataclass
+class DraftTree:
+    """Draft nodes of B slots, N a slot; NumPy arrays on the host, JAX arrays on the device.
+
+    Attributes:
+      tokens: int32 [B, N].
+      parents: int32 [B, N], the node that a node continues, -1 for the slot's last token. Parents precede
+        their children.
+      valid: bool [B, N]; what is not valid is no node, and neither is anything below it.
+    """
+
+    tokens: Array
+    parents: Array
+    valid: Array
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+
+def empty_tree(batch: int, nodes: int) -> DraftTree:
+    """A tree without valid nodes, on the host, to be filled in."""
+    shape = (batch, nodes)
+    return DraftTree(
+        tokens=np.zeros(shape, np.int32), parents=np.full(shape, -1, np.int32), valid=np.zeros(shape, bool)
+    )
+
+
+@struct.dataclass
+class RootedTree:
+    """A draft tree below the slots' last tokens: M = N + 1 nodes, node 0 the last token.
+
+    Attributes:
+      tokens: int32 [B, M].
+      parents: int32 [B, M]; node 0 is its own parent.
+      valid: bool [B, M]; node 0 always is.
+      ancestors: bool [B, M, M], [b, i, j]: node j lies on the path from node 0 to node i, both included.
+      depth: int32 [B, M], 0 for node 0.
+    """
+
+    tokens: Array
+    parents: Array
+    valid: Array
+    ancestors: Array
+    depth: Array
+
+
+def with_root(tree: DraftTree, last_tokens: Array) -> RootedTree:
+    """`tree` below the last tokens, int32 [B]."""
+    batch, nodes = tree.tokens.shape[0], tree.nodes + 1
+    if nodes > MAX_NODES:
+        raise ValueError(f"{nodes} nodes, expected at most {MAX_NODES}")
+    root = jnp.zeros((batch, 1), jnp.int32)
+    parents = jnp.concatenate([root, tree.parents + 1], axis=1)
+    ancestors = _ancestors(parents)
+    return RootedTree(
+        tokens=jnp.concatenate([last_tokens[:, None], tree.tokens], axis=1),
+        parents=parents,
+        valid=jnp.concatenate([root == 0, tree.valid], axis=1),
+        ancestors=ancestors,
+        depth=jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1,
+    )
+
+
+def _ancestors(parents: Array) -> Array:
+    """Who lies on whose path: parents int32 [B, M] -> bool [B, M, M].
+
+    By pointer jumping: a set of ancestors is a few words of bits, and every round doubles how far back it
+    reaches.
+    """
+    nodes = parents.shape[1]
+    own = jnp.arange(nodes, dtype=jnp.int32)
+    words = -(-nodes // _WORD)
+    bit = jnp.uint32(1) << (own % _WORD).astype(jnp.uint32)  # [M]
+    sets = [
+        jnp.broadcast_to(jnp.where(own // _WORD == word, bit, jnp.uint32(0))[None], parents.shape)
+        for word in range(words)
+    ]
+    reach = 1
+    while reach < nodes:
+        sets = [bits | jnp.take_along_axis(bits, parents, axis=1) for bits in sets]
+        parents = jnp.take_along_axis(parents, parents, axis=1)
+        reach *= 2
+    per_node = jnp.stack(sets, axis=-1)[:, :, own // _WORD]  # [B, M, M]: the word that holds node j's bit
+    return (per_node & bit[None, None]) != 0
