@@ -1,0 +1,383 @@
+"""Suffix automata of many token sequences: every substring that was seen, how often, and what followed it.
+
+The store behind the history drafters: the tree-structured cache of SRT (section 3 of "Speculative Rollout
+with Tree-Structured Cache"), the reward-weighted history of HistoSpec (RhymeRL, section 5.3) and the global
+cache of SuffixDecoding. All of them ask for the longest suffix of a context that was seen before and grow
+likely continuations from it. An automaton answers that exactly, grows a token at a time while the rollouts
+that feed it are still running, and takes space linear in the tokens.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+from drafters import suffix_kernels as kernels
+
+_UNLIMITED = np.iinfo(np.int32).max
+_GROWTH = 1.5
+_INSERTED, _FOLLOWED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposals:
+    """Candidate trees of a batch; the first counts[i] nodes of row i are valid.
+
+    Attributes:
+      tokens: int32 [B, N]; 0 where invalid.
+      parents: int32 [B, N]; -1 = directly behind the context, and where invalid. Parents precede children.
+      log_probability: of the path from the context to the node, float32 [B, N], not increasing along a row
+        (nodes come in the order of best-first growth); -inf where invalid.
+      counts: nodes of each tree, int32 [B].
+      match_lengths: length of the suffix that was matched, int32 [B]; the start of a sequence counts as a
+        token.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    log_probability: np.ndarray
+    counts: np.ndarray
+    match_lengths: np.ndarray
+
+
+def _aligned(rows: int, width: int) -> np.ndarray:
+    """An uninitialised int32 [rows, width] at the start of a cache line: no state lies across two."""
+    raw = np.empty(rows * width + 16, np.int32)
+    offset = -(raw.ctypes.data // 4) % 16
+    return raw[offset : offset + rows * width].reshape(rows, width)
+
+
+def _row(values: np.ndarray, name: str, dtype: type, size: int | None = None) -> np.ndarray:
+    """A one-dimensional contiguous array of the dtype, of `size` entries if given."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (size is not None and len(array) != size):
+        expected = "[B]" if size is None else f"[{size}]"
+        raise ValueError(f"{name}: shape {list(array.shape)}, expected {expected}")
+    return _cast(array, name, dtype)
+
+
+def _cast(array: np.ndarray, name: str, dtype: type) -> np.ndarray:
+    if array.dtype == dtype:
+        return np.ascontiguousarray(array)
+    if np.issubdtype(dtype, np.integer) and array.size:
+        limits = np.iinfo(dtype)
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: {array.dtype}, expected {np.dtype(dtype)}")
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"{name}: entries do not fit {np.dtype(dtype)}")
+    return np.ascontiguousarray(array, dtype)
+
+
+class SuffixForest:
+    """Many suffix automata in one arena: one a prompt, or one for all prompts.
+
+    A *root* is an automaton of its own: nothing is shared between roots. A *sequence* is a context of one
+    root: one begun with `start` is inserted token by token with `extend`; one begun with `track` only reads,
+    and follows with `advance` the longest suffix of its tokens that the automaton contains. `propose` takes
+    both. Every sequence begins with a marker that counts as a token of context: before its first token, what
+    the others of its root began with is proposed.
+
+    Threads: all work happens in compiled loops over the batch that release the GIL. `propose` only reads, so
+    any number of threads may call it at once; `start`, `extend`, `track`, `advance` and `add_root` must have
+    the forest to themselves. To insert in parallel, give every thread a forest, with prompts of its own.
+
+    Attributes:
+      max_match: contexts are cut to so many tokens. Counts of longer strings are not kept, which makes
+        insertion cheaper where the same long stretches come back again and again. None: no limit.
+      num_tokens: inserted so far.
+    """
+
+    def __init__(self, max_match: int | None = None) -> None:
+        if max_match is not None and max_match < 1:
+            raise ValueError(f"max_match: {max_match}, expected at least 1 or None")
+        self.max_match = max_match
+        self._limit = _UNLIMITED - 1 if max_match is None else max_match
+        self._header = np.zeros(3, np.int64)
+        self._set_nodes(_aligned(16, kernels.STATE_WIDTH))
+        self._table = self._empty_table(16)
+        self._roots = np.empty(4, np.int32)
+        self._num_roots = 0
+        # By sequence: its state, the length of what it matched there, its weight, root and kind.
+        self._states = np.empty(16, np.int32)
+        self._lengths = np.empty(16, np.int32)
+        self._weights = np.empty(16, np.float32)
+        self._kinds = np.empty(16, np.int8)
+        self._num_sequences = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._header[kernels.TOKENS])
+
+    @property
+    def num_roots(self) -> int:
+        return self._num_roots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        arrays = (self._nodes, self._table, self._roots, *self._sequence_arrays())
+        return sum(array.nbytes for array in arrays)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that states, edges and sequences fill; the rest of `nbytes` is room to grow."""
+        states, edges = int(self._header[kernels.STATES]), int(self._header[kernels.EDGES])
+        per_sequence = sum(array.itemsize for array in self._sequence_arrays())
+        return (
+            states * kernels.STATE_WIDTH * 4
+            + edges * kernels.EDGE_WIDTH * 4
+            + self._num_roots * self._roots.itemsize
+            + self._num_sequences * per_sequence
+        )
+
+    # --- sequences ---------------------------------------------------------------------------------------
+
+    def add_root(self) -> int:
+        """A new, empty automaton; returns its id."""
+        if self._header[kernels.STATES] + 2 > len(self._nodes):
+            self._grow_nodes()
+        state = kernels.add_root(self._nodes, self._node_weights, self._header)
+        self._roots = _with_room(self._roots, self._num_roots + 1)
+        self._roots[self._num_roots] = state
+        self._num_roots += 1
+        return self._num_roots - 1
+
+    def start(self, roots: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """Begins sequences that will be inserted.
+
+        Args:
+          roots: int32 [B].
+          weights: what an occurrence in the sequence adds to the weight of a string, float32 [B], finite and
+            not negative (HistoSpec: the reward); 1 by default.
+
+        Returns:
+          Sequence ids, int32 [B].
+        """
+        roots = self._root_states(roots)
+        weights = (
+            np.ones(len(roots), np.float32)
+            if weights is None
+            else _row(weights, "weights", np.float32, len(roots))
+        )
+        if not (np.isfinite(weights).all() and (weights >= 0).all()):
+            raise ValueError("weights: expected finite numbers, none below 0")
+        sequences = self._new_sequences(weights, _INSERTED)
+        kernels.start(
+            self._nodes,
+            self._node_weights,
+            self._limit,
+            roots,
+            weights,
+            sequences,
+            self._states,
+            self._lengths,
+        )
+        return sequences
+
+    def track(self, roots: np.ndarray) -> np.ndarray:
+        """Begins sequences that only read: roots int32 [B] -> sequence ids, int32 [B]."""
+        roots = self._root_states(roots)
+        sequences = self._new_sequences(np.zeros(len(roots), np.float32), _FOLLOWED)
+        self._states[sequences] = roots + 1
+        self._lengths[sequences] = 1
+        return sequences
+
+    def extend(self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Appends tokens to sequences begun with `start`, row by row.
+
+        Args:
+          sequences: ids, int32 [B].
+          tokens: int32 [B, T], not negative where valid.
+          counts: how many tokens of each row to append, int32 [B].
+        """
+        sequences, tokens, counts = self._batch(sequences, tokens, counts, _INSERTED)
+        row = column = 0
+        while True:
+            row, column, needed = kernels.extend(
+                self._nodes, self._node_weights, self._table, self._header, self._limit,
+                sequences, tokens, counts, self._states, self._lengths, self._weights, row, column,
+            )  # fmt: skip
+            if row == len(sequences):
+                return
+            if self._header[kernels.STATES] + 2 > len(self._nodes):
+                self._grow_nodes()
+            if self._header[kernels.EDGES] + needed > kernels.MAX_LOAD * len(self._table):
+                self._grow_table(needed)
+
+    def advance(self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Moves sequences begun with `track` by tokens; arguments as for `extend`.
+
+        The match is at most one token longer after a token than before it: text that is inserted later than
+        a sequence has passed it is found again only behind a mismatch.
+        """
+        sequences, tokens, counts = self._batch(sequences, tokens, counts, _FOLLOWED)
+        kernels.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
+
+    # --- proposals ---------------------------------------------------------------------------------------
+
+    def propose(
+        self,
+        sequences: np.ndarray,
+        budgets: np.ndarray,
+        max_nodes: int,
+        *,
+        min_match: int = 1,
+        max_match: int | None = None,
+        budget_per_match: float = math.inf,
+        rank: Literal["count", "weight"] = "count",
+        novelty: float = 0.5,
+        min_probability: float = 0.0,
+        chain_only: bool = False,
+        noise_keys: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+        noise_temperature: float = 1.0,
+    ) -> Proposals:
+        """Grows a tree of likely continuations of every sequence, best first.
+
+        The context of a node is the matched suffix with the path to the node; what followed its longest
+        suffix that anything followed are the candidates behind it. A candidate's probability there is
+        mass / (total + novelty), mass being its count or weight, and that of a path is the product.
+
+        With noise, candidates are ranked by their chance to win `argmax(log p + G)` under the noise G that
+        will be used: with x = log probability + G, softmax(x / noise_temperature) among the candidates, times
+        exp(-q e^-x), the chance that nothing of the unseen mass q = novelty / (total + novelty) beats it.
+
+        Args:
+          sequences: ids, int32 [B].
+          budgets: at most so many nodes, int32 [B].
+          max_nodes: N of the result; budgets are cut to it.
+          min_match: nothing is proposed behind a context whose longest suffix with a continuation is shorter;
+            0 allows what is frequent anywhere.
+          max_match: the match is cut to so many tokens (the forest's own limit holds besides).
+          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes.
+          rank: what candidates are weighed by.
+          novelty: pseudo-count of all that has not followed a context yet, in units of the mass.
+          min_probability: candidates whose path is less probable are left out.
+          chain_only: follow only the best candidate of each node.
+          noise_keys: request keys of `rljax.engine.noise`, uint32 [B, 2]; None ranks without noise.
+          positions: position of the first proposed token, counted from the start of the prompt, int32 [B].
+          noise_temperature: above 0; the less the counts are believed to match the policy, the higher.
+        """
+        sequences = self._known(sequences)
+        batch = len(sequences)
+        budgets = _row(budgets, "budgets", np.int32, batch)
+        if max_nodes < 1:
+            raise ValueError(f"max_nodes: {max_nodes}, expected at least 1")
+        if rank not in ("count", "weight"):
+            raise ValueError(f"rank: {rank!r}, expected 'count' or 'weight'")
+        if min_match < 0 or (max_match is not None and max_match < 0):
+            raise ValueError(f"min_match and max_match: {min_match}, {max_match}, expected at least 0")
+        if not (novelty >= 0 and budget_per_match >= 0 and min_probability >= 0 and noise_temperature > 0):
+            raise ValueError(
+                "novelty, budget_per_match and min_probability must be at least 0, noise_temperature above "
+                f"0; got {novelty}, {budget_per_match}, {min_probability}, {noise_temperature}"
+            )
+        with_noise = noise_keys is not None
+        if with_noise != (positions is not None):
+            raise ValueError("noise_keys and positions: expected both or neither")
+        if with_noise:
+            noise_keys = _cast(np.asarray(noise_keys), "noise_keys", np.uint32)
+            if noise_keys.shape != (batch, 2):
+                raise ValueError(f"noise_keys: shape {list(noise_keys.shape)}, expected [{batch}, 2]")
+            positions = _row(positions, "positions", np.int32, batch)
+        else:
+            noise_keys, positions = np.empty((0, 2), np.uint32), np.empty(0, np.int32)
+        proposals = Proposals(
+            tokens=np.zeros((batch, max_nodes), np.int32),
+            parents=np.full((batch, max_nodes), -1, np.int32),
+            log_probability=np.full((batch, max_nodes), -np.inf, np.float32),
+            counts=np.empty(batch, np.int32),
+            match_lengths=np.empty(batch, np.int32),
+        )
+        kernels.propose(
+            self._nodes, self._node_weights, self._table, self._limit, self._states, self._lengths,
+            sequences, budgets, self._limit if max_match is None else min(max_match, self._limit), min_match,
+            float(budget_per_match), rank == "weight", float(novelty),
+            math.log(min_probability) if min_probability > 0 else -math.inf, chain_only,
+            with_noise, noise_keys, positions, float(noise_temperature),
+            proposals.tokens, proposals.parents, proposals.log_probability,
+            proposals.counts, proposals.match_lengths,
+        )  # fmt: skip
+        return proposals
+
+    # --- arrays ------------------------------------------------------------------------------------------
+
+    def _sequence_arrays(self) -> tuple[np.ndarray, ...]:
+        return self._states, self._lengths, self._weights, self._kinds
+
+    def _set_nodes(self, nodes: np.ndarray) -> None:
+        self._nodes, self._node_weights = nodes, nodes.view(np.float32)
+
+    def _grow_nodes(self) -> None:
+        used = int(self._header[kernels.STATES])
+        nodes = _aligned(int(len(self._nodes) * _GROWTH), kernels.STATE_WIDTH)
+        nodes[:used] = self._nodes[:used]
+        self._set_nodes(nodes)
+
+    @staticmethod
+    def _empty_table(rows: int) -> np.ndarray:
+        table = _aligned(rows, kernels.EDGE_WIDTH)
+        table[:, kernels.SOURCE] = kernels.FREE
+        return table
+
+    def _grow_table(self, needed: int) -> None:
+        least = math.ceil((int(self._header[kernels.EDGES]) + needed) / kernels.MAX_LOAD) + 1
+        table = self._empty_table(max(int(len(self._table) * _GROWTH), least))
+        kernels.rehash(self._table, table)
+        self._table = table
+
+    def _new_sequences(self, weights: np.ndarray, kind: int) -> np.ndarray:
+        first = self._num_sequences
+        self._num_sequences += len(weights)
+        self._states, self._lengths, self._weights, self._kinds = (
+            _with_room(array, self._num_sequences) for array in self._sequence_arrays()
+        )
+        self._weights[first : self._num_sequences] = weights
+        self._kinds[first : self._num_sequences] = kind
+        return np.arange(first, self._num_sequences, dtype=np.int32)
+
+    def _root_states(self, roots: np.ndarray) -> np.ndarray:
+        roots = _row(roots, "roots", np.int32)
+        _check_ids(roots, self._num_roots, "roots")
+        return self._roots[roots]
+
+    def _known(self, sequences: np.ndarray) -> np.ndarray:
+        sequences = _row(sequences, "sequences", np.int32)
+        _check_ids(sequences, self._num_sequences, "sequences")
+        return sequences
+
+    def _batch(
+        self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arguments of `extend` and `advance`, checked before anything changes."""
+        sequences = self._known(sequences)
+        counts = _row(counts, "counts", np.int32, len(sequences))
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or len(tokens) != len(sequences):
+            raise ValueError(f"tokens: shape {list(tokens.shape)}, expected [{len(sequences)}, T]")
+        tokens = _cast(tokens, "tokens", np.int32)
+        if ((counts < 0) | (counts > tokens.shape[1])).any():
+            raise ValueError(f"counts: expected 0 to {tokens.shape[1]}, the width of tokens; got {counts}")
+        if (self._kinds[sequences] != kind).any():
+            wanted, other = ("start", "track") if kind == _INSERTED else ("track", "start")
+            raise ValueError(f"sequences: begun with {other}, expected {wanted}")
+        row, column = kernels.find_invalid(tokens, counts)
+        if row >= 0:
+            raise ValueError(f"tokens[{row}, {column}]: {tokens[row, column]}, expected at least 0")
+        return sequences, tokens, counts
+
+
+def _with_room(array: np.ndarray, size: int) -> np.ndarray:
+    """The array, or a larger copy that holds `size` entries."""
+    if size <= len(array):
+        return array
+    larger = np.empty(max(size, int(len(array) * _GROWTH)), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def _check_ids(ids: np.ndarray, known: int, name: str) -> None:
+    wrong = (ids < 0) | (ids >= known)
+    if wrong.any():
+        raise ValueError(f"{name}: {ids[wrong][0]} is not known, there are {known}")

@@ -1,0 +1,486 @@
+"""The compiled loops of `SuffixForest`: suffix automata on flat arrays.
+
+A suffix automaton (Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985) has one
+state for every set of substrings that occur at the same places. Here it indexes many sequences at once, all
+of which begin with a marker that occurs nowhere else, and counts occurrences while the sequences grow.
+
+Layout, made for few cache misses:
+
+* a state is a row of eight int32 (32 bytes): its longest string's length, suffix link, count, weight (float32
+  bits), one outgoing edge in place (most states have just one), the token of the first further edge, `TOP`;
+* further edges are rows of four int32 in one open-addressing hash table over (source, token), and those of
+  one state are a list linked by tokens, which survives rehashing.
+
+`TOP` leads past states that are never asked for. Contexts are cut to `max_match` tokens, so only strings of
+at most `max_match` + 1 tokens are counted: states whose suffix link is at most `max_match` long. `TOP` is the
+first such one along the links; if clones were put above it since, the way goes on from there.
+"""
+
+import math
+
+import numpy as np
+
+from drafters.compilation import compiled
+from drafters.host_noise import gumbel_at, position_key
+
+# Columns of a state.
+LENGTH, LINK, COUNT, WEIGHT, TOKEN, TARGET, MORE, TOP = range(8)
+STATE_WIDTH = 8
+# Columns of a further edge.
+SOURCE, EDGE_TOKEN, EDGE_TARGET, NEXT = range(4)
+EDGE_WIDTH = 4
+# Entries of the header, int64.
+STATES, EDGES, TOKENS = range(3)
+
+MARKER = -1  # the token before every sequence
+NONE = -2  # no token: no edge, or the end of a list of edges
+FREE = -1  # the source of an unused row of the table
+MAX_LOAD = 0.7  # of the table; probes get long beyond
+
+
+# --- edges -----------------------------------------------------------------------------------------------
+
+
+@compiled
+def _slot(source, token, slots):
+    key = (np.uint64(source) << np.uint64(32)) | np.uint64(token)
+    key = (key ^ (key >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64(((key >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
+
+
+@compiled
+def _find_further(table, state, token):
+    """Row of a further edge, or -1."""
+    slots = table.shape[0]
+    slot = _slot(state, token, slots)
+    while True:
+        source = table[slot, SOURCE]
+        if source == state and table[slot, EDGE_TOKEN] == token:
+            return slot
+        if source == FREE:
+            return -1
+        slot += 1
+        if slot == slots:
+            slot = 0
+
+
+@compiled
+def find_edge(nodes, table, state, token):
+    """Target of an edge, or -1."""
+    if nodes[state, TOKEN] == token:
+        return np.int64(nodes[state, TARGET])
+    if nodes[state, MORE] == NONE:
+        return np.int64(-1)
+    slot = _find_further(table, state, token)
+    return np.int64(table[slot, EDGE_TARGET]) if slot >= 0 else np.int64(-1)
+
+
+@compiled
+def _insert_row(table, source, token, target, following):
+    slots = table.shape[0]
+    slot = _slot(source, token, slots)
+    while table[slot, SOURCE] != FREE:
+        slot += 1
+        if slot == slots:
+            slot = 0
+    table[slot, SOURCE] = source
+    table[slot, EDGE_TOKEN] = token
+    table[slot, EDGE_TARGET] = target
+    table[slot, NEXT] = following
+
+
+@compiled
+def _add_edge(nodes, table, header, state, token, target):
+    if nodes[state, TOKEN] == NONE:
+        nodes[state, TOKEN] = token
+        nodes[state, TARGET] = target
+    else:
+        _insert_row(table, state, token, target, nodes[state, MORE])
+        nodes[state, MORE] = token
+        header[EDGES] += 1
+
+
+@compiled
+def _redirect_edge(nodes, table, state, token, target):
+    if nodes[state, TOKEN] == token:
+        nodes[state, TARGET] = target
+    else:
+        table[_find_further(table, state, token), EDGE_TARGET] = target
+
+
+@compiled
+def rehash(old, new):
+    """Moves all edges into an empty table."""
+    for slot in range(old.shape[0]):
+        if old[slot, SOURCE] != FREE:
+            _insert_row(
+                new, old[slot, SOURCE], old[slot, EDGE_TOKEN], old[slot, EDGE_TARGET], old[slot, NEXT]
+            )
+
+
+# --- growing ---------------------------------------------------------------------------------------------
+
+
+@compiled
+def _top(nodes, state, max_match):
+    """The first state from here along the suffix links whose count is kept."""
+    state = nodes[state, TOP]
+    while True:
+        link = nodes[state, LINK]
+        if link < 0 or nodes[link, LENGTH] <= max_match:
+            return np.int64(state)
+        state = nodes[link, TOP]
+
+
+@compiled
+def _new_state(nodes, weights, header, length, link):
+    state = header[STATES]
+    header[STATES] += 1
+    nodes[state, LENGTH] = length
+    nodes[state, LINK] = link
+    nodes[state, COUNT] = 0
+    weights[state, WEIGHT] = 0.0
+    nodes[state, TOKEN] = NONE
+    nodes[state, TARGET] = -1
+    nodes[state, MORE] = NONE
+    nodes[state, TOP] = state
+    return state
+
+
+@compiled
+def add_root(nodes, weights, header):
+    """A new automaton: the empty string and, as state root + 1, the marker. Needs room for 2 states."""
+    root = _new_state(nodes, weights, header, 0, -1)
+    marker = _new_state(nodes, weights, header, 1, root)
+    nodes[root, TOKEN] = MARKER
+    nodes[root, TARGET] = marker
+    return root
+
+
+@compiled
+def _append(nodes, weights, table, header, max_match, last, token):
+    """State of the sequence at `last` with one token more; -1 - (edges needed) if there is no room for it.
+
+    As a sequence begins with the marker, nothing can stand before it: it is the longest string of its state,
+    and where the edge exists already, so is the longer sequence. Only suffixes are ever cloned.
+    """
+    target = find_edge(nodes, table, last, token)
+    if target >= 0:
+        return target
+
+    # How far up the edge is missing, and what it takes, before anything changes.
+    needed = 0
+    above, root = np.int64(last), np.int64(last)
+    while above >= 0:
+        target = find_edge(nodes, table, above, token)
+        if target >= 0:
+            break
+        if nodes[above, TOKEN] != NONE:
+            needed += 1
+        root = above
+        above = np.int64(nodes[above, LINK])
+    splits = above >= 0 and nodes[target, LENGTH] != nodes[above, LENGTH] + 1
+    if splits:
+        further = nodes[target, MORE]
+        while further != NONE:
+            needed += 1
+            further = table[_find_further(table, target, further), NEXT]
+    if header[STATES] + 2 > nodes.shape[0] or header[EDGES] + needed > MAX_LOAD * table.shape[0]:
+        return np.int64(-1 - needed)
+
+    state = _new_state(nodes, weights, header, nodes[last, LENGTH] + 1, -1)
+    below = np.int64(last)
+    while below != above:
+        _add_edge(nodes, table, header, below, token, state)
+        below = np.int64(nodes[below, LINK])
+    if above < 0:
+        link = root
+    elif not splits:
+        link = target
+    else:
+        # The target's strings up to this length now also end here, its longer ones do not.
+        link = _new_state(nodes, weights, header, nodes[above, LENGTH] + 1, nodes[target, LINK])
+        nodes[link, COUNT] = nodes[target, COUNT]
+        weights[link, WEIGHT] = weights[target, WEIGHT]
+        nodes[link, TOKEN] = nodes[target, TOKEN]
+        nodes[link, TARGET] = nodes[target, TARGET]
+        further = nodes[target, MORE]
+        while further != NONE:
+            slot = _find_further(table, target, further)
+            _add_edge(nodes, table, header, link, further, table[slot, EDGE_TARGET])
+            further = table[slot, NEXT]
+        if nodes[nodes[link, LINK], LENGTH] > max_match:
+            nodes[link, TOP] = _top(nodes, nodes[link, LINK], max_match)
+        nodes[target, LINK] = link
+        while above >= 0 and find_edge(nodes, table, above, token) == target:
+            _redirect_edge(nodes, table, above, token, link)
+            above = np.int64(nodes[above, LINK])
+    nodes[state, LINK] = link
+    if nodes[link, LENGTH] > max_match:
+        nodes[state, TOP] = _top(nodes, link, max_match)
+    return state
+
+
+@compiled
+def _count(nodes, weights, max_match, state, weight):
+    """One occurrence more of the strings of a state and of all their suffixes."""
+    state = _top(nodes, state, max_match)
+    while True:
+        link = nodes[state, LINK]
+        if link < 0:
+            return
+        nodes[state, COUNT] += 1
+        weights[state, WEIGHT] += weight
+        state = np.int64(link)
+
+
+@compiled
+def start(nodes, weights, max_match, roots, sequence_weights, sequences, states, lengths):
+    """Puts new sequences behind the markers of their roots."""
+    for row in range(roots.shape[0]):
+        marker = np.int64(roots[row]) + 1
+        _count(nodes, weights, max_match, marker, sequence_weights[row])
+        states[sequences[row]] = marker
+        lengths[sequences[row]] = 1
+
+
+@compiled
+def extend(
+    nodes, weights, table, header, max_match, sequences, tokens, counts, states, lengths, own, row, column
+):
+    """Appends tokens[row:, column:] and on; returns where it stopped for want of room, and the edges needed.
+
+    States [S], lengths [S] and own weights [S] belong to all sequences of the forest.
+    """
+    while row < sequences.shape[0]:
+        sequence = sequences[row]
+        state = np.int64(states[sequence])
+        while column < counts[row]:
+            new = _append(nodes, weights, table, header, max_match, state, tokens[row, column])
+            if new < 0:
+                break
+            state = new
+            _count(nodes, weights, max_match, state, own[sequence])
+            header[TOKENS] += 1
+            column += 1
+        else:
+            states[sequence] = state
+            lengths[sequence] = nodes[state, LENGTH]
+            row += 1
+            column = 0
+            continue
+        states[sequence] = state
+        lengths[sequence] = nodes[state, LENGTH]
+        return row, column, -1 - new
+    return row, column, np.int64(0)
+
+
+# --- matching --------------------------------------------------------------------------------------------
+
+
+@compiled
+def _settle(nodes, state, length):
+    """The state that holds the string of this length now: clones since may have taken it over."""
+    while True:
+        link = nodes[state, LINK]
+        if link < 0 or nodes[link, LENGTH] < length:
+            return np.int64(state)
+        state = np.int64(link)
+
+
+@compiled
+def advance(nodes, table, sequences, tokens, counts, states, lengths):
+    """Moves (state, length) of contexts that are not in the forest to their longest suffix that is."""
+    for row in range(sequences.shape[0]):
+        length = np.int64(lengths[sequences[row]])
+        state = _settle(nodes, np.int64(states[sequences[row]]), length)
+        for column in range(counts[row]):
+            target = find_edge(nodes, table, state, tokens[row, column])
+            while target < 0 and nodes[state, LINK] >= 0:
+                state = np.int64(nodes[state, LINK])
+                length = np.int64(nodes[state, LENGTH])
+                target = find_edge(nodes, table, state, tokens[row, column])
+            if target >= 0:
+                state, length = target, length + 1
+        states[sequences[row]] = state
+        lengths[sequences[row]] = length
+
+
+@compiled
+def _context(nodes, state, length, limit):
+    """State and length of the longest suffix of at most `limit` tokens that something has followed."""
+    while True:
+        link = nodes[state, LINK]
+        if link < 0 or (nodes[state, TOKEN] != NONE and nodes[link, LENGTH] < limit):
+            break
+        state = np.int64(link)
+    return state, min(length, np.int64(nodes[state, LENGTH]), limit)
+
+
+# --- proposing -------------------------------------------------------------------------------------------
+
+
+@compiled
+def _children(nodes, weights, table, state, by_weight, tokens, targets, masses):
+    """Lists what followed a state, as far as the arrays reach; returns how many there are."""
+    found = 0
+    token, target = nodes[state, TOKEN], nodes[state, TARGET]
+    following = nodes[state, MORE]
+    while token != NONE:
+        if token != MARKER:
+            if found < tokens.shape[0]:
+                tokens[found] = token
+                targets[found] = target
+                masses[found] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
+            found += 1
+        token = following
+        if token != NONE:
+            slot = _find_further(table, state, token)
+            target, following = table[slot, EDGE_TARGET], table[slot, NEXT]
+    return found
+
+
+@compiled
+def _local_log_probabilities(masses, found, novelty, tokens, with_noise, key0, key1, temperature):
+    """Turns the masses of a state's children into log probabilities, in place.
+
+    Without noise: mass / (total + novelty). With it, x = log of that + noise: softmax(x / temperature) among
+    the children, times exp(-q e^-x), which is the probability that no token unseen here, of mass
+    q = novelty / (total + novelty) together, exceeds x under its own noise.
+    """
+    total = novelty
+    for child in range(found):
+        total += masses[child]
+    log_total = math.log(total) if total > 0.0 else 0.0
+    for child in range(found):
+        masses[child] = math.log(masses[child]) - log_total if masses[child] > 0.0 else -math.inf
+    if not with_noise:
+        return
+    best = -math.inf
+    for child in range(found):
+        if masses[child] > -math.inf:
+            masses[child] += gumbel_at(key0, key1, tokens[child])
+            best = max(best, masses[child])
+    normalizer = 0.0
+    for child in range(found):
+        normalizer += math.exp((masses[child] - best) / temperature) if masses[child] > -math.inf else 0.0
+    log_normalizer = math.log(normalizer) if normalizer > 0.0 else 0.0
+    for child in range(found):
+        x = masses[child]
+        if x > -math.inf:
+            unseen = novelty / total * math.exp(-x)
+            masses[child] = (x - best) / temperature - log_normalizer - unseen
+
+
+@compiled
+def _push(scores, entries, size, capacity, score, parent, token, state, length):
+    """Adds to a list in ascending order of score that keeps the best `capacity`; among equals the first."""
+    if size == capacity:
+        if score <= scores[0]:
+            return size
+        place = 0
+        while place + 1 < size and scores[place + 1] < score:
+            scores[place] = scores[place + 1]
+            entries[place] = entries[place + 1]
+            place += 1
+    else:
+        place = size
+        while place > 0 and scores[place - 1] >= score:
+            scores[place] = scores[place - 1]
+            entries[place] = entries[place - 1]
+            place -= 1
+        size += 1
+    scores[place] = score
+    entries[place, 0] = parent
+    entries[place, 1] = token
+    entries[place, 2] = state
+    entries[place, 3] = length
+    return size
+
+
+@compiled
+def propose(
+    nodes, weights, table, forest_max_match, states, lengths, sequences, budgets,
+    max_match, min_match, budget_per_match, by_weight, novelty, min_log_probability, chain_only,
+    with_noise, noise_keys, positions, temperature,
+    out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths,
+):  # fmt: skip
+    """Grows candidate trees best first; `SuffixForest.propose` says what the arguments are."""
+    max_nodes = out_tokens.shape[1]
+    scores = np.empty(max_nodes, np.float64)
+    entries = np.empty((max_nodes, 4), np.int64)
+    depths = np.empty(max_nodes, np.int64)
+    position_keys = np.empty((max_nodes, 2), np.uint32)
+    child_tokens, child_targets = np.empty(64, np.int32), np.empty(64, np.int32)
+    masses = np.empty(64, np.float64)
+    for row in range(sequences.shape[0]):
+        length = np.int64(lengths[sequences[row]])
+        state = _settle(nodes, np.int64(states[sequences[row]]), length)
+        state = _top(nodes, state, forest_max_match)
+        state, length = _context(nodes, state, length, min(max_match, forest_max_match))
+        out_match_lengths[row] = length
+        out_counts[row] = 0
+        budget = np.int64(min(budgets[row], max_nodes))
+        if budget_per_match < math.inf:
+            budget = np.int64(min(np.float64(budget), math.floor(budget_per_match * length) + 1.0))
+        if length < min_match or budget <= 0:
+            continue
+
+        emitted, size, depth, known_keys, parent, score = 0, 0, 0, 0, -1, 0.0
+        expands = True
+        while True:
+            if expands:
+                found = _children(
+                    nodes, weights, table, state, by_weight, child_tokens, child_targets, masses
+                )
+                if found > child_tokens.shape[0]:
+                    child_tokens, child_targets = np.empty(2 * found, np.int32), np.empty(2 * found, np.int32)
+                    masses = np.empty(2 * found, np.float64)
+                    _children(nodes, weights, table, state, by_weight, child_tokens, child_targets, masses)
+                key0 = key1 = np.uint32(0)
+                if with_noise:
+                    if depth == known_keys:
+                        key0, key1 = position_key(
+                            noise_keys[row, 0], noise_keys[row, 1], positions[row] + depth
+                        )
+                        position_keys[depth, 0], position_keys[depth, 1] = key0, key1
+                        known_keys += 1
+                    key0, key1 = position_keys[depth, 0], position_keys[depth, 1]
+                _local_log_probabilities(
+                    masses, found, novelty, child_tokens, with_noise, key0, key1, temperature
+                )
+                capacity = 1 if chain_only else budget - emitted
+                for child in range(found):
+                    new = score + masses[child]
+                    if new > -math.inf and new >= min_log_probability:
+                        size = _push(
+                            scores, entries, size, capacity, new, parent, child_tokens[child],
+                            child_targets[child], length + 1,
+                        )  # fmt: skip
+            if size == 0:
+                break
+            size -= 1
+            score = scores[size]
+            out_tokens[row, emitted] = entries[size, 1]
+            out_parents[row, emitted] = entries[size, 0]
+            out_log_probabilities[row, emitted] = score
+            depth = depths[entries[size, 0]] + 1 if entries[size, 0] >= 0 else 1
+            depths[emitted] = depth
+            parent = emitted
+            emitted += 1
+            if emitted == budget:
+                break
+            state = _top(nodes, entries[size, 2], forest_max_match)
+            state, length = _context(nodes, state, entries[size, 3], forest_max_match)
+            expands = length >= min_match
+        out_counts[row] = emitted
+
+
+@compiled
+def find_invalid(tokens, counts):
+    """Row and column of the first token below 0, or (-1, -1)."""
+    for row in range(tokens.shape[0]):
+        for column in range(counts[row]):
+            if tokens[row, column] < 0:
+                return row, column
+    return -1, -1

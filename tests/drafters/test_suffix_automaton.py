@@ -1,0 +1,462 @@
+"""Suffix automata against a brute-force index of all substrings; noise on the host against the engine's."""
+
+import dataclasses
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import compilation, host_noise
+from drafters import suffix_kernels as kernels
+from drafters.suffix_automaton import SuffixForest
+from rljax.engine import noise
+
+MARKER = kernels.MARKER
+LARGE = 2**31 - 1  # the largest token there can be
+KEY = np.array([[0x12345678, 0x9ABCDEF0]], np.uint32)
+
+
+@dataclasses.dataclass
+class Reference:
+    """What a forest should answer, from lists: sequences per root, and contexts that only read."""
+
+    max_match: int | None = None
+    roots: list[list[int]] = dataclasses.field(default_factory=list)  # sequence numbers per root
+    texts: list[list[int]] = dataclasses.field(default_factory=list)
+    weights: list[float] = dataclasses.field(default_factory=list)
+    root_of: list[int] = dataclasses.field(default_factory=list)
+    matches: list[int | None] = dataclasses.field(default_factory=list)  # of contexts that only read
+    index: dict = dataclasses.field(default_factory=dict)
+
+    def begin(self, root: int, weight: float | None) -> None:
+        """A sequence with a weight is inserted, one without only reads."""
+        self.texts.append([MARKER])
+        self.weights.append(0.0 if weight is None else weight)
+        self.root_of.append(root)
+        self.matches.append(1 if weight is None else None)
+        if weight is not None:
+            self.roots[root].append(len(self.texts) - 1)
+            self.index.pop(root, None)
+
+    def append(self, sequence: int, tokens: list[int]) -> None:
+        root = self.root_of[sequence]
+        if self.matches[sequence] is None:
+            self.texts[sequence] += tokens
+            self.index.pop(root, None)
+            return
+        for token in tokens:
+            text = [*self.texts[sequence], token]
+            length = self.matches[sequence] + 1
+            while length and tuple(text[-length:]) not in self.substrings(root):
+                length -= 1
+            self.texts[sequence], self.matches[sequence] = text, length
+
+    def substrings(self, root: int) -> dict[tuple[int, ...], tuple[int, float]]:
+        """Count and weight of every substring, markers included, from scratch."""
+        if root not in self.index:
+            found: dict[tuple[int, ...], tuple[int, float]] = {}
+            for sequence in self.roots[root]:
+                text, weight = self.texts[sequence], self.weights[sequence]
+                for first, last in itertools.combinations(range(len(text) + 1), 2):
+                    count, total = found.get(tuple(text[first:last]), (0, 0.0))
+                    found[tuple(text[first:last])] = (count + 1, total + weight)
+            self.index[root] = found
+        return self.index[root]
+
+    def continuations(self, root: int, context: list[int], limit: int) -> tuple[int, dict]:
+        """Length of the longest suffix with a continuation, and count and weight of its continuations."""
+        found = self.substrings(root)
+        alphabet = sorted({text[0] for text in found if len(text) == 1} - {MARKER})
+        for length in range(min(limit, len(context)), -1, -1):
+            suffix = tuple(context[len(context) - length :])
+            following = {t: found[(*suffix, t)] for t in alphabet if (*suffix, t) in found}
+            if following:
+                return length, following
+        return 0, {}
+
+    def context(self, sequence: int) -> list[int]:
+        text, match = self.texts[sequence], self.matches[sequence]
+        return text if match is None else text[len(text) - match :]
+
+    def all_paths(self, sequence, depth, *, min_match=1, max_match=None, rank="count", novelty=0.5,
+                  noise_keys=None, positions=None, noise_temperature=1.0):  # fmt: skip
+        """Log probability of every path of up to `depth` tokens, and the length of the match."""
+        root, limit = self.root_of[sequence], self.max_match or 10**9
+        context = self.context(sequence)
+        matched, _ = self.continuations(root, context, min(limit, 10**9 if max_match is None else max_match))
+        paths: dict[tuple[int, ...], float] = {}
+
+        def expand(path: tuple[int, ...], score: float) -> None:
+            if len(path) == depth:
+                return
+            # Cut to the match and what was followed since; the latter is checked level by level.
+            text = [*context[len(context) - matched :], *path]
+            length, following = self.continuations(root, text, limit)
+            if length < min_match:
+                return
+            masses = {t: float(mass[rank == "weight"]) for t, mass in following.items()}
+            total = sum(masses.values()) + novelty
+            local = {t: math.log(mass / total) for t, mass in masses.items() if mass > 0}
+            if noise_keys is not None and local:
+                tokens = np.array([list(local)], np.int32)
+                g = np.asarray(
+                    noise.gumbel(
+                        jnp.asarray(noise_keys), jnp.asarray(positions + len(path)), jnp.asarray(tokens)
+                    ),
+                    np.float64,
+                )[0]
+                x = {t: value + float(g[i]) for i, (t, value) in enumerate(local.items())}
+                normalizer = sum(math.exp(value / noise_temperature) for value in x.values())
+                local = {
+                    t: value / noise_temperature - math.log(normalizer) - novelty / total * math.exp(-value)
+                    for t, value in x.items()
+                }
+            for token, value in local.items():
+                paths[(*path, token)] = score + value
+                expand((*path, token), score + value)
+
+        expand((), 0.0)
+        return paths, matched
+
+
+def count_in(forest: SuffixForest, root: int, string: tuple[int, ...]) -> tuple[int, float] | None:
+    """Count and weight of a string by walking the automaton; None if it is not in there."""
+    state = int(forest._roots[root])
+    for token in string:
+        state = kernels.find_edge(forest._nodes, forest._table, state, token)
+        if state < 0:
+            return None
+    return int(forest._nodes[state, kernels.COUNT]), float(forest._node_weights[state, kernels.WEIGHT])
+
+
+def tree_paths(proposals, row: int) -> dict[tuple[int, ...], float]:
+    """The nodes of a tree as paths from the context."""
+    paths: list[tuple[int, ...]] = []
+    for node in range(proposals.counts[row]):
+        parent = proposals.parents[row, node]
+        assert -1 <= parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(proposals.tokens[row, node])))
+    assert len(set(paths)) == len(paths), "a node twice"
+    return dict(zip(paths, proposals.log_probability[row].tolist(), strict=False))
+
+
+def padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    width = max(map(len, rows), default=0)
+    # What is beyond the counts is not looked at.
+    tokens = np.full((len(rows), width), -7, np.int32)
+    for row, values in enumerate(rows):
+        tokens[row, : len(values)] = values
+    return tokens, np.array([len(values) for values in rows], np.int32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@st.composite
+def histories(draw, max_steps=10):
+    """A forest and its reference after the same interleaved calls."""
+    max_match = draw(st.sampled_from([None, None, 1, 2, 4]))
+    forest, reference = SuffixForest(max_match), Reference(max_match)
+    for _ in range(draw(st.integers(1, 2))):
+        assert forest.add_root() == len(reference.roots)
+        reference.roots.append([])
+    alphabet = st.sampled_from(draw(st.sampled_from([[5], [0, 1], [0, 1, LARGE]])))
+    chunks = st.lists(alphabet, max_size=7)
+    for _ in range(draw(st.integers(1, max_steps))):
+        root = draw(st.integers(0, len(reference.roots) - 1))
+        inserted = [s for s, match in enumerate(reference.matches) if match is None]
+        followed = [s for s, match in enumerate(reference.matches) if match is not None]
+        action = draw(st.sampled_from(["start", "extend", "extend", "repeat", "track", "advance"]))
+        if action == "start" or not inserted:
+            weights = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 2.0]), min_size=1, max_size=3))
+            ids = forest.start(np.full(len(weights), root), np.array(weights, np.float32))
+            assert ids.tolist() == list(range(len(reference.texts), len(reference.texts) + len(weights)))
+            for weight in weights:
+                reference.begin(root, weight)
+        elif action == "track" or (action == "advance" and not followed):
+            assert forest.track(ints(root)).tolist() == [len(reference.texts)]
+            reference.begin(root, None)
+        elif action == "repeat":  # a whole sequence once more, under the same root
+            original = draw(st.sampled_from(inserted))
+            (copy,) = forest.start(ints(reference.root_of[original]), np.ones(1, np.float32))
+            reference.begin(reference.root_of[original], 1.0)
+            text = reference.texts[original][1:]
+            forest.extend(ints(copy), *padded([text]))
+            reference.append(int(copy), text)
+        else:
+            ids = inserted if action == "extend" else followed
+            some = draw(st.lists(st.sampled_from(ids), unique=True, min_size=1, max_size=4))
+            rows = [draw(chunks) for _ in some]
+            (forest.extend if action == "extend" else forest.advance)(ints(*some), *padded(rows))
+            for sequence, tokens in zip(some, rows, strict=True):
+                reference.append(sequence, tokens)
+    return forest, reference
+
+
+@settings(deadline=None, max_examples=300)
+@given(histories())
+def test_counts_and_weights_are_those_of_all_substrings(history):
+    forest, reference = history
+    for root in range(len(reference.roots)):
+        expected = reference.substrings(root)
+        for string, (count, weight) in expected.items():
+            found = count_in(forest, root, string)
+            assert found is not None, string
+            if reference.max_match is None or len(string) <= reference.max_match + 1:
+                assert found == (count, weight), string
+        alphabet = {string[0] for string in expected if len(string) == 1} | {0}
+        for string in itertools.product(sorted(alphabet), repeat=3):
+            assert (count_in(forest, root, string) is None) == (string not in expected), string
+    inserted = [
+        len(text) - 1 for text, m in zip(reference.texts, reference.matches, strict=True) if m is None
+    ]
+    assert forest.num_tokens == sum(inserted)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    histories(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "min_match": st.integers(0, 3),
+            "max_match": st.integers(0, 4),
+            "rank": st.just("weight"),
+            "novelty": st.sampled_from([0.0, 0.5, 3.0]),
+        },
+    ),
+    st.integers(0, 12),
+)
+def test_proposals_are_the_most_probable_paths(history, options, budget):
+    forest, reference = history
+    _check_proposals(forest, reference, budget, options, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    histories(max_steps=6), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]), st.integers(0, 10**6)
+)
+def test_noise_ranks_by_the_chance_to_win(history, temperature, novelty, position):
+    forest, reference = history
+    options = {"noise_temperature": temperature, "novelty": novelty, "positions": ints(position)}
+    _check_proposals(forest, reference, 4, {**options, "noise_keys": KEY}, atol=1e-3)
+
+
+def _check_proposals(forest, reference, budget, options, atol):
+    for sequence in range(len(reference.texts)):
+        proposals = forest.propose(ints(sequence), ints(budget), 12, **options)
+        expected, matched = reference.all_paths(sequence, budget, **options)
+        assert proposals.match_lengths[0] == matched
+        found = tree_paths(proposals, 0)
+        scores = proposals.log_probability[0]
+        assert (np.diff(scores[: len(found)]) <= 0).all()
+        assert np.isneginf(scores[len(found) :]).all()
+        for path, score in found.items():
+            assert score == pytest.approx(expected[path], abs=atol, rel=1e-4), path
+        best = sorted(expected.values(), reverse=True)[:budget]
+        assert sorted(found.values(), reverse=True) == pytest.approx(best, abs=atol, rel=1e-4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(histories(), st.integers(1, 8))
+def test_a_chain_follows_the_best_child(history, budget):
+    forest, reference = history
+    ids = np.arange(len(reference.texts), dtype=np.int32)
+    proposals = forest.propose(ids, np.full(len(ids), budget), 8, chain_only=True)
+    for sequence in ids.tolist():
+        expected, _ = reference.all_paths(sequence, budget)
+        count = proposals.counts[sequence]
+        assert proposals.parents[sequence, :count].tolist() == list(range(-1, count - 1))
+        path = ()
+        for token in proposals.tokens[sequence, :count].tolist():
+            siblings = [score for other, score in expected.items() if other[:-1] == path]
+            path = (*path, token)
+            assert expected[path] == max(siblings)
+        assert count == budget or not [other for other in expected if other[:-1] == path]
+
+
+def _one_prompt(*texts: list[int], weights=None) -> tuple[SuffixForest, np.ndarray]:
+    forest = SuffixForest()
+    root = forest.add_root()
+    weights = np.ones(len(texts), np.float32) if weights is None else np.array(weights, np.float32)
+    ids = forest.start(np.full(len(texts), root), weights)
+    forest.extend(ids, *padded(list(texts)))
+    return forest, ids
+
+
+def test_the_start_of_a_response_is_a_context():
+    forest, _ = _one_prompt([7, 8, 9], [7, 8, 9], [4, 8, 2])
+    new = forest.start(ints(0))
+    proposals = forest.propose(new, ints(3), 3, chain_only=True)
+    assert proposals.tokens.tolist() == [[7, 8, 9]]
+    assert proposals.match_lengths.tolist() == [1]
+    np.testing.assert_allclose(np.exp(proposals.log_probability[0, 0]), 2 / 3.5)
+
+
+def test_rewards_choose_the_branch():
+    forest, _ = _one_prompt([1, 5], [1, 5], [1, 6], weights=[0.0, 0.25, 1.0])
+    reader = forest.track(ints(0))
+    forest.advance(reader, *padded([[1]]))
+    best = {rank: forest.propose(reader, ints(1), 1, rank=rank).tokens[0, 0] for rank in ("count", "weight")}
+    assert best == {"count": 5, "weight": 6}
+
+
+def test_budgets_follow_the_length_of_the_match():
+    forest, _ = _one_prompt([*range(20)])
+    reader = forest.track(ints(0, 0))
+    forest.advance(reader, *padded([[3], [3, 4, 5]]))
+    proposals = forest.propose(reader, ints(9, 9), 16, budget_per_match=1.5)
+    assert proposals.match_lengths.tolist() == [1, 3]
+    assert proposals.counts.tolist() == [2, 5]  # floor(1.5) + 1 and floor(4.5) + 1
+    assert forest.propose(reader, ints(9, 30), 16).counts.tolist() == [9, 14]
+
+
+def test_a_least_probability_ends_the_growth():
+    forest, ids = _one_prompt([1, 2, 3], [1, 2, 4], [1, 2, 4], [1])
+    at = {
+        p: forest.propose(ids[3:], ints(9), 9, min_probability=p).tokens[0].tolist() for p in (0.9, 0.5, 0.1)
+    }
+    # behind the start and 1: 2 with 3 of 3.5; behind 2: 4 with 2, 3 with 1 of 3.5
+    assert [t for t in at[0.9] if t] == []
+    assert [t for t in at[0.5] if t] == [2]
+    assert [t for t in at[0.1] if t] == [2, 4, 3]
+
+
+def test_many_children_and_large_trees():
+    rng = np.random.default_rng(0)
+    followers = rng.permutation(5000)[:700].tolist()
+    forest, ids = _one_prompt(
+        *([9000, token, token + 10000] for token in followers), [9000, followers[3]], [9000]
+    )
+    proposals = forest.propose(ids[-1:], ints(1500), 1500, noise_keys=KEY, positions=ints(3), novelty=0.0)
+    assert proposals.counts.tolist() == [1400]
+    first = proposals.tokens[0, :1400][proposals.parents[0, :1400] == -1]
+    assert sorted(first.tolist()) == sorted(followers)
+    proposals = forest.propose(ids[-1:], ints(2), 64)
+    assert proposals.tokens[0, :2].tolist() == [followers[3], followers[3] + 10000]
+
+
+def test_long_repetition_is_counted_and_matched():
+    text = [1] * 3000 + [2] + [1] * 2000
+    forest, ids = _one_prompt(text)
+    assert count_in(forest, 0, (1,) * 2000)[0] == 1001 + 1
+    assert forest.propose(ids, ints(1), 1).match_lengths.tolist() == [2000]
+    limited = SuffixForest(max_match=8)
+    ids = limited.start(ints(limited.add_root()))
+    limited.extend(ids, *padded([text]))
+    assert count_in(limited, 0, (1,) * 9)[0] == 2992 + 1992
+    assert limited.propose(ids, ints(1), 1).match_lengths.tolist() == [8]
+
+
+def test_a_context_that_only_reads_sees_what_came_since():
+    forest, _ = _one_prompt([1, 2, 3])
+    reader = forest.track(ints(0, 0))
+    forest.advance(reader, *padded([[2], [2]]))
+    # Until here a 2 only ever came behind a 1; now the two strings part.
+    forest.extend(forest.start(ints(0)), *padded([[5, 2, 7]]))
+    assert sorted(forest.propose(reader[:1], ints(9), 9).tokens[0, :2].tolist()) == [3, 7]
+    forest.advance(reader[1:], *padded([[7]]))
+    assert forest.propose(reader[1:], ints(9), 9, min_match=0).match_lengths.tolist() == [0]
+    assert forest._lengths[reader[1]] == 2
+
+
+@pytest.mark.parametrize("children", range(650, 1100, 50))
+def test_a_split_of_a_state_with_many_children_finds_room(children):
+    forest, _ = _one_prompt(*([1, 2, token] for token in range(10, 10 + children)))
+    forest.extend(forest.start(ints(0)), *padded([[3, 2, 9]]))
+    assert forest._header[kernels.EDGES] <= kernels.MAX_LOAD * len(forest._table)
+    assert count_in(forest, 0, (2, 10 + children - 1)) == (1, 1.0)
+    assert count_in(forest, 0, (2,)) == (children + 1, children + 1.0)
+
+
+def test_threads_may_ask_at_once():
+    rng = np.random.default_rng(0)
+    forest, ids = _one_prompt(*(rng.integers(0, 8, 400).tolist() for _ in range(16)))
+
+    def ask(_):
+        return forest.propose(ids, np.full(16, 12, np.int32), 12, noise_keys=KEY.repeat(16, 0), positions=ids)
+
+    alone = ask(0)
+    with ThreadPoolExecutor(4) as threads:
+        for proposals in threads.map(ask, range(32)):
+            np.testing.assert_array_equal(proposals.tokens, alone.tokens)
+            np.testing.assert_array_equal(proposals.log_probability, alone.log_probability)
+    assert kernels.propose.targetoptions["nogil"] and kernels.extend.targetoptions["nogil"]
+
+
+def test_memory_is_accounted_for():
+    rng = np.random.default_rng(0)
+    empty = SuffixForest().nbytes
+    assert empty < 2000, "a forest a prompt must be affordable"
+    forest, _ = _one_prompt(*(rng.integers(0, 30000, 500).tolist() for _ in range(8)))
+    assert forest.num_tokens == 4000
+    assert 4000 * 32 < forest.used_bytes <= forest.nbytes < 2.5 * forest.used_bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: f.extend(ints(0, 0), np.array([[1, 2], [3, -4]]), ints(2, 2)), r"tokens\[1, 1\]: -4"),
+        (lambda f: f.extend(ints(0), np.array([[1, -1]]), ints(2)), r"tokens\[0, 1\]: -1"),
+        (lambda f: f.extend(ints(0), np.array([[2**31]]), ints(1)), "tokens: .* int32"),
+        (lambda f: f.extend(ints(0), np.array([[1.5]]), ints(1)), "tokens: float64"),
+        (lambda f: f.extend(ints(0), np.array([[1]]), ints(2)), "counts: expected 0 to 1"),
+        (lambda f: f.extend(ints(0), np.array([[1]]), ints(-1)), "counts: expected 0 to 1"),
+        (lambda f: f.extend(ints(0), ints(1, 2), ints(1)), r"tokens: shape \[2\]"),
+        (lambda f: f.extend(ints(2), np.array([[1]]), ints(1)), "sequences: 2 is not known"),
+        (lambda f: f.extend(ints(-1), np.array([[1]]), ints(1)), "sequences: -1 is not known"),
+        (lambda f: f.extend(ints(1), np.array([[1]]), ints(1)), "sequences: begun with track"),
+        (lambda f: f.advance(ints(0), np.array([[1]]), ints(1)), "sequences: begun with start"),
+        (lambda f: f.propose(ints(7), ints(1), 1), "sequences: 7 is not known"),
+        (lambda f: f.propose(ints(0), ints(1, 2), 1), r"budgets: shape \[2\], expected \[1\]"),
+        (lambda f: f.propose(ints(0), ints(1), 0), "max_nodes: 0"),
+        (lambda f: f.propose(ints(0), ints(1), 1, rank="reward"), "rank: 'reward'"),
+        (lambda f: f.propose(ints(0), ints(1), 1, novelty=math.nan), "novelty"),
+        (lambda f: f.propose(ints(0), ints(1), 1, noise_keys=KEY), "expected both or neither"),
+        (lambda f: f.propose(ints(0), ints(1), 1, noise_keys=KEY[0], positions=ints(0)), "noise_keys: shape"),
+        (lambda f: f.start(ints(1)), "roots: 1 is not known"),
+        (lambda f: f.start(ints(0), np.array([-1.0])), "weights"),
+        (lambda f: f.start(ints(0), np.array([math.nan])), "weights"),
+        (lambda f: f.track(ints(-1)), "roots: -1 is not known"),
+        (lambda f: SuffixForest(max_match=0), "max_match: 0"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_changes_nothing(call, message):
+    forest = SuffixForest()
+    root = forest.add_root()
+    forest.extend(forest.start(ints(root)), np.array([[1, 2, 1]]), ints(3))
+    forest.track(ints(root))
+    before = forest._header.tolist(), forest._nodes[:6].tolist(), forest._states[:2].tolist()
+    with pytest.raises(ValueError, match=message):
+        call(forest)
+    assert before == (forest._header.tolist(), forest._nodes[:6].tolist(), forest._states[:2].tolist())
+
+
+def test_host_noise_is_the_engines():
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**32, (50, 2), dtype=np.uint32)
+    positions = rng.integers(0, 40_000, 50, dtype=np.int32)
+    tokens = rng.integers(0, LARGE, (50, 200), dtype=np.int32)
+    bits = host_noise.token_bits(keys, positions, tokens)
+    np.testing.assert_array_equal(bits, noise.token_bits(keys, positions, tokens))
+    on_device = noise.gumbel(jnp.asarray(keys), jnp.asarray(positions), jnp.asarray(tokens))
+    np.testing.assert_allclose(host_noise.gumbel(keys, positions, tokens), on_device, rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_without_a_place_for_its_cache(monkeypatch):
+    real = numba.njit
+
+    def refusing(**options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return real(**options)
+
+    monkeypatch.setattr(numba, "njit", refusing)
+    assert compilation.compiled(lambda x: x + 1)(2) == 3
