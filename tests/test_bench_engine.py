@@ -6,12 +6,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rljax.benchmarking import Row
 from rljax.config import TrainingConfig
 from rljax.errors import UserError
 from rljax.models import huggingface
@@ -51,30 +49,15 @@ def test_a_missing_baseline_names_the_extra(capsys, monkeypatch, missing):
     assert "dev extra" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ((False, ("decode", "bandwidth", "update", "startup")), "engine.json"),
-        ((True, ("decode", "bandwidth", "update", "startup")), "engine-quick.json"),
-        ((True, ("decode", "startup")), "engine-decode-startup-quick.json"),
-    ],
-)
-def test_only_a_whole_run_replaces_the_published_results(arguments, name):
-    assert bench_engine.default_output(*arguments) == Path("benchmarks/results") / name
+def test_an_accelerator_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(bench_engine.jax, "default_backend", lambda: "gpu")
+    assert bench_engine.main(["--quick", "--only", "bandwidth"]) == 2
+    assert capsys.readouterr().err.startswith("error: JAX runs on gpu, PyTorch on the CPU")
 
 
-def test_a_run_prints_and_writes_its_rows(capsys, monkeypatch, tmp_path):
-    row = Row("bandwidth", 3.0, "GB/s", "read bandwidth", 2.0, 1.5)
-    measurements = [
-        bench_engine.Measurement("bandwidth", "tiny", lambda: [row]),
-        bench_engine.Measurement("startup", "tiny", lambda: pytest.fail("not asked for")),
-    ]
-    monkeypatch.setattr(bench_engine, "measurements", lambda quick: measurements)
-    output = tmp_path / "results.json"
-    assert bench_engine.main(["--quick", "--only", "bandwidth", "--output", str(output)]) == 0
-    (written,) = json.loads(output.read_text())["rows"]
-    assert written["section"] == "bandwidth" and "interference" in written
-    assert "1 rows are in" in capsys.readouterr().out
+def test_a_quick_run_has_every_section():
+    named = {measurement.section for measurement in bench_engine.measurements()}
+    assert {measurement.section for measurement in bench_engine.quick_measurements()} == named
 
 
 # --- sections --------------------------------------------------------------------------------------------

@@ -1,12 +1,8 @@
 """scripts/bench_training.py: its command line, and the rows of its sections at sizes that take seconds."""
 
-import json
-from pathlib import Path
-
 import jax
 import pytest
 
-from rljax.benchmarking import Row
 from rljax.config import OptimizerConfig
 from rljax.training.optimizer import make_optimizer
 from tests.scripts import SCRIPTS, load_script
@@ -33,31 +29,10 @@ def test_an_unknown_section_is_one_line(capsys):
     assert error == "error: --only: 'memry' is not a section; they are padding,memory,checkpoint,loading\n"
 
 
-@pytest.mark.parametrize(
-    ("only", "name"),
-    [(bench_training.SECTIONS, "training.json"), (("padding", "memory"), "training-padding-memory.json")],
-)
-def test_only_a_whole_run_replaces_the_published_results(only, name):
-    assert bench_training.default_output(only) == Path("benchmarks/results") / name
-
-
-def test_a_run_prints_and_writes_its_rows(capsys, monkeypatch, tmp_path):
-    row = Row("padding/tiny", 2.0, "%", "theirs", 6.0, 3.0)
-    measurements = [
-        ("padding", "tiny", lambda: [row]),
-        ("memory", "tiny", lambda: pytest.fail("not asked for")),
-    ]
-    monkeypatch.setattr(bench_training, "measurements", lambda: measurements)
-    output = tmp_path / "results.json"
-    assert bench_training.main(["--only", "padding", "--output", str(output)]) == 0
-    (written,) = json.loads(output.read_text())["rows"]
-    assert written["name"] == "padding/tiny"
-    assert written["section"] == "padding" and "interference" in written
-    assert "1 rows are in" in capsys.readouterr().out
-
-
-def test_every_section_is_measured():
-    assert {section for section, *_ in bench_training.measurements()} == set(bench_training.SECTIONS)
+def test_an_accelerator_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(bench_training.jax, "default_backend", lambda: "gpu")
+    assert bench_training.main(["--only", "padding"]) == 2
+    assert capsys.readouterr().err.startswith("error: JAX runs on gpu, the figures are a CPU's")
 
 
 # --- sections --------------------------------------------------------------------------------------------

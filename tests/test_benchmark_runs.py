@@ -1,0 +1,144 @@
+"""Runs of a benchmark: which sections are measured, what is printed, where results go."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rljax import benchmark_runs
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row
+from rljax.errors import UserError
+
+
+def _row(name: str, **details) -> Row:
+    return Row(name, 3.0, "GB/s", "theirs", 2.0, 1.5, details)
+
+
+def _refuse() -> list[Row]:
+    raise UserError("no such thing")
+
+
+def _interrupt() -> list[Row]:
+    raise KeyboardInterrupt
+
+
+BENCHMARK = Benchmark(
+    name="sums",
+    description="Sums of much.",
+    plan=[
+        Measurement("sum", "1M", lambda: [_row("sum/1M", rounds=4)]),
+        Measurement("mean", "1M", lambda: [_row("mean/1M")]),
+        Measurement("sum", "2M", lambda: [_row("sum/2M"), _row("sum/2M/again")], disturbed=False),
+        Measurement("refused", "1M", _refuse),
+        Measurement("stopped", "1M", _interrupt),
+    ],
+    quick_plan=[Measurement("sum", "quick", lambda: [_row("sum/quick")])],
+    packages=("numpy",),
+)
+
+
+class _BusyMachine:
+    """Half of the machine is other processes'."""
+
+    def __enter__(self) -> "_BusyMachine":
+        self.share = 0.5
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def run(*arguments: object, benchmark: Benchmark = BENCHMARK) -> int:
+    return benchmark.run(benchmark.parser().parse_args([str(argument) for argument in arguments]))
+
+
+def names(path: Path) -> list[str]:
+    return [row["name"] for row in json.loads(path.read_text())["rows"]]
+
+
+def test_sections_are_measured_in_the_order_of_the_plan(capsys, tmp_path):
+    output = tmp_path / "results.json"
+    assert run("--only", "mean,sum", "--output", output) == 0
+    assert names(output) == ["sum/1M", "mean/1M", "sum/2M", "sum/2M/again"]
+    printed = capsys.readouterr().out
+    assert printed.index("sum, 1M (0 s)") < printed.index("mean, 1M (0 s)") < printed.index("sum, 2M (0 s)")
+    assert printed.endswith(f"ratios above 1 mean that rljax is better; 4 rows are in {output}\n")
+
+
+def test_rows_say_their_section_beside_their_own_details(tmp_path):
+    output = tmp_path / "results.json"
+    run("--only", "sum", "--output", output)
+    written = json.loads(output.read_text())
+    row = written["rows"][0]
+    assert row["section"] == "sum" and "interference" in row and row["rounds"] == 4
+    assert "numpy" in written["machine"]
+
+
+@pytest.mark.parametrize("quick", [(), ("--quick",)])
+def test_an_unknown_section_is_one_line(capsys, quick):
+    assert run("--only", "sum,maen", *quick) == 2
+    known = "sum" if quick else "sum,mean,refused,stopped"
+    assert capsys.readouterr().err == f"error: --only: 'maen' is not a section; they are {known}\n"
+
+
+def test_what_was_measured_before_an_error_is_written(capsys, tmp_path):
+    output = tmp_path / "results.json"
+    assert run("--output", output) == 2
+    assert names(output) == ["sum/1M", "mean/1M", "sum/2M", "sum/2M/again"]
+    assert capsys.readouterr().err == "error: no such thing\n"
+
+
+def test_an_interrupt_is_one_line(capsys):
+    assert run("--only", "stopped") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("quick", "only", "name"),
+    [
+        (False, ("sum", "mean", "refused", "stopped"), "sums.json"),
+        (False, ("sum", "mean"), "sums-sum-mean.json"),
+        (True, ("sum",), "sums-quick.json"),
+    ],
+)
+def test_only_a_whole_run_replaces_the_published_results(quick, only, name):
+    assert BENCHMARK.default_output(quick, only) == Path("benchmarks/results") / name
+
+
+def test_without_an_output_results_go_beside_the_published_ones(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run("--quick") == 0
+    assert names(tmp_path / "benchmarks/results/sums-quick.json") == ["sum/quick"]
+    assert run("--only", "mean,sum") == 0
+    assert (tmp_path / "benchmarks/results/sums-sum-mean.json").is_file()
+
+
+def test_a_benchmark_without_a_quick_plan_has_no_such_option(capsys):
+    whole = Benchmark("sums", "Sums.", BENCHMARK.plan)
+    assert "--quick" not in whole.parser().format_help() and "--quick" in BENCHMARK.parser().format_help()
+    with pytest.raises(SystemExit):
+        run("--quick", benchmark=whole)
+
+
+def test_what_cannot_run_is_refused_before_anything_is_measured(capsys):
+    asked = []
+
+    def prepare(sections):
+        asked.append(sections)
+        raise UserError("not here")
+
+    plan = [Measurement("sum", "1M", lambda: pytest.fail("measured"))]
+    assert run("--only", "sum", benchmark=Benchmark("sums", "Sums.", plan, prepare=prepare)) == 2
+    assert asked == [("sum",)] and capsys.readouterr().err == "error: not here\n"
+
+
+@pytest.mark.parametrize("disturbance", ["", "sums suffer most"])
+def test_a_busy_machine_is_a_warning_where_it_matters(capsys, monkeypatch, tmp_path, disturbance):
+    monkeypatch.setattr(benchmark_runs, "Interference", _BusyMachine)
+    benchmark = Benchmark("sums", "Sums.", BENCHMARK.plan[:3], disturbance=disturbance)
+    assert run("--only", "sum", "--output", tmp_path / "results.json", benchmark=benchmark) == 0
+    printed = capsys.readouterr().out
+    most = "; sums suffer most" if disturbance else ""
+    warning = f"other processes took 50% of the cores{most}: repeat on a quiet machine"
+    assert printed.count(warning) == 1  # for sum/1M, and not for sum/2M
