@@ -1,6 +1,5 @@
 """The config: what is accepted, what is refused and in which words, and the command line on top of it."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from rljax.config import (
     to_yaml,
 )
 from rljax.errors import ConfigError
+from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -343,16 +343,13 @@ def test_the_configs_that_come_with_the_code_are_valid(path):
 
 @pytest.fixture
 def train_script():
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("train")
 
 
 def test_command_line_from_another_directory(config_file, tmp_path):
     def train(*arguments):
         return subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments],
+            [sys.executable, str(SCRIPTS / "train.py"), *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
