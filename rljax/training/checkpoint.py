@@ -91,7 +91,8 @@ class RunCheckpoints:
             self._clear_unfinished()
             path.mkdir(parents=True)
             if self._checkpointer is None:
-                # Weights hardly compress: zstd saved 8 % of the space for seven times the processor time.
+                # Weights hardly compress, and zstd costs processor time: the row `checkpoint/50M/Orbax
+                # uncompressed, processor time` of benchmarks/results/training.json.
                 handler = ocp.PyTreeCheckpointHandler(use_compression=False)
                 self._checkpointer = ocp.AsyncCheckpointer(handler)
             self._checkpointer.save(path / _ARRAYS, args=ocp.args.PyTreeSave(leaves))
