@@ -70,6 +70,13 @@ def _gumbel(keys, positions, tokens, out):
             out[row, column] = gumbel_at(key0, key1, tokens[row, column])
 
 
+def _arrays(
+    keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Copies of the types that the loops are compiled for: any other, or read-only ones, would compile."""
+    return np.array(keys, np.uint32), np.array(positions, np.int32), np.array(tokens, np.int32)
+
+
 def token_bits(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Uniform words of the noise field, as `rljax.engine.noise.token_bits`.
 
@@ -82,7 +89,7 @@ def token_bits(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> n
       uint32 [B, K].
     """
     out = np.empty(tokens.shape, np.uint32)
-    _token_bits(keys, positions, tokens, out)
+    _token_bits(*_arrays(keys, positions, tokens), out)
     return out
 
 
@@ -92,5 +99,5 @@ def gumbel(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.nd
     Equal to the device's up to the rounding of its two logarithms.
     """
     out = np.empty(tokens.shape, np.float32)
-    _gumbel(keys, positions, tokens, out)
+    _gumbel(*_arrays(keys, positions, tokens), out)
     return out

@@ -58,15 +58,16 @@ def _row(values: np.ndarray, name: str, dtype: type, size: int | None = None) ->
 
 
 def _cast(array: np.ndarray, name: str, dtype: type) -> np.ndarray:
+    """The array as the kernels are compiled for it: of the dtype, contiguous, writeable (JAX's are not)."""
     if array.dtype == dtype:
-        return np.ascontiguousarray(array)
+        return array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
     if np.issubdtype(dtype, np.integer) and array.size:
         limits = np.iinfo(dtype)
         if not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"{name}: {array.dtype}, expected {np.dtype(dtype)}")
         if array.min() < limits.min or array.max() > limits.max:
             raise ValueError(f"{name}: entries do not fit {np.dtype(dtype)}")
-    return np.ascontiguousarray(array, dtype)
+    return np.array(array, dtype, order="C")
 
 
 class SuffixForest:
@@ -163,16 +164,7 @@ class SuffixForest:
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("weights: expected finite numbers, none below 0")
         sequences = self._new_sequences(weights, _INSERTED)
-        kernels.start(
-            self._nodes,
-            self._node_weights,
-            self._limit,
-            roots,
-            weights,
-            sequences,
-            self._states,
-            self._lengths,
-        )
+        kernels.start(self._nodes, self._node_weights, roots, weights, sequences, self._states, self._lengths)
         return sequences
 
     def track(self, roots: np.ndarray) -> np.ndarray:
@@ -259,7 +251,8 @@ class SuffixForest:
           positions: position of the first proposed token, counted from the start of the prompt, int32 [B].
           noise_temperature: above 0; the less the counts are believed to match the policy, the higher.
         """
-        sequences = self._known(sequences)
+        sequences = _row(sequences, "sequences", np.int32)
+        _check_ids(sequences, self._num_sequences, "sequences")
         batch = len(sequences)
         budgets = _row(budgets, "budgets", np.int32, batch)
         if max_nodes < 1:
@@ -342,28 +335,27 @@ class SuffixForest:
         _check_ids(roots, self._num_roots, "roots")
         return self._roots[roots]
 
-    def _known(self, sequences: np.ndarray) -> np.ndarray:
-        sequences = _row(sequences, "sequences", np.int32)
-        _check_ids(sequences, self._num_sequences, "sequences")
-        return sequences
-
     def _batch(
         self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `extend` and `advance`, checked before anything changes."""
-        sequences = self._known(sequences)
+        sequences = _row(sequences, "sequences", np.int32)
         counts = _row(counts, "counts", np.int32, len(sequences))
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or len(tokens) != len(sequences):
             raise ValueError(f"tokens: shape {list(tokens.shape)}, expected [{len(sequences)}, T]")
         tokens = _cast(tokens, "tokens", np.int32)
-        if ((counts < 0) | (counts > tokens.shape[1])).any():
-            raise ValueError(f"counts: expected 0 to {tokens.shape[1]}, the width of tokens; got {counts}")
-        if (self._kinds[sequences] != kind).any():
+        problem, row, column = kernels.check_batch(
+            sequences, tokens, counts, self._kinds, self._num_sequences, kind
+        )
+        if problem == kernels.WRONG_ID:
+            raise ValueError(f"sequences: {sequences[row]} is not known, there are {self._num_sequences}")
+        if problem == kernels.WRONG_KIND:
             wanted, other = ("start", "track") if kind == _INSERTED else ("track", "start")
-            raise ValueError(f"sequences: begun with {other}, expected {wanted}")
-        row, column = kernels.find_invalid(tokens, counts)
-        if row >= 0:
+            raise ValueError(f"sequences: {sequences[row]} was begun with {other}, expected {wanted}")
+        if problem == kernels.WRONG_COUNT:
+            raise ValueError(f"counts[{row}]: {counts[row]}, expected 0 to {tokens.shape[1]}")
+        if problem == kernels.WRONG_TOKEN:
             raise ValueError(f"tokens[{row}, {column}]: {tokens[row, column]}, expected at least 0")
         return sequences, tokens, counts
 

@@ -36,6 +36,10 @@ MARKER = -1  # the token before every sequence
 NONE = -2  # no token: no edge, or the end of a list of edges
 FREE = -1  # the source of an unused row of the table
 MAX_LOAD = 0.7  # of the table; probes get long beyond
+# Outcomes of `check_batch`.
+FINE, WRONG_ID, WRONG_KIND, WRONG_COUNT, WRONG_TOKEN = range(5)
+
+_SIDE_BY_SIDE = 64  # walks at a time
 
 
 # --- edges -----------------------------------------------------------------------------------------------
@@ -116,6 +120,25 @@ def rehash(old, new):
             _insert_row(
                 new, old[slot, SOURCE], old[slot, EDGE_TOKEN], old[slot, EDGE_TARGET], old[slot, NEXT]
             )
+
+
+# --- checking --------------------------------------------------------------------------------------------
+
+
+@compiled
+def check_batch(sequences, tokens, counts, kinds, num_sequences, kind):
+    """What is wrong with a batch of tokens, in which row and column."""
+    for row in range(sequences.shape[0]):
+        if sequences[row] < 0 or sequences[row] >= num_sequences:
+            return WRONG_ID, row, 0
+        if kinds[sequences[row]] != kind:
+            return WRONG_KIND, row, 0
+        if counts[row] < 0 or counts[row] > tokens.shape[1]:
+            return WRONG_COUNT, row, 0
+        for column in range(counts[row]):
+            if tokens[row, column] < 0:
+                return WRONG_TOKEN, row, column
+    return FINE, 0, 0
 
 
 # --- growing ---------------------------------------------------------------------------------------------
@@ -222,24 +245,35 @@ def _append(nodes, weights, table, header, max_match, last, token):
 
 
 @compiled
-def _count(nodes, weights, max_match, state, weight):
-    """One occurrence more of the strings of a state and of all their suffixes."""
-    state = _top(nodes, state, max_match)
-    while True:
-        link = nodes[state, LINK]
-        if link < 0:
-            return
-        nodes[state, COUNT] += 1
-        weights[state, WEIGHT] += weight
-        state = np.int64(link)
+def _count(nodes, weights, max_match, states, added, pending):
+    """One occurrence more of the strings of the first `pending` states and of all their suffixes.
+
+    The walks go on side by side, so that their cache misses overlap, which insertion spends its time on.
+    Counting late is sound: a split in between copies what is counted, and the walks then pass the new state.
+    """
+    for i in range(pending):
+        states[i] = _top(nodes, states[i], max_match)
+    while pending > 0:
+        kept = 0
+        for i in range(pending):
+            state = states[i]
+            link = nodes[state, LINK]
+            if link >= 0:
+                nodes[state, COUNT] += 1
+                weights[state, WEIGHT] += added[i]
+                states[kept] = link
+                added[kept] = added[i]
+                kept += 1
+        pending = kept
 
 
 @compiled
-def start(nodes, weights, max_match, roots, sequence_weights, sequences, states, lengths):
+def start(nodes, weights, roots, sequence_weights, sequences, states, lengths):
     """Puts new sequences behind the markers of their roots."""
     for row in range(roots.shape[0]):
-        marker = np.int64(roots[row]) + 1
-        _count(nodes, weights, max_match, marker, sequence_weights[row])
+        marker = roots[row] + 1
+        nodes[marker, COUNT] += 1
+        weights[marker, WEIGHT] += sequence_weights[row]
         states[sequences[row]] = marker
         lengths[sequences[row]] = 1
 
@@ -252,6 +286,9 @@ def extend(
 
     States [S], lengths [S] and own weights [S] belong to all sequences of the forest.
     """
+    reached, added = np.empty(_SIDE_BY_SIDE, np.int64), np.empty(_SIDE_BY_SIDE, np.float32)
+    pending = 0
+    new = np.int64(0)
     while row < sequences.shape[0]:
         sequence = sequences[row]
         state = np.int64(states[sequence])
@@ -260,19 +297,21 @@ def extend(
             if new < 0:
                 break
             state = new
-            _count(nodes, weights, max_match, state, own[sequence])
-            header[TOKENS] += 1
+            if pending == _SIDE_BY_SIDE:
+                _count(nodes, weights, max_match, reached, added, pending)
+                pending = 0
+            reached[pending], added[pending] = state, own[sequence]
+            pending += 1
             column += 1
-        else:
-            states[sequence] = state
-            lengths[sequence] = nodes[state, LENGTH]
-            row += 1
-            column = 0
-            continue
         states[sequence] = state
         lengths[sequence] = nodes[state, LENGTH]
-        return row, column, -1 - new
-    return row, column, np.int64(0)
+        if new < 0:
+            break
+        header[TOKENS] += counts[row]
+        row += 1
+        column = 0
+    _count(nodes, weights, max_match, reached, added, pending)
+    return row, column, -1 - new
 
 
 # --- matching --------------------------------------------------------------------------------------------
@@ -474,13 +513,3 @@ def propose(
             state, length = _context(nodes, state, entries[size, 3], forest_max_match)
             expands = length >= min_match
         out_counts[row] = emitted
-
-
-@compiled
-def find_invalid(tokens, counts):
-    """Row and column of the first token below 0, or (-1, -1)."""
-    for row in range(tokens.shape[0]):
-        for column in range(counts[row]):
-            if tokens[row, column] < 0:
-                return row, column
-    return -1, -1
