@@ -1,0 +1,163 @@
+"""Draft trees: ancestors, depths and the accepted path against loops over single nodes."""
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.engine.draft_tree import MAX_NODES, DraftTree, empty_tree, with_root
+from rljax.engine.verification import accepted_path
+
+ROOTED = jax.jit(with_root)
+ACCEPTED = jax.jit(lambda tree, last, sampled: accepted_path(with_root(tree, last), sampled))
+
+
+def random_trees(rng, batch, nodes, vocab_size=4, chain=0.4, valid=0.9):
+    """Trees that mix chains with random branches; few tokens, so that siblings often repeat each other."""
+    tree = empty_tree(batch, nodes)
+    tree.tokens[:] = rng.integers(vocab_size, size=(batch, nodes))
+    tree.valid[:] = rng.random((batch, nodes)) < valid
+    for node in range(nodes):
+        branch = rng.integers(-1, node, size=batch) if node else np.full(batch, -1)
+        tree.parents[:, node] = np.where(rng.random(batch) < chain, node - 1, branch)
+    return tree
+
+
+def path_to(parents, node):
+    """Rooted nodes from node 0 to rooted `node`, whose parents are `parents` [N] of the draft nodes."""
+    path = [node]
+    while path[-1] > 0:
+        path.append(int(parents[path[-1] - 1]) + 1)
+    return path[::-1]
+
+
+def walk(tree, sampled, slot):
+    """The accepted path of one slot, from the root down: all nodes that continue it, level by level."""
+    level = [0]
+    while True:
+        deeper = [
+            node + 1
+            for node in range(tree.nodes)
+            if tree.valid[slot, node]
+            and tree.parents[slot, node] + 1 in level
+            and tree.tokens[slot, node] == sampled[slot, tree.parents[slot, node] + 1]
+        ]
+        if not deeper:
+            return path_to(tree.parents[slot], min(level))
+        level = deeper
+
+
+SHAPES = [(1, 1.0), (2, 0.5), (7, 0.4), (31, 0.4), (32, 0.4), (33, 0.6), (63, 0.0), (63, 0.5), (63, 1.0)]
+
+
+@pytest.mark.parametrize(("nodes", "chain"), SHAPES)
+def test_ancestors_and_depths(nodes, chain):
+    rng = np.random.default_rng(nodes)
+    tree = random_trees(rng, 16, nodes, chain=chain)
+    last = rng.integers(4, size=16).astype(np.int32)
+    rooted = ROOTED(tree, last)
+    expected = np.zeros((16, nodes + 1, nodes + 1), bool)
+    depth = np.zeros((16, nodes + 1), np.int32)
+    for slot in range(16):
+        for node in range(nodes + 1):
+            path = path_to(tree.parents[slot], node)
+            expected[slot, node, path] = True
+            depth[slot, node] = len(path) - 1
+    np.testing.assert_array_equal(rooted.ancestors, expected)
+    np.testing.assert_array_equal(rooted.depth, depth)
+    if chain == 1.0:
+        assert depth.max() == nodes
+    np.testing.assert_array_equal(rooted.tokens[:, 0], last)
+    np.testing.assert_array_equal(rooted.tokens[:, 1:], tree.tokens)
+    np.testing.assert_array_equal(rooted.parents[:, 0], 0)
+    np.testing.assert_array_equal(rooted.parents[:, 1:], tree.parents + 1)
+    assert np.asarray(rooted.valid)[:, 0].all()
+    np.testing.assert_array_equal(rooted.valid[:, 1:], tree.valid)
+
+
+def test_a_root_alone_is_a_tree():
+    rooted = ROOTED(empty_tree(3, 0), np.array([5, 6, 7], np.int32))
+    np.testing.assert_array_equal(rooted.tokens, [[5], [6], [7]])
+    np.testing.assert_array_equal(rooted.ancestors, np.ones((3, 1, 1), bool))
+    np.testing.assert_array_equal(rooted.depth, [[0], [0], [0]])
+
+
+def test_more_nodes_than_a_pass_verifies_are_refused():
+    with pytest.raises(ValueError, match=f"{MAX_NODES + 1} nodes"):
+        with_root(empty_tree(2, MAX_NODES), np.zeros(2, np.int32))
+
+
+def test_an_empty_tree_has_no_valid_node():
+    tree = empty_tree(3, 5)
+    assert tree.nodes == 5 and not tree.valid.any() and (tree.parents == -1).all()
+    path, count = ACCEPTED(tree, np.zeros(3, np.int32), np.zeros((3, 6), np.int32))  # all tokens agree
+    np.testing.assert_array_equal(count, [1, 1, 1])
+    np.testing.assert_array_equal(path, np.zeros((3, 6)))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 4])
+@pytest.mark.parametrize(("nodes", "chain"), SHAPES)
+def test_accepted_path(nodes, chain, vocab_size):
+    """Random trees, half-random samples, invalid nodes in between, and siblings with the same token."""
+    rng = np.random.default_rng(100 * nodes + vocab_size)
+    batch = 64
+    tree = random_trees(rng, batch, nodes, vocab_size, chain)
+    sampled = rng.integers(vocab_size, size=(batch, nodes + 1)).astype(np.int32)
+    for node in range(nodes):  # most nodes sample one of their children
+        agrees = rng.random(batch) < 0.7
+        parent = tree.parents[:, node] + 1
+        sampled[agrees, parent[agrees]] = tree.tokens[agrees, node]
+    last = rng.integers(vocab_size, size=batch).astype(np.int32)
+    path, count = map(np.asarray, ACCEPTED(tree, last, sampled))
+    counts = []
+    for slot in range(batch):
+        expected = walk(tree, sampled, slot)
+        counts.append(len(expected))
+        assert count[slot] == len(expected)
+        assert path[slot, : count[slot]].tolist() == expected
+        assert (path[slot, count[slot] :] == 0).all()
+    assert max(counts) > 1 and (nodes == 1 or chain == 0.0 or max(counts) > 2)
+
+
+def test_of_repeated_siblings_the_one_that_goes_on_is_taken():
+    tree = DraftTree(
+        tokens=np.array([[3, 3, 9, 8]], np.int32),
+        parents=np.array([[-1, -1, 0, 1]], np.int32),
+        valid=np.ones((1, 4), bool),
+    )
+    last = np.array([1], np.int32)
+    for sampled, expected in (
+        ([3, 9, 8, 5, 6], [0, 1, 3]),  # both go on: the first
+        ([3, 9, 9, 5, 6], [0, 1, 3]),
+        ([3, 8, 8, 5, 6], [0, 2, 4]),
+        ([3, 0, 0, 5, 6], [0, 1]),  # neither: the first
+        ([9, 9, 8, 5, 6], [0]),
+    ):
+        path, count = ACCEPTED(tree, last, np.array([sampled], np.int32))
+        assert np.asarray(path)[0, : int(count[0])].tolist() == expected
+
+
+def test_nothing_below_an_invalid_node_is_accepted():
+    tree = DraftTree(
+        tokens=np.full((1, 4), 3, np.int32),
+        parents=np.array([[-1, 0, 1, 2]], np.int32),
+        valid=np.array([[True, False, True, True]]),
+    )
+    path, count = ACCEPTED(tree, np.array([3], np.int32), np.full((1, 5), 3, np.int32))
+    assert int(count[0]) == 2 and np.asarray(path)[0].tolist() == [0, 1, 0, 0, 0]
+
+
+def test_parents_of_invalid_nodes_do_not_matter():
+    """A drafter's leftovers: parents behind their children, out of range or below -1, on invalid nodes."""
+    rng = np.random.default_rng(0)
+    tree = random_trees(rng, 64, 15, chain=0.7, valid=1.0)
+    tree.valid[:, 9:] = False
+    sampled = rng.integers(4, size=(64, 16)).astype(np.int32)
+    for node in range(9):
+        agrees = rng.random(64) < 0.7
+        sampled[agrees, tree.parents[agrees, node] + 1] = tree.tokens[agrees, node]
+    last = np.zeros(64, np.int32)
+    expected = ACCEPTED(tree, last, sampled)
+    tree.parents[:, 9:] = rng.integers(-20, 40, size=(64, 6))
+    for got, wanted in zip(ACCEPTED(tree, last, sampled), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert np.asarray(expected[1]).max() > 3

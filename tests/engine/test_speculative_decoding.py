@@ -1,0 +1,445 @@
+"""Speculative decoding on a real transformer: token for token and bit for bit what plain decoding gives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftTree, empty_tree
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
+from rljax.models import transformer
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+
+LONGEST = 512
+GROUPED, SINGLE = "three queries a key", "one, with bias"
+POLICIES = [(GROUPED, "float32"), (SINGLE, "float32"), (GROUPED, "bfloat16"), (SINGLE, "bfloat16")]
+
+Draft = Callable[[DraftTree, int, list[int]], None]
+"""Fills in the rows of one request: (its row of the tree, the request, the tokens it has emitted)."""
+
+
+def engine_of(config, buckets, dtype="float32", sampling=SAMPLING, eos=(), rule="coupled"):
+    return DecodeEngine(config, Numerics(True, dtype), sampling, buckets, eos, 64, verification=rule)
+
+
+# -- drafts that know the answer ---------------------------------------------------------------------------
+
+
+def tangled(truth, seed=0, right=0.95):
+    """Random trees in which the true continuation is embedded, here and there with a wrong token."""
+    rng = np.random.default_rng(seed)
+
+    def draft(row, request, emitted):
+        ahead, tip, depth = truth[request][len(emitted) :], -1, 0
+        for node in range(len(row.tokens)):
+            row.tokens[node] = rng.integers(VOCAB)
+            row.parents[node] = rng.integers(-1, node) if node else -1
+            row.valid[node] = rng.random() < 0.98
+            if rng.random() < 0.7 and depth < len(ahead):
+                row.parents[node] = tip
+                if rng.random() < right:
+                    row.tokens[node] = ahead[depth]
+                tip, depth = node, depth + 1
+
+    return draft
+
+
+def chain(truth, then=0):
+    """The true continuation, then the token `then`."""
+
+    def draft(row, request, emitted):
+        ahead = truth[request][len(emitted) :][: len(row.tokens)]
+        row.tokens[:] = then
+        row.tokens[: len(ahead)] = ahead
+        row.parents[:] = np.arange(-1, len(row.tokens) - 1)
+        row.valid[:] = True
+
+    return draft
+
+
+def lies(truth):
+    """Trees that are full of everything but the true token."""
+
+    def draft(row, request, emitted):
+        if len(emitted) < len(truth[request]):
+            depth = np.zeros(len(row.tokens), int)
+            for node in range(len(row.tokens)):
+                row.parents[node] = node // 2 - 1
+                depth[node] = depth[row.parents[node]] + 1 if row.parents[node] >= 0 else 0
+                place = min(len(emitted) + depth[node], len(truth[request]) - 1)
+                row.tokens[node] = (truth[request][place] + 1 + node) % VOCAB
+                row.valid[node] = True
+
+    return draft
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What requests got: outputs as from `decode`, passes, and tokens emitted by each slot in each pass."""
+
+    outputs: list
+    passes: int
+    counts: list[int]
+
+
+def speculate(
+    engine, params, asked, draft, nodes, order=None, capacity=0, compacting=True, poisoned=None, most=None
+):
+    """`tests.engine.test_engine.decode` by verifying passes over `draft`'s trees.
+
+    Args:
+      poisoned: what everything that no slot may see is filled with before every pass; None for nothing.
+      most: passes; None for as many as it takes.
+    """
+    order = list(range(len(asked))) if order is None else order
+    prefix = engine.prefill(params, [each.prompt for each in asked])
+    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
+    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
+    state = engine.bulk_insert(prefix, state, assignments)
+    slots = {order[i]: i for i in range(len(asked))}
+    outputs, passes, counts = [([], []) for _ in asked], 0, []
+    active = np.isin(np.arange(state.batch), order)
+    while active.any() and passes != most:
+        if poisoned is not None:
+            state = poison(state, poisoned)
+        tree = empty_tree(state.batch, nodes)
+        tree.tokens[:] = 1
+        tree.valid[:] = True  # nor must what stands in slots without a request matter
+        for slot, i in slots.items():
+            row = DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot])
+            row.valid[:] = False
+            draft(row, i, outputs[i][0])
+        state, result = engine.verify(params, state, tree)
+        passes += 1
+        for slot in range(state.batch):
+            emitted = result.tokens[slot] >= 0
+            count = int(emitted.sum())
+            assert emitted[:count].all() and (count > 0) == active[slot]
+            if count:
+                i = slots[slot]
+                outputs[i][0].extend(result.tokens[slot][:count].tolist())
+                outputs[i][1].extend(result.logprobs[slot][:count].tolist())
+                assert result.lengths[slot] == len(asked[i].prompt) - 1 + len(outputs[i][0])
+                counts.append(count)
+        going = [slot for slot in slots if result.active[slot]]
+        active = result.active
+        if going and compacting and engine.buckets.batch_for(len(going)) < state.batch:
+            state = engine.compact(state, going)
+            slots = {new: slots[old] for new, old in enumerate(going)}
+            active = np.arange(state.batch) < len(going)
+        if going and max(result.lengths[going]) >= state.cache.length:
+            state = engine.grow(state)
+    return Emitted(outputs, passes, counts)
+
+
+# -- bit for bit -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A policy, requests on both sides of the 256 keys that attention sums at a time, what they get."""
+
+    engine: DecodeEngine
+    params: dict
+    asked: list
+    plain: list
+
+    @property
+    def truth(self):
+        return [tokens for tokens, _ in self.plain]
+
+
+@functools.lru_cache
+def world_of(name, dtype):
+    # The other policies are not compiled for what does not depend on them: compaction and growth.
+    buckets = Buckets((2, 5), (64, LONGEST)) if (name, dtype) == POLICIES[0] else Buckets((4,), (LONGEST,))
+    engine = engine_of(CONFIGS[name], buckets, dtype)
+    params = engine.load_params(lively_params(CONFIGS[name]))
+    asked = ask([3, 200, 63, 40], [280, 80, 60, 30])
+    return World(engine, params, asked, decode(engine, params, asked, capacity=LONGEST))
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=" ".join)
+def world(request):
+    return world_of(*request.param)
+
+
+def check_same(emitted, plain):
+    for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(emitted.outputs, plain, strict=True):
+        assert tokens == plain_tokens
+        assert logprobs == plain_logprobs
+
+
+def check_sped_up(emitted, plain, tokens_a_pass):
+    """Drafts were accepted, and wrong ones rejected."""
+    assert sum(emitted.counts) == sum(len(tokens) for tokens, _ in plain)
+    assert np.mean(emitted.counts) > tokens_a_pass and len(set(emitted.counts)) > 1
+
+
+def test_trees_give_the_bits_of_plain_decoding(world):
+    """Through finished slots, compaction, and the end of the first 256 keys."""
+    emitted = speculate(world.engine, world.params, world.asked, tangled(world.truth), 7, capacity=LONGEST)
+    check_same(emitted, world.plain)
+    check_sped_up(emitted, world.plain, 2.0)
+
+
+@pytest.mark.parametrize(
+    "nodes", [1, 3, 15, pytest.param(31, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)]
+)
+def test_trees_of_any_size(nodes):
+    world = world_of(*POLICIES[0])
+    asked, plain = world.asked[:2], world.plain[:2]
+    truth = world.truth
+    emitted = speculate(world.engine, world.params, asked, tangled(truth, nodes), nodes, capacity=LONGEST)
+    check_same(emitted, plain)
+    check_sped_up(emitted, plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 3, 15, 31, 63])
+def test_trees_of_any_size_in_any_policy(world, nodes):
+    for seed in range(3):
+        emitted = speculate(
+            world.engine, world.params, world.asked, tangled(world.truth, seed), nodes, capacity=LONGEST
+        )
+        check_same(emitted, world.plain)
+
+
+def test_chains_across_every_position_of_the_chunk_boundary():
+    """Passes that begin at each of the positions before and behind the 256th key."""
+    world = world_of(*POLICIES[0])
+    prompt = world.asked[1].prompt + world.truth[1][:49]  # 249 tokens
+    asked = [dataclasses.replace(world.asked[1], prompt=prompt[:length], limit=20) for length in (247, 248)]
+    plain = decode(world.engine, world.params, asked, capacity=LONGEST)
+    truth = [tokens for tokens, _ in plain]
+    for first in range(1, 16):  # the first pass emits `first` tokens, all others up to 16
+
+        def draft(row, request, emitted, first=first):
+            chain(truth)(row, request, emitted)
+            if not emitted:
+                row.valid[first - 1 :] = False
+
+        emitted = speculate(world.engine, world.params, asked, draft, 15, capacity=LONGEST)
+        check_same(emitted, plain)
+        assert emitted.counts[:2] == [first, first]
+
+
+def test_caches_that_grow_and_slots_with_gaps():
+    world = world_of(*POLICIES[0])
+    members = [2, 0, 3]
+    asked = [world.asked[i] for i in members]
+    plain = [world.plain[i] for i in members]
+    truth = [tokens for tokens, _ in plain]
+    for order in ([4, 0, 2], [0, 3, 1]):
+        emitted = speculate(world.engine, world.params, asked, tangled(truth), 7, order)
+        check_same(emitted, plain)
+        check_sped_up(emitted, plain, 2.0)
+
+
+def test_a_drafter_that_always_lies_costs_passes_only():
+    world = world_of(*POLICIES[0])
+    asked = [dataclasses.replace(each, limit=24) for each in world.asked]
+    emitted = speculate(world.engine, world.params, asked, lies(world.truth), 7, capacity=LONGEST)
+    check_same(emitted, [(tokens[:24], logprobs[:24]) for tokens, logprobs in world.plain])
+    assert emitted.passes == 24 and set(emitted.counts) == {1}
+
+
+def test_no_drafts_at_all_is_plain_decoding():
+    world = world_of(*POLICIES[0])
+    asked = [dataclasses.replace(each, limit=12) for each in world.asked]
+    emitted = speculate(world.engine, world.params, asked, lambda *_: None, 7, capacity=LONGEST)
+    check_same(emitted, [(tokens[:12], logprobs[:12]) for tokens, logprobs in world.plain])
+
+
+NOT_A_NUMBER = pytest.param(
+    float("nan"),
+    marks=pytest.mark.xfail(strict=True, reason="a value that weighs 0 is still multiplied: 0 * NaN is NaN"),
+)
+
+
+@pytest.mark.parametrize("value", [1e4, -3e38, NOT_A_NUMBER])
+def test_what_is_not_committed_is_invisible(world, value):
+    """Rejected nodes, old entries and whatever else lies at or behind a slot's length."""
+    asked = [
+        dataclasses.replace(each, limit=limit)
+        for each, limit in zip(world.asked, (280, 9, 9, 9), strict=True)
+    ]
+    emitted = speculate(
+        world.engine, world.params, asked, tangled(world.truth, 3), 7, capacity=LONGEST, poisoned=value
+    )
+    check_same(emitted, [(t[: e.limit], l[: e.limit]) for e, (t, l) in zip(asked, world.plain, strict=True)])
+
+
+def test_plain_and_speculative_decoding_take_turns():
+    """Either continues from what the other has committed."""
+    world = world_of(*POLICIES[0])
+    engine, params = world.engine, world.params
+    prefix = engine.prefill(params, [each.prompt for each in world.asked])
+    state = engine.bulk_insert(
+        prefix,
+        engine.init_state(4, LONGEST),
+        [Assignment(i, i, each.key, each.limit) for i, each in enumerate(world.asked)],
+    )
+    outputs, draft = [([], []) for _ in world.asked], tangled(world.truth)
+    for turn in range(12):
+        if turn % 2:
+            state, result = engine.generate(params, state, 3)
+        else:
+            tree = empty_tree(state.batch, 7)
+            for i in range(4):
+                draft(DraftTree(tree.tokens[i], tree.parents[i], tree.valid[i]), i, outputs[i][0])
+            state, result = engine.verify(params, state, tree)
+        for i in range(4):
+            valid = result.tokens[i] >= 0
+            outputs[i][0].extend(result.tokens[i][valid].tolist())
+            outputs[i][1].extend(result.logprobs[i][valid].tolist())
+    for (tokens, logprobs), plain in zip(outputs, world.plain, strict=True):
+        assert len(tokens) >= min(24, len(plain[0]))
+        assert (tokens, logprobs) == (plain[0][: len(tokens)], plain[1][: len(tokens)])
+
+
+# -- on one layer: sampling distributions, ends, capacity --------------------------------------------------
+
+ONE_LAYER = dataclasses.replace(CONFIGS[GROUPED], num_layers=1)
+SMALL = Buckets((2,), (64, 128))
+ROOM = 128  # programs for the smaller cache are compiled for the one test of it
+
+
+@functools.lru_cache
+def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
+    engine = engine_of(ONE_LAYER, SMALL, sampling=sampling, eos=eos, rule=rule)
+    return engine, engine.load_params(lively_params(ONE_LAYER))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01),
+    ],
+    ids=["greedy", "filtered"],
+)
+def test_sampling_distributions(sampling):
+    engine, params = small_of(sampling)
+    asked = ask([5, 40], [80, 60])
+    plain = decode(engine, params, asked, capacity=ROOM)
+    truth = [tokens for tokens, _ in plain]
+    emitted = speculate(engine, params, asked, tangled(truth), 7, capacity=ROOM)
+    check_same(emitted, plain)
+    check_sped_up(emitted, plain, 2.0)
+
+
+def test_eos_inside_an_accepted_run_ends_it_there():
+    endless, params = small_of()
+    ending, _ = small_of(eos=(7, 8))
+    cut = []
+    for seed in range(12):
+        asked = ask([4, 9], [48, 48], seed)
+        truth = [tokens for tokens, _ in decode(endless, params, asked, capacity=ROOM)]
+        plain = decode(ending, params, asked, capacity=ROOM)
+        # Drafted beyond the end, and rightly.
+        emitted = speculate(ending, params, asked, chain(truth), 15, capacity=ROOM)
+        check_same(emitted, plain)
+        for (tokens, _), longer in zip(plain, truth, strict=True):
+            assert tokens == longer[: len(tokens)]
+            if len(tokens) < 48:
+                assert tokens[-1] in (7, 8)
+                cut.append(len(tokens) % 16)  # where in its pass of 16 tokens
+    assert len(set(cut)) > 3 and any(1 < place < 15 for place in cut)
+
+
+@pytest.mark.parametrize("limits", [(1, 2), (3, 16), (17, 8), (31, 33)])
+def test_the_longest_response_ends_inside_an_accepted_run(limits):
+    engine, params = small_of()
+    truth = [tokens for tokens, _ in decode(engine, params, ask([4, 9], [60, 60]), capacity=ROOM)]
+    asked = ask([4, 9], limits)
+    plain = decode(engine, params, asked, capacity=ROOM)
+    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=ROOM)
+    check_same(emitted, plain)
+    assert [len(tokens) for tokens, _ in emitted.outputs] == list(limits)
+    assert emitted.passes == -(-max(limits) // 16)
+
+
+@pytest.mark.parametrize("prompt", [49, 57, 60, 63, 64])
+def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
+    """Up to the last position of the smaller cache, and up to the very last of the largest."""
+    engine, params = small_of()
+    limit = SMALL.cache[-1] - prompt + 1
+    asked = ask([prompt, 30], [limit, 90])
+    plain = decode(engine, params, asked)
+    truth = [tokens for tokens, _ in plain]
+    for then in (chain(truth), tangled(truth, prompt)):
+        emitted = speculate(engine, params, asked, then, 15)
+        check_same(emitted, plain)
+    first = speculate(engine, params, asked, chain(truth), 15, most=1)
+    assert first.counts == [min(16, 64 - prompt + 1), 16]
+
+
+def score(engine, params, prompt, tokens):
+    """Log-probabilities of a response, as training computes them."""
+    sequence = np.zeros((1, SMALL.cache[-1]), np.int32)
+    sequence[0, : len(prompt) + len(tokens)] = prompt + tokens
+
+    def logprobs(params, sequence):
+        positions = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None]
+        attention = PackedAttention(jnp.ones_like(sequence), engine.numerics)
+        rope = jnp.asarray(rope_table(engine.config, sequence.shape[1]))
+        hidden, _ = transformer.forward(
+            params, engine.config, sequence, positions, attention, rope, engine.numerics
+        )
+        logits = transformer.logits(params, engine.config, hidden)
+        logits = transform_logits(logits, engine.sampling, engine.numerics)
+        return token_logprobs(logits, jnp.roll(sequence, -1, axis=1), engine.numerics)
+
+    program = jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
+    first = len(prompt) - 1
+    return np.asarray(program(params, jnp.asarray(sequence)))[0, first : first + len(tokens)].tolist()
+
+
+@pytest.mark.parametrize("rule", ["target_only", "rejection"])
+def test_the_other_rules_end_and_fill_like_plain_decoding(rule):
+    """Other tokens, but the same contract: ends, limits, and the distribution's own log-probabilities."""
+    engine, params = small_of(eos=(7, 8), rule=rule)
+    plain_engine, _ = small_of()
+    asked = ask([50, 9], [60, 40])
+    truth = [tokens for tokens, _ in decode(plain_engine, params, asked, capacity=ROOM)]
+    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=ROOM)
+    for each, (tokens, logprobs) in zip(asked, emitted.outputs, strict=True):
+        assert len(tokens) == each.limit or tokens[-1] in (7, 8)
+        assert not set(tokens[:-1]) & {7, 8}
+        assert logprobs == score(engine, params, each.prompt, tokens)
+    assert max(emitted.counts) > 1
+
+
+def test_nothing_compiles_after_a_first_pass():
+    engine, params = small_of()
+    asked = ask([40, 9], [80, 30])
+    truth = [tokens for tokens, _ in decode(engine, params, asked, capacity=ROOM)]
+    speculate(engine, params, asked, tangled(truth, 0), 7, capacity=ROOM)
+    compiled = engine.pool.compilations
+    for seed in range(1, 4):
+        emitted = speculate(engine, params, asked, tangled(truth, seed), 7, capacity=ROOM)
+        assert len(emitted.outputs[0][0]) == 80
+    speculate(engine, params, asked, chain(truth), 7, capacity=ROOM)
+    assert engine.pool.compilations == compiled == len(engine.pool)
+
+
+def test_every_request_has_its_own_noise():
+    engine, params = small_of()
+    asked = [dataclasses.replace(each, prompt=[3, 4]) for each in ask([2, 2], [20, 20])]
+    emitted = speculate(engine, params, asked, lambda *_: None, 7, capacity=ROOM)
+    assert emitted.outputs[0][0] != emitted.outputs[1][0]
+    same = [dataclasses.replace(each, key=request_key(0, 0)) for each in asked]
+    emitted = speculate(engine, params, same, lambda *_: None, 7, capacity=ROOM)
+    assert emitted.outputs[0] == emitted.outputs[1]

@@ -1,0 +1,596 @@
+"""Verification rules: every emitted token follows the model, whatever was drafted.
+
+The model is a table: the logits behind a node are a function of the path's tokens. Thousands of requests are
+decoded by passes of drafting and verification until each has emitted `EMITTED` tokens, and the tokens at
+every position are compared with the model's distribution behind their own prefix (chi-square, summed over
+the prefixes). Rules that are slightly wrong, as published systems offer them, must be told from right ones.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from rljax.engine.draft_tree import DraftTree, with_root
+from rljax.engine.noise import gumbel
+from rljax.engine.sampling import SamplingParams, sample, token_logprobs, transform_logits
+from rljax.engine.verification import accepted_path, sample_nodes
+from rljax.models.numerics import Numerics
+
+NUMERICS = Numerics()
+VOCAB, REQUESTS, EMITTED = 6, 12_000, 3
+EXACT = 300  # requests, where tokens are compared one by one
+STATES = 2003  # prefixes of up to four tokens have a row of their own; longer ones share
+TABLE = np.random.default_rng(0).normal(0, 1.3, (STATES, VOCAB)).astype(np.float32)
+START = 7  # position of the first emitted token
+
+RIGHT, WRONG = 1e-4, 1e-6  # p-values: what a right rule stays above, what a wrong one must fall below
+
+
+def next_state(state, token):
+    return (state * VOCAB + token + 1) % STATES
+
+
+# -- drafters ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """What it believes about every state, and how it picks the children of a node.
+
+    Attributes:
+      logits: float32 [STATES, VOCAB].
+      drawn: tokens are drawn from the beliefs; False takes the likeliest ones.
+    """
+
+    logits: np.ndarray
+    drawn: bool = False
+
+
+_RNG = np.random.default_rng(1)
+DRAFTERS = {
+    "good": Drafter(TABLE + _RNG.normal(0, 0.4, TABLE.shape).astype(np.float32)),
+    "useless": Drafter(-TABLE),
+    "random": Drafter(np.zeros_like(TABLE), drawn=True),
+    "good, drawn": Drafter(TABLE + _RNG.normal(0, 0.4, TABLE.shape).astype(np.float32), drawn=True),
+    "useless, drawn": Drafter(-TABLE, drawn=True),
+}
+
+SHAPES = {
+    "nothing": [],
+    "one": [-1],
+    "chain": [-1, 0, 1],
+    "wide": [-1, -1, -1, -1],
+    "everything": [-1] * VOCAB,
+    "deep": [-1, 0, 1, 2, 3],
+    "mixed": [-1, -1, 0, 0, 1, 2],
+    "interleaved": [-1, 0, -1, 2, 0, 1, 2],
+}
+
+
+def propose(drafter, parents, state, rng, noise_ranked=None):
+    """A tree of the given shape for every request, siblings distinct.
+
+    Args:
+      state: integers [B], of the last tokens.
+      noise_ranked: float32 [B, N, VOCAB], added to the beliefs behind the parent of each node.
+
+    Returns:
+      tree, states [B, M] behind every node.
+    """
+    batch, nodes = len(state), len(parents)
+    tokens = np.zeros((batch, nodes), np.int32)
+    states = np.zeros((batch, nodes + 1), np.int64)
+    states[:, 0] = state
+    ranks = {}
+    for node, parent in enumerate(parents):
+        if parent not in ranks:
+            scores = drafter.logits[states[:, parent + 1]]
+            if drafter.drawn:
+                scores = scores + rng.gumbel(size=scores.shape)
+            if noise_ranked is not None:
+                scores = scores + noise_ranked[:, node]
+            ranks[parent] = iter(np.argsort(-scores, axis=1).T)
+        tokens[:, node] = next(ranks[parent])
+        states[:, node + 1] = next_state(states[:, parent + 1], tokens[:, node])
+    parents = np.broadcast_to(np.asarray(parents, np.int32), (batch, nodes))
+    return DraftTree(tokens=tokens, parents=parents, valid=np.ones((batch, nodes), bool)), states
+
+
+# -- decoding with a rule ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def rule_program(rule, params):
+    """(logits, tree, keys, positions, proposal) -> (tokens, logprobs), [B, M]."""
+
+    @jax.jit
+    def run(logits, tree, keys, positions, proposal=None):
+        return sample_nodes(rule, logits, tree, keys, positions, params, NUMERICS, proposal)
+
+    return run
+
+
+_rooted, _accepted = jax.jit(with_root), jax.jit(accepted_path)
+
+
+def decode(make_tree, choose, requests=REQUESTS, emitted=EMITTED, seed=0):
+    """Passes of drafting and verification until every request has emitted enough.
+
+    Args:
+      make_tree: (state [B], keys [B, 2], positions [B] of the next token, rng) -> (tree, states [B, M]).
+      choose: (logits [B, M, V], rooted tree, keys, positions [B, M]) -> (tokens, logprobs), [B, M].
+
+    Returns:
+      tokens int32 [B, emitted], logprobs float32 [B, emitted], nodes accepted a pass.
+    """
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(2**32, size=(requests, 2), dtype=np.uint32)
+    state = np.zeros(requests, np.int64)
+    last = np.zeros(requests, np.int32)
+    done = np.zeros(requests, np.int64)
+    out = np.zeros((requests, emitted), np.int32)
+    chosen = np.zeros((requests, emitted), np.float32)
+    accepted = []
+    while done.min() < emitted:
+        tree, states = make_tree(state, keys, (START + done).astype(np.int32), rng)
+        rooted = _rooted(tree, last)
+        positions = (START + done[:, None]).astype(np.int32) + np.asarray(rooted.depth)
+        sampled, logprobs = choose(jnp.asarray(TABLE[states]), rooted, keys, positions)
+        path, count = map(np.asarray, _accepted(rooted, jnp.asarray(sampled)))
+        sampled, logprobs = np.asarray(sampled), np.asarray(logprobs)
+        accepted.append(count.mean() - 1)
+        rows = np.arange(requests)
+        for depth in range(count.max()):
+            on = depth < count
+            node = path[:, depth]
+            token = sampled[rows, node]
+            keep = rows[on & (done < emitted)]
+            out[keep, done[keep]], chosen[keep, done[keep]] = token[keep], logprobs[keep, node[keep]]
+            state = np.where(on, next_state(state, token), state)
+            last = np.where(on, token, last).astype(np.int32)
+            done = np.where(on, done + 1, done)
+    return out, chosen, accepted
+
+
+@functools.cache
+def distribution(params):
+    """Probabilities of every state's next token, float64 [STATES, VOCAB]."""
+    logits = np.asarray(jax.jit(lambda x: transform_logits(x, params, NUMERICS))(TABLE), np.float64)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def p_values(tokens, params):
+    """Of chi-square at every emitted position, each token against the model behind its own prefix."""
+    probs = distribution(params)
+    state = np.zeros(len(tokens), np.int64)
+    values = []
+    for column in tokens.T:
+        counts = np.zeros((STATES, VOCAB))
+        np.add.at(counts, (state, column), 1)
+        expected = counts.sum(axis=1, keepdims=True) * probs
+        if counts[probs == 0].any():
+            values.append(0.0)
+        else:
+            statistic, freedom = 0.0, 0
+            seen_states = np.unique(state)
+            for count, wanted in zip(counts[seen_states], expected[seen_states], strict=True):
+                few = wanted < 5
+                cells = [*zip(count[~few], wanted[~few], strict=True), (count[few].sum(), wanted[few].sum())]
+                cells = [(seen, mean) for seen, mean in cells if mean > 1]
+                statistic += sum((seen - mean) ** 2 / mean for seen, mean in cells)
+                freedom += max(len(cells) - 1, 0)
+            values.append(float(stats.chi2.sf(statistic, freedom)))
+        state = next_state(state, column)
+    return values
+
+
+def check_logprobs(tokens, logprobs, params):
+    probs, state = distribution(params), np.zeros(len(tokens), np.int64)
+    for column, chosen in zip(tokens.T, logprobs.T, strict=True):
+        np.testing.assert_allclose(chosen, np.log(probs[state, column]), rtol=1e-5, atol=2e-6)
+        state = next_state(state, column)
+
+
+PLAIN = SamplingParams()
+PARAMS = {
+    "T=1": PLAIN,
+    "T=0.6": SamplingParams(temperature=0.6),
+    "T=1.5": SamplingParams(temperature=1.5),
+    "top-p": SamplingParams(top_p=0.8),
+    "all": SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.02),
+}
+CASES = [
+    *[("T=1", shape, "good") for shape in SHAPES],
+    *[("T=1", "mixed", drafter) for drafter in DRAFTERS if drafter != "good"],
+    *[("T=1", "deep", drafter) for drafter in ("useless", "good, drawn")],
+    *[(params, "mixed", "good") for params in PARAMS if params != "T=1"],
+    *[("top-p", "chain", drafter) for drafter in ("good", "useless", "good, drawn")],
+]
+
+
+CHAINS = ("nothing", "one", "chain", "deep")
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "shape", "drafter"),
+    [
+        *[("coupled", *case) for case in CASES],
+        *[("target_only", *case) for case in CASES],
+        *[("rejection", *case) for case in CASES if case[1] in CHAINS],
+    ],
+)
+def test_emitted_tokens_follow_the_model(rule, params, shape, drafter):
+    parents = SHAPES[shape]
+    params, drafter = PARAMS[params], DRAFTERS[drafter]
+    program = rule_program(rule, params)
+    tokens, logprobs, accepted = decode(
+        lambda state, keys, positions, rng: propose(drafter, parents, state, rng), program
+    )
+    assert min(p_values(tokens, params)) > RIGHT
+    check_logprobs(tokens, logprobs, params)
+    if parents:  # both answers of the rule were needed
+        assert 0.02 * (params.top_p == 1 or drafter is not DRAFTERS["useless"]) <= accepted[0] < len(parents)
+
+
+# -- drafts from a known distribution ----------------------------------------------------------------------
+
+
+def drawn_chain(drafter, q_params, length):
+    """Chains whose tokens are drawn from the drafter's own sampling distribution, which comes along.
+
+    Returns:
+      (state, rng) -> (tree, states [B, M], proposal: log-probabilities float32 [B, M, V]).
+    """
+
+    @jax.jit
+    def log_q(logits):
+        return jax.nn.log_softmax(transform_logits(logits, q_params, NUMERICS), axis=-1)
+
+    table = np.asarray(log_q(drafter.logits))
+
+    def make(state, rng):
+        batch = len(state)
+        tokens = np.zeros((batch, length), np.int32)
+        states = np.zeros((batch, length + 1), np.int64)
+        states[:, 0] = state
+        for node in range(length):
+            noisy = table[states[:, node]] + rng.gumbel(size=(batch, VOCAB))
+            tokens[:, node] = noisy.argmax(axis=1)
+            states[:, node + 1] = next_state(states[:, node], tokens[:, node])
+        parents = np.broadcast_to(np.arange(-1, length - 1, dtype=np.int32), (batch, length))
+        tree = DraftTree(tokens=tokens, parents=parents, valid=np.ones((batch, length), bool))
+        return tree, states, table[states]
+
+    return make
+
+
+def decode_drawn(make, choose, valid=1.0, **options):
+    """`decode` with drafts and their distribution; of every chain's nodes a share `valid` is valid."""
+    proposals = []
+
+    def make_tree(state, keys, positions, rng):
+        tree, states, proposal = make(state, rng)
+        proposals.append(jnp.asarray(proposal))
+        return tree.replace(valid=rng.random(tree.valid.shape) < valid), states
+
+    return decode(make_tree, lambda *args: choose(*args, proposals[-1]), **options)
+
+
+DRAWN_CASES = [
+    *[("T=1", "good", q, length) for q in ("T=1", "T=0.6", "top-p") for length in (1, 3)],
+    ("T=1", "good", "T=1", 5),
+    ("T=1", "useless", "T=1", 3),
+    ("T=1", "random", "T=1", 3),
+    ("T=0.6", "good", "T=1", 3),
+    ("top-p", "good", "T=1", 3),
+    ("top-p", "good", "top-p", 3),
+    ("top-p", "useless", "top-p", 3),
+    ("all", "good", "T=0.6", 3),
+]
+
+
+@pytest.mark.parametrize("valid", [1.0, 0.7], ids=["", "holes"])
+@pytest.mark.parametrize(("params", "drafter", "q", "length"), DRAWN_CASES)
+def test_rejection_of_drawn_drafts_follows_the_model(params, drafter, q, length, valid):
+    make, params = drawn_chain(DRAFTERS[drafter], PARAMS[q], length), PARAMS[params]
+    tokens, logprobs, accepted = decode_drawn(make, rule_program("rejection", params), valid)
+    assert min(p_values(tokens, params)) > RIGHT
+    check_logprobs(tokens, logprobs, params)
+    assert 0.02 < accepted[0] < length
+
+
+def test_rejection_takes_every_draft_of_the_model_itself():
+    make = drawn_chain(Drafter(TABLE), PLAIN, 3)
+    tokens, _, accepted = decode_drawn(make, rule_program("rejection", PLAIN))
+    assert accepted[0] > 2.999
+    assert min(p_values(tokens, PLAIN)) > RIGHT
+
+
+def test_rejection_takes_as_much_as_the_distributions_share():
+    drafter = DRAFTERS["good"]
+    _, _, accepted = decode_drawn(drawn_chain(drafter, PLAIN, 1), rule_program("rejection", PLAIN))
+    q = np.exp(drafter.logits[0] - np.logaddexp.reduce(drafter.logits[0]))
+    assert abs(accepted[0] - np.minimum(distribution(PLAIN)[0], q).sum()) < 0.02
+
+
+# -- trees that a careless drafter returns -----------------------------------------------------------------
+
+
+def repeated_trees(state, keys, positions, rng):
+    """Nodes 0 and 1 are siblings with the same token and different children, the later with more."""
+    tree, states = propose(DRAFTERS["good"], [-1, 0, 0, 0, 0], state, rng)
+    # The later sibling's first child is the likelier one: most is to be gained by going on behind it.
+    tokens = np.concatenate([tree.tokens[:, :1], tree.tokens[:, [0, 2, 1, 3]]], axis=1)
+    parents = np.broadcast_to(np.array([-1, -1, 0, 1, 1], np.int32), tokens.shape)
+    behind = np.concatenate([states[:, :2], states[:, [1, 3, 2, 4]]], axis=1)
+    return DraftTree(tokens=tokens, parents=parents, valid=tree.valid), behind
+
+
+def twins(state, keys, positions, rng):
+    """Every node twice: siblings that repeat each other, with the same children."""
+    tree, states = propose(DRAFTERS["good"], [-1, 0], state, rng)
+    parents = np.broadcast_to(np.array([-1, -1, 0, 0, 1, 1], np.int32), (len(state), 6))
+    picked = [0, 0, 1, 1, 1, 1]
+    tree = DraftTree(tokens=tree.tokens[:, picked], parents=parents, valid=np.ones((len(state), 6), bool))
+    return tree, np.concatenate([states[:, :1], states[:, 1:][:, picked]], axis=1)
+
+
+def tree_with_holes(state, keys, positions, rng):
+    """A third of the nodes invalid, some of them with the token of a valid sibling."""
+    tree, states = propose(DRAFTERS["good"], SHAPES["interleaved"], state, rng)
+    tree = tree.replace(valid=rng.random(tree.valid.shape) < 0.67)
+    repeat = ~tree.valid[:, 2] & (rng.random(len(state)) < 0.5)
+    tokens = tree.tokens.copy()
+    tokens[repeat, 2] = tokens[repeat, 0]
+    states[repeat, 3] = states[repeat, 1]
+    for node in (3, 6):  # below what changed
+        states[:, node + 1] = next_state(states[:, 3], tokens[:, node])
+    return tree.replace(tokens=tokens), states
+
+
+@pytest.mark.parametrize("make_tree", [repeated_trees, twins, tree_with_holes])
+@pytest.mark.parametrize("rule", ["coupled", "target_only"])
+def test_careless_trees(rule, make_tree):
+    tokens, logprobs, accepted = decode(make_tree, rule_program(rule, PLAIN))
+    assert min(p_values(tokens, PLAIN)) > RIGHT
+    check_logprobs(tokens, logprobs, PLAIN)
+    assert accepted[0] > 0.2
+
+
+# -- coupled: the tokens of plain sampling -----------------------------------------------------------------
+
+
+@functools.cache
+def plain_tokens(params, emitted):
+    """One token after the other with `sample`, with the keys that `decode` draws."""
+    program = jax.jit(lambda *args: sample(*args, params, NUMERICS))
+
+    def choose(logits, tree, keys, positions):
+        tokens, logprobs = program(logits[:, 0], keys, positions[:, 0])
+        return tokens[:, None], logprobs[:, None]
+
+    return decode(lambda state, *_: propose(DRAFTERS["good"], [], state, None), choose, EXACT, emitted)[:2]
+
+
+def random_shape_trees(drafter, nodes):
+    """Another shape for every request: random parents, repeated siblings and holes included."""
+
+    def make_tree(state, keys, positions, rng):
+        batch = len(state)
+        tokens = np.zeros((batch, nodes), np.int32)
+        parents = np.full((batch, nodes), -1, np.int32)
+        states = np.zeros((batch, nodes + 1), np.int64)
+        states[:, 0] = state
+        rows = np.arange(batch)
+        for node in range(nodes):
+            parents[:, node] = (
+                np.where(rng.random(batch) < 0.5, node - 1, rng.integers(-1, node, size=batch))
+                if node
+                else -1
+            )
+            behind = states[rows, parents[:, node] + 1]
+            noisy = drafter.logits[behind] + rng.gumbel(size=(batch, VOCAB))
+            tokens[:, node] = noisy.argmax(axis=1)
+            states[:, node + 1] = next_state(behind, tokens[:, node])
+        valid = rng.random((batch, nodes)) < 0.9
+        return DraftTree(tokens=tokens, parents=parents, valid=valid), states
+
+    return make_tree
+
+
+@pytest.mark.parametrize("drafter", ["good", "random"])
+@pytest.mark.parametrize("nodes", [1, 7, 63])
+@pytest.mark.parametrize("params", ["T=1", "all", "greedy"])
+def test_coupled_emits_the_tokens_of_plain_sampling(params, nodes, drafter):
+    params = PARAMS.get(params, SamplingParams(temperature=0.0))
+    expected_tokens, expected_logprobs = plain_tokens(params, 8)
+    tokens, logprobs, accepted = decode(
+        random_shape_trees(DRAFTERS[drafter], nodes), rule_program("coupled", params), EXACT, 8
+    )
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_array_equal(logprobs, expected_logprobs)
+    assert max(accepted) > 0
+
+
+@pytest.mark.parametrize("rule", ["target_only", "rejection"])
+def test_greedy_is_greedy_under_every_rule(rule):
+    greedy = SamplingParams(temperature=0.0)
+    expected, _ = plain_tokens(greedy, 8)
+    for drafter in ("good", "useless"):
+        tokens, logprobs, _ = decode(
+            lambda state, keys, positions, rng, drafter=drafter: propose(
+                DRAFTERS[drafter], SHAPES["chain"], state, rng
+            ),
+            rule_program(rule, greedy),
+            EXACT,
+            8,
+        )
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_array_equal(logprobs, np.zeros_like(logprobs))
+
+
+# -- controls: what is almost right and must be told apart -------------------------------------------------
+
+
+def wrong_rule(rule: Callable) -> Callable:
+    """`rule(log p [B, M, V], tree, noise [B, M, V], u [B, M], proposal) -> tokens [B, M]`, in place of
+    `sample_nodes`, with randomness of its own.
+    """
+    rng = np.random.default_rng(9)
+
+    def choose(logits, tree, keys, positions, proposal=None):
+        logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        noise, numbers = rng.gumbel(size=logprobs.shape), rng.random(logprobs.shape[:2])
+        tree = jax.tree.map(np.asarray, tree)
+        proposal = None if proposal is None else np.asarray(proposal)
+        tokens = rule(logprobs, tree, noise, numbers, proposal).astype(np.int32)
+        return tokens, np.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0]
+
+    return choose
+
+
+def chain_drafts(tree):
+    """The token drafted behind every node of a chain, and whether there is one: [B, M] each."""
+    drafted = np.roll(tree.tokens, -1, axis=1)
+    there = np.roll(tree.valid, -1, axis=1)
+    there[:, -1] = False
+    return drafted, there
+
+
+def at(values, tokens):
+    return np.take_along_axis(values, tokens[:, :, None], axis=2)[:, :, 0]
+
+
+def speculative_sampling(lenience):
+    """Leviathan et al.'s rule as it should be for lenience 1; below, too much is accepted."""
+
+    def rule(logprobs, tree, noise, numbers, proposal):
+        drafted, there = chain_drafts(tree)
+        taken = there & (numbers * lenience < np.exp(at(logprobs, drafted) - at(proposal, drafted)))
+        with np.errstate(divide="ignore"):
+            rest = np.log(np.maximum(np.exp(logprobs) - np.exp(proposal), 0))
+        rest = np.where(there[:, :, None] & np.isfinite(rest).any(axis=2, keepdims=True), rest, logprobs)
+        return np.where(taken, drafted, np.argmax(rest + noise, axis=2))
+
+    return rule
+
+
+def target_only(threshold):
+    """SGLang's chain rule: accepted where u < p(x) / threshold, otherwise drawn from the other tokens."""
+
+    def rule(logprobs, tree, noise, numbers, proposal):
+        drafted, there = chain_drafts(tree)
+        taken = there & (numbers * threshold < np.exp(at(logprobs, drafted)))
+        rest = logprobs + noise
+        is_draft = np.arange(VOCAB) == drafted[:, :, None]
+        rest[is_draft & there[:, :, None]] = -np.inf
+        return np.where(taken, drafted, np.argmax(rest, axis=2))
+
+    return rule
+
+
+def prefix_reuse(leniency, stochastic):
+    """SPEC-RL's reuse of the previous policy's rollout: its tokens stay as long as p_new / p_old is large
+    enough, and where it is not, sampling from p_new takes over.
+    """
+
+    def rule(logprobs, tree, noise, numbers, proposal):
+        drafted, there = chain_drafts(tree)
+        ratio = np.exp(at(logprobs, drafted) - at(proposal, drafted))
+        taken = there & (leniency * ratio > (numbers if stochastic else 1.0))
+        return np.where(taken, drafted, np.argmax(logprobs + noise, axis=2))
+
+    return rule
+
+
+def argmax_as_sample(everywhere):
+    """Drafts that are the model's likeliest token are taken; behind them (or everywhere) it goes on so."""
+
+    def rule(logprobs, tree, noise, numbers, proposal):
+        drafted, there = chain_drafts(tree)
+        best = np.argmax(logprobs, axis=2)
+        taken = there & (drafted == best)
+        return np.where(taken | everywhere, best, np.argmax(logprobs + noise, axis=2))
+
+    return rule
+
+
+def decode_wrong(rule, drafter="good", length=3):
+    return decode_drawn(drawn_chain(DRAFTERS[drafter], PLAIN, length), wrong_rule(rule))[0]
+
+
+def decode_wrong_deterministic(rule):
+    def make_tree(state, keys, positions, rng):
+        return propose(DRAFTERS["good"], SHAPES["chain"], state, rng)
+
+    return decode(make_tree, wrong_rule(rule))[0]
+
+
+def second(values):
+    """A p-value that two positions stay below."""
+    return sorted(values)[1]
+
+
+def test_the_controls_can_pass():
+    """With their one fault taken out, the wrong rules below are right ones."""
+    assert min(p_values(decode_wrong(speculative_sampling(1.0)), PLAIN)) > RIGHT
+    assert min(p_values(decode_wrong(prefix_reuse(0.0, False)), PLAIN)) > RIGHT
+    assert min(p_values(decode_wrong_deterministic(target_only(1.0)), PLAIN)) > RIGHT
+
+
+def test_control_rejection_with_an_acceptance_threshold_is_noticed():
+    assert second(p_values(decode_wrong(speculative_sampling(0.9)), PLAIN)) < WRONG
+
+
+def test_control_target_only_with_an_acceptance_threshold_is_noticed():
+    assert second(p_values(decode_wrong_deterministic(target_only(0.9)), PLAIN)) < WRONG
+
+
+@pytest.mark.parametrize("leniency", [1.0, np.exp(0.5)])
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_control_prefix_reuse_is_noticed(leniency, stochastic):
+    assert second(p_values(decode_wrong(prefix_reuse(leniency, stochastic)), PLAIN)) < WRONG
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_control_argmax_passed_off_as_a_sample_is_noticed(everywhere):
+    assert second(p_values(decode_wrong_deterministic(argmax_as_sample(everywhere)), PLAIN)) < WRONG
+
+
+@pytest.mark.parametrize("own_noise", [False, True])
+def test_control_target_only_with_drafts_ranked_under_its_own_noise_is_noticed(own_noise):
+    """Drafts that depend on the request's noise are for `coupled` only."""
+    parents = SHAPES["chain"]
+    vocabulary = np.arange(VOCAB, dtype=np.uint32)[None, None]
+
+    def make_tree(state, keys, positions, rng):
+        if not own_noise:
+            keys = rng.integers(2**32, size=keys.shape, dtype=np.uint32)
+        depth = np.arange(len(parents), dtype=np.int32)[None]
+        each = np.broadcast_to(keys[:, None], (len(state), len(parents), 2))
+        noise = np.asarray(gumbel(each, positions[:, None] + depth, vocabulary))
+        return propose(DRAFTERS["random"], parents, state, rng, noise_ranked=noise)
+
+    tokens = decode(make_tree, rule_program("target_only", PLAIN))[0]
+    if own_noise:
+        assert second(p_values(tokens, PLAIN)) < WRONG
+    else:
+        assert min(p_values(tokens, PLAIN)) > RIGHT
+
+
+def test_control_wrong_logprobs_are_noticed():
+    tokens, logprobs, _ = decode(
+        lambda state, keys, positions, rng: propose(DRAFTERS["good"], SHAPES["mixed"], state, rng),
+        rule_program("coupled", PARAMS["top-p"]),
+    )
+    with pytest.raises(AssertionError):
+        check_logprobs(tokens, logprobs, SamplingParams(top_p=0.85))
+    chosen = token_logprobs(jnp.asarray(TABLE[:1]), jnp.asarray(tokens[:1, 0]), NUMERICS)
+    assert chosen[0] != logprobs[0, 0]  # not those of the unfiltered model
