@@ -347,13 +347,18 @@ def advance(nodes, table, sequences, tokens, counts, states, lengths):
 
 @compiled
 def _context(nodes, state, length, limit):
-    """State and length of the longest suffix of at most `limit` tokens that something has followed."""
-    while True:
+    """State and length of the longest suffix of at most `limit` tokens that something has followed.
+
+    The string of this length belongs to the state, so the links, whose lengths lie elsewhere in memory, need
+    only be looked at where it is too long or where nothing follows.
+    """
+    while length > limit or nodes[state, TOKEN] == NONE:
         link = nodes[state, LINK]
-        if link < 0 or (nodes[state, TOKEN] != NONE and nodes[link, LENGTH] < limit):
-            break
-        state = np.int64(link)
-    return state, min(length, np.int64(nodes[state, LENGTH]), limit)
+        shorter = np.int64(nodes[link, LENGTH])
+        if shorter < limit and nodes[state, TOKEN] != NONE:
+            return state, limit
+        state, length = np.int64(link), shorter
+    return state, length
 
 
 # --- proposing -------------------------------------------------------------------------------------------
@@ -390,9 +395,8 @@ def _local_log_probabilities(masses, found, novelty, tokens, with_noise, key0, k
     total = novelty
     for child in range(found):
         total += masses[child]
-    log_total = math.log(total) if total > 0.0 else 0.0
     for child in range(found):
-        masses[child] = math.log(masses[child]) - log_total if masses[child] > 0.0 else -math.inf
+        masses[child] = math.log(masses[child] / total) if masses[child] > 0.0 else -math.inf
     if not with_noise:
         return
     best = -math.inf
@@ -412,6 +416,13 @@ def _local_log_probabilities(masses, found, novelty, tokens, with_noise, key0, k
 
 
 @compiled
+def _move(scores, entries, place, to):
+    scores[to] = scores[place]
+    for column in range(4):
+        entries[to, column] = entries[place, column]
+
+
+@compiled
 def _push(scores, entries, size, capacity, score, parent, token, state, length):
     """Adds to a list in ascending order of score that keeps the best `capacity`; among equals the first."""
     if size == capacity:
@@ -419,14 +430,12 @@ def _push(scores, entries, size, capacity, score, parent, token, state, length):
             return size
         place = 0
         while place + 1 < size and scores[place + 1] < score:
-            scores[place] = scores[place + 1]
-            entries[place] = entries[place + 1]
+            _move(scores, entries, place + 1, place)
             place += 1
     else:
         place = size
         while place > 0 and scores[place - 1] >= score:
-            scores[place] = scores[place - 1]
-            entries[place] = entries[place - 1]
+            _move(scores, entries, place - 1, place)
             place -= 1
         size += 1
     scores[place] = score
@@ -455,7 +464,9 @@ def propose(
     for row in range(sequences.shape[0]):
         length = np.int64(lengths[sequences[row]])
         state = _settle(nodes, np.int64(states[sequences[row]]), length)
-        state = _top(nodes, state, forest_max_match)
+        if length > forest_max_match:
+            state = _top(nodes, state, forest_max_match)
+            length = min(length, np.int64(nodes[state, LENGTH]))
         state, length = _context(nodes, state, length, min(max_match, forest_max_match))
         out_match_lengths[row] = length
         out_counts[row] = 0
@@ -509,7 +520,6 @@ def propose(
             emitted += 1
             if emitted == budget:
                 break
-            state = _top(nodes, entries[size, 2], forest_max_match)
-            state, length = _context(nodes, state, entries[size, 3], forest_max_match)
+            state, length = _context(nodes, entries[size, 2], entries[size, 3], forest_max_match)
             expands = length >= min_match
         out_counts[row] = emitted
