@@ -1,0 +1,418 @@
+"""The history drafters' automata: `python scripts/bench_suffix_cache.py [--quick] [--only SECTIONS]`.
+
+Microseconds per token inserted and per query and bytes per token, against the C++ suffix tree of
+arctic-inference on the same traces, both sides in one process and in alternation. arctic-inference builds
+from source (`pip install arctic-inference`; it wants CMake, a C++ compiler, nanobind and PyTorch while it
+builds); where it is not installed, its rows carry our values alone.
+"""
+
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from drafters.suffix_automaton import Proposals, SuffixForest
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row, compare
+
+try:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+    from arctic_inference.suffix_decoding._C import SuffixTree
+except ImportError:
+    SuffixDecodingCache = SuffixTree = None
+
+DEPTH = 64  # of arctic's trees, and the longest match of ours
+BUDGET = 16  # draft tokens
+LEAST_PROBABILITY = 0.1  # of a path: arctic's default
+TOKENS_PER_STEP = 4  # between two queries of a response
+VOCABULARY = 32_000
+CACHE, TREE = "arctic-inference's cache", "arctic-inference's C++ tree"
+MISSING = "not measured: arctic-inference is not installed"
+# The published scale of RhymeRL, section 5.3: prompts, tokens of a response, and its trees on eight nodes.
+PUBLISHED_PROMPTS, PUBLISHED_TOKENS, PUBLISHED_GIGABYTES = 230_000, 16_384, 8 * 80
+
+# --- traces ----------------------------------------------------------------------------------------------
+
+
+def rl_like_responses(seed: int, count: int, length: int) -> np.ndarray:
+    """Responses to one prompt that share long stretches, int32 [count, length].
+
+    A response is put together from stretches: most are copied from a random place of one before it (40 tokens
+    on average), the rest is new (20 tokens on average, of Zipf's frequencies).
+    """
+    rng = np.random.default_rng(seed)
+    responses = np.empty((count, length), np.int32)
+    for i in range(count):
+        filled = 0
+        while filled < length:
+            if i > 0 and rng.random() < 0.85:
+                start = rng.integers(length)
+                stretch = responses[rng.integers(i), start : start + rng.geometric(1 / 40)]
+            else:
+                stretch = np.minimum(rng.zipf(1.3, rng.geometric(1 / 20)), VOCABULARY) - 1
+            stretch = stretch[: length - filled]
+            responses[i, filled : filled + len(stretch)] = stretch
+            filled += len(stretch)
+    return responses
+
+
+# --- both sides ------------------------------------------------------------------------------------------
+
+
+def insert_whole(groups: Sequence[np.ndarray]) -> SuffixForest:
+    """A forest of one automaton a prompt; groups [responses, T] are inserted one after the other."""
+    forest = SuffixForest(DEPTH)
+    for responses in groups:
+        sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
+        forest.extend(sequences, responses, np.full(len(responses), responses.shape[1], np.int32))
+    return forest
+
+
+def insert_stepwise(responses: np.ndarray) -> SuffixForest:
+    """One token of every response a call, as they are sampled."""
+    forest = SuffixForest(DEPTH)
+    sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
+    ones = np.ones(len(responses), np.int32)
+    for position in range(responses.shape[1]):
+        forest.extend(sequences, responses[:, position : position + 1], ones)
+    return forest
+
+
+def arctic_cache(responses: np.ndarray, stepwise: bool = False) -> "SuffixDecodingCache":
+    """Its product: a tree of all responses, and a tree for every request (with an empty prompt)."""
+    cache = SuffixDecodingCache(max_tree_depth=DEPTH)
+    for request in range(len(responses)):
+        cache.start_request(request, np.empty(0, np.int32))
+    for positions in _steps(responses, stepwise):
+        for request, response in enumerate(responses):
+            cache.add_active_response(request, response[positions])
+    return cache
+
+
+def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["SuffixTree"]:
+    """Its C++ core alone: one tree a prompt."""
+    trees = []
+    for responses in groups:
+        tree = SuffixTree(DEPTH)
+        for positions in _steps(responses, stepwise):
+            for request, response in enumerate(responses):
+                tree.extend_ndarray(request, response[positions])
+        trees.append(tree)
+    return trees
+
+
+def _steps(responses: np.ndarray, stepwise: bool) -> list[slice]:
+    length = responses.shape[1]
+    return [slice(i, i + 1) for i in range(length)] if stepwise else [slice(0, length)]
+
+
+@dataclasses.dataclass
+class Queries:
+    """What all sides are asked: drafts for held-out responses, every few tokens.
+
+    Attributes:
+      responses: int32 [B, T].
+      positions: where the drafts begin.
+    """
+
+    responses: np.ndarray
+    positions: range
+
+    @classmethod
+    def along(cls, responses: np.ndarray) -> "Queries":
+        return cls(responses, range(TOKENS_PER_STEP, responses.shape[1] - BUDGET, TOKENS_PER_STEP))
+
+    def __len__(self) -> int:
+        return len(self.responses) * len(self.positions)
+
+    def ask_ours(
+        self, forest: SuffixForest, tree: bool, noise_keys: np.ndarray | None = None
+    ) -> list[Proposals]:
+        """Following the responses is part of it: arctic matches its context anew for every query."""
+        batch = len(self.responses)
+        sequences = forest.track(np.zeros(batch, np.int32))
+        steps, budgets = np.full(batch, TOKENS_PER_STEP, np.int32), np.full(batch, BUDGET, np.int32)
+        drafts = []
+        for position in self.positions:
+            forest.advance(sequences, self.responses[:, position - TOKENS_PER_STEP : position], steps)
+            noise = {}
+            if noise_keys is not None:
+                noise = {"noise_keys": noise_keys, "positions": np.full(batch, position, np.int32)}
+            drafts.append(
+                forest.propose(
+                    sequences, budgets, BUDGET, chain_only=not tree, novelty=0.0,
+                    min_probability=LEAST_PROBABILITY, **noise,
+                )
+            )  # fmt: skip
+        return drafts
+
+    def ask_cache(self, cache: "SuffixDecodingCache", tree: bool) -> list:
+        """Of a cache where the held-out responses are requests "0", "1", ... with an empty prompt."""
+        names = [str(row) for row in range(len(self.responses))]
+        return [
+            cache.speculate(
+                names[row], response[max(position - DEPTH, 0) : position], BUDGET,
+                max_spec_factor=1e6, min_token_prob=LEAST_PROBABILITY, use_tree_spec=tree,
+            )
+            for position in self.positions
+            for row, response in enumerate(self.responses)
+        ]  # fmt: skip
+
+    def ask_tree(self, suffix_tree: "SuffixTree", tree: bool) -> list:
+        return [
+            suffix_tree.speculate_ndarray(
+                response[max(position - DEPTH, 0) : position], BUDGET, 1e6, 0.0, LEAST_PROBABILITY, tree
+            )
+            for position in self.positions
+            for response in self.responses
+        ]
+
+    def quality_of_ours(self, drafts: Sequence[Proposals]) -> dict[str, float]:
+        flat = (
+            (d.tokens[row, : d.counts[row]].tolist(), d.parents[row, : d.counts[row]].tolist())
+            for d in drafts
+            for row in range(len(self.responses))
+        )
+        return self._quality(flat, "")
+
+    def quality_of_theirs(self, drafts: Sequence) -> dict[str, float]:
+        return self._quality(((draft.token_ids, draft.parents) for draft in drafts), "baseline_")
+
+    def _quality(self, drafts, prefix: str) -> dict[str, float]:
+        """Draft tokens a query, and how many of them the response really goes on with."""
+        proposed = accepted = 0
+        where = ((response, position) for position in self.positions for response in self.responses)
+        for (tokens, parents), (response, position) in zip(drafts, where, strict=True):
+            proposed += len(tokens)
+            nodes = {
+                (parent, token): node
+                for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+            }
+            at, depth = -1, 0
+            while (at := nodes.get((at, int(response[position + depth])))) is not None:
+                depth += 1
+            accepted += depth
+        return {f"{prefix}draft_tokens": proposed / len(self), f"{prefix}accepted": accepted / len(self)}
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def alternate(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every action in every round, without the time it takes to free what it returned."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for name in reversed(actions) if repeat % 2 else actions:
+            gc.collect()
+            start = time.perf_counter()
+            result = actions[name]()
+            taken = time.perf_counter() - start
+            del result
+            if repeat >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def timed_rows(
+    name: str, actions: Mapping[str, Callable[[], object]], amount: int, repeats: int,
+    details: Mapping[str, Mapping[str, object]] | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for every baseline; with none, one that compares ours with itself.
+
+    Args:
+      name: the rows', which add "against BASELINE".
+      actions: by name, ours first.
+      amount: of tokens or queries; the rows are microseconds of one.
+      repeats: timed rounds.
+      details: by the name of the baseline.
+    """
+    seconds = alternate(actions, repeats)
+    ours, *baselines = actions
+    rows = [
+        (f"{name} against {baseline}", baseline, compare(seconds[ours], seconds[baseline]))
+        for baseline in baselines
+    ] or [(name, MISSING, compare(seconds[ours], seconds[ours]))]
+    return [
+        Row(
+            name=row_name,
+            value=1e6 * comparison.seconds / amount,
+            unit="us",
+            baseline=baseline,
+            baseline_value=1e6 * comparison.baseline_seconds / amount,
+            ratio=comparison.ratio,
+            details={
+                "ratio_low": comparison.ratio_low,
+                "ratio_high": comparison.ratio_high,
+                "rounds": repeats,
+                "amount": amount,
+                **((details or {}).get(baseline, {})),
+            },
+        )
+        for row_name, baseline, comparison in rows
+    ]
+
+
+def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row]:
+    """Microseconds per token: whole responses, a token of each at a time, and many prompts."""
+    responses = rl_like_responses(0, count, length)
+    small = [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)]
+    whole: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole([responses])}
+    stepwise: dict[str, Callable[[], object]] = {"ours": lambda: insert_stepwise(responses)}
+    many: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole(small)}
+    if SuffixTree is not None:
+        whole[CACHE] = lambda: arctic_cache(responses)
+        whole[TREE] = lambda: arctic_trees([responses])
+        stepwise[CACHE] = lambda: arctic_cache(responses, stepwise=True)
+        stepwise[TREE] = lambda: arctic_trees([responses], stepwise=True)
+        many[TREE] = lambda: arctic_trees(small)
+    size = f"{count} x {length}"
+    return [
+        *timed_rows(f"insert/{size}/whole responses", whole, responses.size, repeats),
+        *timed_rows(f"insert/{size}/a token of each at a time", stepwise, responses.size, repeats),
+        *timed_rows(f"insert/{prompts} prompts x 8 x 256/whole", many, prompts * 8 * 256, repeats),
+    ]
+
+
+def query_rows(count: int, length: int, repeats: int) -> list[Row]:
+    """Microseconds per query of held-out responses, `count` of them in a batch."""
+    responses = rl_like_responses(0, 2 * count, length)
+    stored, queries = responses[:count], Queries.along(responses[count:, :2048])
+    forest = insert_whole([stored])
+    noise_keys = np.random.default_rng(0).integers(0, 2**32, (count, 2), dtype=np.uint32)
+    if SuffixTree is not None:
+        cache, (suffix_tree,) = arctic_cache(stored), arctic_trees([stored])
+        for request in range(count):
+            cache.stop_request(request)
+            cache.start_request(str(request), np.empty(0, np.int32))
+    rows = []
+    for tree in (False, True):
+        actions: dict[str, Callable[[], object]] = {"ours": lambda tree=tree: queries.ask_ours(forest, tree)}
+        quality = queries.quality_of_ours(actions["ours"]())
+        details = {MISSING: quality}
+        if SuffixTree is not None:
+            actions[CACHE] = lambda tree=tree: queries.ask_cache(cache, tree)
+            actions[TREE] = lambda tree=tree: queries.ask_tree(suffix_tree, tree)
+            for baseline in (CACHE, TREE):
+                details[baseline] = {**quality, **queries.quality_of_theirs(actions[baseline]())}
+        name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
+        rows += timed_rows(name, actions, len(queries), repeats, details)
+    with_and_without = {
+        "ours": lambda: queries.ask_ours(forest, True, noise_keys),
+        "without noise": lambda: queries.ask_ours(forest, True),
+    }
+    name = f"query/{count} x {length}/tree of {BUDGET} ranked with noise"
+    return [*rows, *timed_rows(name, with_and_without, len(queries), repeats)]
+
+
+def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
+    """Bytes per token allocated, and what the published scale costs."""
+    groups = {
+        f"{count} x {length}": [rl_like_responses(0, count, length)],
+        f"{prompts} prompts x 8 x 256": [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
+        # As the published scale is counted: a response a prompt.
+        "1 x 16384": [rl_like_responses(0, 1, PUBLISHED_TOKENS)],
+    }
+    rows, forests = [], {}
+    for size, traces in groups.items():
+        forests[size] = forest = insert_whole(traces)
+        tokens = sum(trace.size for trace in traces)
+        theirs = None
+        if SuffixTree is not None:
+            theirs = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
+        value = forest.nbytes / tokens
+        rows.append(
+            Row(
+                name=f"memory/{size}",
+                value=value,
+                unit="bytes/token",
+                baseline=MISSING if theirs is None else TREE,
+                baseline_value=value if theirs is None else theirs,
+                ratio=1.0 if theirs is None else theirs / value,
+                details={"used": forest.used_bytes / tokens},
+            )
+        )
+    return [*rows, *scale_rows(forests["1 x 16384"].nbytes / PUBLISHED_TOKENS)]
+
+
+def scale_rows(bytes_per_token: float, active_prompts: int = 1024) -> list[Row]:
+    """The published scale by measured bytes: everything as automata, or as tokens with few automata."""
+    gigabyte = 1e9
+    tokens = PUBLISHED_PROMPTS * PUBLISHED_TOKENS
+    automata, raw = tokens * bytes_per_token / gigabyte, tokens * 4 / gigabyte
+    active = active_prompts * PUBLISHED_TOKENS * bytes_per_token / gigabyte
+    plans = {"automata of all": automata, f"tokens of all, automata of {active_prompts}": raw + active}
+    return [
+        Row(
+            name=f"scale/{PUBLISHED_PROMPTS // 1000}K prompts x 16K tokens/{plan}",
+            value=gigabytes,
+            unit="GB",
+            baseline="RhymeRL's trees as published: at most 80 GB on each of 8 nodes",
+            baseline_value=PUBLISHED_GIGABYTES,
+            ratio=PUBLISHED_GIGABYTES / gigabytes,
+            details={"raw_tokens_gb": raw, "bytes_per_token": bytes_per_token},
+        )
+        for plan, gigabytes in plans.items()
+    ]
+
+
+def thread_rows(count: int, length: int, repeats: int) -> list[Row]:
+    """Two forests filled, or one asked by halves of the batch, in two threads and in one."""
+    halves = [rl_like_responses(seed, count // 2, length) for seed in range(2)]
+    forest = insert_whole(halves[:1])
+    queries = [Queries.along(half[:, :2048]) for half in halves]
+    with ThreadPoolExecutor(2) as threads:
+        fill = {
+            "ours": lambda: list(threads.map(insert_whole, ([half] for half in halves))),
+            "one thread": lambda: [insert_whole([half]) for half in halves],
+        }
+        rows = timed_rows("threads/two forests filled", fill, 2 * halves[0].size, repeats)
+        # Following a response changes the forest, proposing does not: each thread asks where it stands.
+        sequences = [forest.track(np.zeros(count // 2, np.int32)) for _ in halves]
+        for own, half in zip(sequences, halves, strict=True):
+            forest.advance(own, half, np.full(count // 2, 64, np.int32))
+
+        def ask(own: np.ndarray) -> None:
+            for _ in range(len(queries[0].positions)):
+                forest.propose(own, np.full(len(own), BUDGET, np.int32), BUDGET)
+
+        asked = {
+            "ours": lambda: list(threads.map(ask, sequences)),
+            "one thread": lambda: [ask(own) for own in sequences],
+        }
+        amount = count * len(queries[0].positions)
+        return [*rows, *timed_rows("threads/one forest asked", asked, amount, repeats)]
+
+
+def announce(sections: Sequence[str]) -> None:
+    """Says what is missing before minutes of measurements."""
+    if SuffixTree is None and {"insert", "query", "memory"} & set(sections):
+        print("arctic-inference is not installed: rows that compare with it carry our values alone")
+
+
+BENCHMARK = Benchmark(
+    name="suffix_cache",
+    description=__doc__.splitlines()[0],
+    plan=[
+        Measurement("insert", "64 x 4096", lambda: insert_rows(64, 4096, prompts=512, repeats=5)),
+        Measurement("query", "64 x 4096", lambda: query_rows(64, 4096, repeats=5)),
+        Measurement("memory", "64 x 4096", lambda: memory_rows(64, 4096, 512), disturbed=False),
+        Measurement("threads", "64 x 4096", lambda: thread_rows(64, 4096, repeats=5)),
+    ],
+    quick_plan=[
+        Measurement("insert", "16 x 1024", lambda: insert_rows(16, 1024, prompts=32, repeats=3)),
+        Measurement("query", "16 x 1024", lambda: query_rows(16, 1024, repeats=3)),
+        Measurement("memory", "16 x 1024", lambda: memory_rows(16, 1024, 32), disturbed=False),
+        Measurement("threads", "16 x 1024", lambda: thread_rows(16, 1024, repeats=3)),
+    ],
+    quick_help="short responses, few rounds",
+    packages=("numba", "numpy", "arctic-inference"),
+    prepare=announce,
+)
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))

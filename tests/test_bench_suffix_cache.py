@@ -1,0 +1,149 @@
+"""scripts/bench_suffix_cache.py: its traces, its rows with arctic-inference and without, what it counts."""
+
+import types
+
+import numpy as np
+import pytest
+
+from drafters.suffix_automaton import Proposals
+from tests.scripts import load_script
+
+bench = load_script("bench_suffix_cache")
+
+
+class _Tree:
+    """Stands for the C++ tree: always drafts 1, 2."""
+
+    def __init__(self, depth):
+        self.inserted = []
+
+    def extend_ndarray(self, sequence, tokens):
+        self.inserted += tokens.tolist()
+
+    def speculate_ndarray(self, context, budget, factor, offset, least_probability, tree):
+        return types.SimpleNamespace(token_ids=[1, 2], parents=[-1, 0])
+
+    def estimate_memory(self):
+        return 100 * len(self.inserted)
+
+
+class _Cache:
+    """Stands for the cache: refuses requests that are not active."""
+
+    def __init__(self, max_tree_depth):
+        self.active, self.tree = set(), _Tree(max_tree_depth)
+
+    def start_request(self, request, prompt):
+        self.active.add(request)
+
+    def stop_request(self, request):
+        self.active.remove(request)
+
+    def add_active_response(self, request, tokens):
+        assert request in self.active
+        self.tree.extend_ndarray(request, tokens)
+
+    def speculate(self, request, context, budget, **options):
+        assert request in self.active
+        return self.tree.speculate_ndarray(context, budget, None, None, None, None)
+
+
+@pytest.fixture(params=[False, True], ids=["without arctic-inference", "with it"])
+def arctic(request, monkeypatch):
+    monkeypatch.setattr(bench, "SuffixTree", _Tree if request.param else None)
+    monkeypatch.setattr(bench, "SuffixDecodingCache", _Cache if request.param else None)
+    return request.param
+
+
+def test_responses_share_long_stretches_and_come_from_the_seed():
+    responses = bench.rl_like_responses(3, 8, 400)
+    assert responses.shape == (8, 400) and responses.dtype == np.int32
+    assert responses.min() >= 0 and responses.max() < bench.VOCABULARY
+    np.testing.assert_array_equal(responses, bench.rl_like_responses(3, 8, 400))
+    assert not np.array_equal(responses, bench.rl_like_responses(4, 8, 400))
+    seen = {tuple(row[i : i + 10]) for row in responses[:-1].tolist() for i in range(391)}
+    last = responses[-1].tolist()
+    assert 0.3 < np.mean([tuple(last[i : i + 10]) in seen for i in range(391)]) < 0.95
+
+
+def test_both_ways_to_insert_make_the_same_automaton():
+    responses = bench.rl_like_responses(0, 6, 100)
+    whole, stepwise = bench.insert_whole([responses]), bench.insert_stepwise(responses)
+    assert whole.num_tokens == stepwise.num_tokens == responses.size
+    assert whole.used_bytes == stepwise.used_bytes
+    assert bench.insert_whole([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
+
+
+def test_insert_rows(arctic):
+    rows = bench.insert_rows(4, 64, prompts=2, repeats=1)
+    assert len(rows) == (5 if arctic else 3)
+    for row in rows:
+        assert row.unit == "us" and row.value > 0
+        assert (row.baseline == bench.MISSING) is not arctic
+        assert row.ratio == (pytest.approx(row.baseline_value / row.value) if arctic else 1.0)
+
+
+def test_query_rows(arctic):
+    *rows, noise = bench.query_rows(4, 128, repeats=1)
+    assert len(rows) == (4 if arctic else 2)
+    for row in rows:
+        assert 0 < row.details["accepted"] <= row.details["draft_tokens"] <= bench.BUDGET
+        assert row.details.get("baseline_draft_tokens", 2.0) == 2.0
+        assert row.details["amount"] == 4 * len(range(4, 112, 4))
+    assert noise.baseline == "without noise"
+
+
+def test_memory_rows(arctic):
+    *memory, everything, some = bench.memory_rows(4, 64, prompts=2)
+    assert [row.unit for row in memory] == ["bytes/token"] * 3
+    for row in memory:
+        assert 0 < row.details["used"] <= row.value
+        assert row.baseline_value == (100.0 if arctic else row.value)
+    tokens = bench.PUBLISHED_PROMPTS * bench.PUBLISHED_TOKENS
+    assert everything.value == pytest.approx(tokens * memory[-1].value / 1e9)
+    assert 4 * tokens / 1e9 < some.value < everything.value
+    assert some.ratio == pytest.approx(640 / some.value)
+
+
+def test_thread_rows():
+    rows = bench.thread_rows(4, 128, repeats=1)
+    assert [row.baseline for row in rows] == ["one thread"] * 2
+
+
+def test_quality_counts_what_the_response_goes_on_with():
+    responses = np.array([[*range(4), *range(100, 116)], [*range(4), *range(100, 116)]], np.int32)
+    queries = bench.Queries(responses, range(4, 5))
+    # 100 with children 7 and 101, and 102 behind the wrong one; nothing in the second row.
+    tokens = np.array([[100, 7, 101, 102], [100, 101, 102, 103]], np.int32)
+    parents = np.array([[-1, 0, 0, 1], [-1, 0, 1, 2]], np.int32)
+    counts = np.array([4, 0], np.int32)
+    drafts = [Proposals(tokens, parents, np.zeros((2, 4), np.float32), counts, counts)]
+    assert queries.quality_of_ours(drafts) == {"draft_tokens": 2.0, "accepted": 1.0}
+    theirs = [
+        types.SimpleNamespace(token_ids=t.tolist(), parents=p.tolist())
+        for t, p in zip(tokens, parents, strict=True)
+    ]
+    assert queries.quality_of_theirs(theirs) == {"baseline_draft_tokens": 4.0, "baseline_accepted": 3.0}
+
+
+def test_time_to_free_is_not_counted(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    class Result:
+        def __del__(self):
+            clock[0] += 100.0
+
+    def work():
+        clock[0] += 2.0
+        return Result()
+
+    assert bench.alternate({"ours": work, "theirs": work}, 3) == {"ours": [2.0] * 3, "theirs": [2.0] * 3}
+
+
+def test_says_in_one_line_what_is_missing(arctic, capsys):
+    bench.announce(["insert"])
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == (0 if arctic else 1)
+    bench.announce(["threads"])
+    assert capsys.readouterr().out == ""
