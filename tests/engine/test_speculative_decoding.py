@@ -281,6 +281,32 @@ def test_what_is_not_committed_is_invisible(world, value):
     check_same(emitted, [(t[: e.limit], l[: e.limit]) for e, (t, l) in zip(asked, world.plain, strict=True)])
 
 
+def test_only_the_accepted_path_is_written():
+    """What was poisoned before a pass still is: behind every slot's new length, and all of an idle slot."""
+    world = world_of(*POLICIES[0])
+    engine, draft = world.engine, tangled(world.truth)
+    prefix = engine.prefill(world.params, [each.prompt for each in world.asked])
+    slots = [4, 0, 2]
+    state = engine.bulk_insert(
+        prefix,
+        engine.init_state(5, LONGEST),
+        [Assignment(i, slot, world.asked[i].key, 200) for i, slot in enumerate(slots)],
+    )
+    state = poison(state, 1e4)
+    tree = empty_tree(state.batch, 7)
+    for i, slot in enumerate(slots):
+        draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), i, [])
+    state, result = engine.verify(world.params, state, tree)
+    assert result.lengths[slots].min() > 0 and (result.tokens >= 0).sum() > 3
+    for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
+        keys = np.asarray(keys).transpose(0, 1, 2, 4, 3).reshape(values.shape)
+        for written in (keys, np.asarray(values)):
+            for slot in range(5):
+                length = result.lengths[slot] if slot in slots else 0
+                assert (written[slot, :, length:] == 1e4).all()
+                assert (np.abs(written[slot, :, :length]) < 1e3).all()
+
+
 def test_plain_and_speculative_decoding_take_turns():
     """Either continues from what the other has committed."""
     world = world_of(*POLICIES[0])
