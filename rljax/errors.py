@@ -17,6 +17,10 @@ class TokenizerError(UserError):
     """A tokenizer directory that cannot be read, or that does not fit the policy."""
 
 
+class DrafterError(UserError):
+    """A drafter that raises, or that returns something that is no drafts."""
+
+
 class Interrupted(Exception):
     """A run was asked by a signal to stop, and has saved its state.
 

@@ -79,6 +79,15 @@ class ShapeConfig(Section):
         return self
 
 
+class GrowthConfig(Section):
+    """Make the policy larger after its warm start without changing what it computes: new neurons and layers
+    write zeros. For benchmarks: the cost of a large policy with the behaviour of a small one.
+    """
+
+    mlp_size: Count = Field(description="Width of the SwiGLU layers; most of the weights that are added.")
+    num_layers: Count = Field(description="Decoder layers; each adds the latency of a layer.")
+
+
 class PolicyConfig(Section):
     """The model to be trained: a Hugging Face directory, or a new one of a given shape."""
 
@@ -89,6 +98,9 @@ class PolicyConfig(Section):
     )
     shape: ShapeConfig | None = Field(
         None, description="Architecture of a policy made on the spot; set this or policy.path."
+    )
+    growth: GrowthConfig | None = Field(
+        None, description="Grow the policy to a size worth measuring; null trains it as it is."
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -141,6 +153,11 @@ class TaskConfig(Section):
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the task, by name, such as its difficulty; see docs/tasks.md.",
+    )
+    problems: CountOrOff = Field(
+        0,
+        description="Train on this many problems, which come back epoch after epoch; 0 never repeats one."
+        " Set it to see what history is worth to a drafter.",
     )
 
 
@@ -227,10 +244,41 @@ class EngineConfig(Section):
         description="Tokens decoded on the device between two looks of the host. Raise where the host is"
         " slow; finished slots idle until the next look.",
     )
+    verification: Literal["coupled", "rejection", "target_only"] = Field(
+        "coupled",
+        description="How drafts are verified. coupled samples the tokens of plain decoding, bit for bit; the"
+        " others sample from the same distribution by other rules, for comparison.",
+    )
     compilation_cache: str | None = Field(
         "cache/compilation",
         description="Directory that keeps compiled programs for the next process; null compiles anew every"
         " time.",
+    )
+
+
+class SpeculationConfig(Section):
+    """Speculative decoding. It changes how long rollouts take, and (with engine.verification: coupled) no
+    token.
+    """
+
+    drafter: str | None = Field(
+        None,
+        min_length=1,
+        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding; null decodes"
+        " plainly. srt suits prompts that come back and groups of samples.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
+    )
+    draft_buckets: Buckets = Field(
+        (3, 7, 15),
+        description="Draft nodes per response that are compiled, ascending; before every pass the size that"
+        " promises most is chosen. Larger ones pay where memory, not arithmetic, is the limit.",
+    )
+    max_batch: Count = Field(
+        16,
+        description="Larger batches decode plainly. Raise it on devices where verifying many responses at"
+        " once still costs little; every batch bucket up to it compiles more programs.",
     )
 
 
@@ -253,6 +301,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
 }
 OVERLONG_SHARE = 5
+MAX_NODES = 64  # of a verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
 
 def _preset_field(key: str, **field: Any) -> Any:
@@ -467,6 +516,7 @@ class ExperimentConfig(Section):
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
@@ -528,6 +578,12 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"training.minibatches_per_step: {training.minibatches_per_step} is more than the {num_samples}"
             " responses of a step (rollout.prompts_per_step * samples_per_prompt)"
+        )
+    drafts = config.speculation.draft_buckets
+    if not drafts or any(a >= b for a, b in itertools.pairwise(drafts)) or drafts[-1] >= MAX_NODES:
+        yield (
+            f"speculation.draft_buckets: {list(drafts)} must ascend, without repeats, up to at most"
+            f" {MAX_NODES - 1}"
         )
     slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"
     for key, buckets, largest, what in (

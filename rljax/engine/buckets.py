@@ -18,10 +18,12 @@ class Buckets:
     Attributes:
       batch: slots in a compiled program.
       cache: positions of a slot's cache.
+      draft: draft nodes per slot in a verifying pass; empty without speculation.
     """
 
     batch: tuple[int, ...]
     cache: tuple[int, ...]
+    draft: tuple[int, ...] = ()
 
     def batch_for(self, slots: int) -> int:
         """The smallest batch bucket that holds `slots`."""
@@ -59,6 +61,7 @@ def make_buckets(
     batch_buckets: tuple[int, ...] | None = None,
     cache_buckets: tuple[int, ...] | None = None,
     row_multiple: int = 1,
+    draft_buckets: tuple[int, ...] = (),
 ) -> Buckets:
     """Buckets up to `max_slots` slots and `max_length` positions.
 
@@ -108,7 +111,7 @@ def make_buckets(
                 f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, "
                 f"{max_length} (rollout.max_prompt_length + rollout.max_response_length)"
             )
-    return Buckets(batch=tuple(batch), cache=tuple(cache))
+    return Buckets(batch=tuple(batch), cache=tuple(cache), draft=tuple(draft_buckets))
 
 
 def _valid_cache_length(length: int) -> int:

@@ -75,7 +75,9 @@ class DecodeResult:
       active: bool [B], still decoding.
       lengths: int32 [B], committed tokens.
       steps: forward passes that ran; in plain decoding T.
-      rows: tokens computed by them.
+      rows: tokens computed by them, padding included.
+      path: int32 [B, T], after a verification the draft tree's node (0 is the last token) that each of
+        `tokens` was sampled behind; None in plain decoding.
     """
 
     tokens: np.ndarray
@@ -84,6 +86,7 @@ class DecodeResult:
     lengths: np.ndarray
     steps: int
     rows: int
+    path: np.ndarray | None = None
 
 
 class DecodeEngine:
@@ -249,7 +252,10 @@ class DecodeEngine:
             donate_argnums=(1,),
         )
         state, packed = program(*args)
-        return state, _unpack(np.asarray(packed), tree.nodes + 1, tree.nodes + 1)
+        packed = np.asarray(packed)
+        nodes = tree.nodes + 1
+        result = _unpack(packed[nodes:], nodes, nodes)
+        return state, dataclasses.replace(result, path=packed[:nodes].T)
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
@@ -453,7 +459,7 @@ class DecodeEngine:
         kept = order < count[:, None]
         tokens = jnp.where(kept, tokens, -1)
         logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
-        packed = _pack(tokens.T, logprobs.T, new_state, jnp.int32(1))
+        packed = jnp.concatenate([path.T, _pack(tokens.T, logprobs.T, new_state, jnp.int32(1))])
         return new_state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
 
     def _free(self, active: Array, stop: Array) -> Array:

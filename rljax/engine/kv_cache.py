@@ -3,7 +3,7 @@
 Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block
 are read off one contiguous piece of memory with the positions in the vector lanes: on a CPU this runs at
 memory bandwidth, where a batched product over [S, D] keys reached a tenth of it (`docs/engine.md`). Values
-stay [S, D]. What lies at or behind a slot's length is never attended to, whatever it holds.
+stay [S, D]. What lies at or behind a slot's length weighs nothing, whatever finite numbers it holds.
 """
 
 import dataclasses

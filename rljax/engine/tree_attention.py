@@ -53,9 +53,12 @@ class TreeAttention:
         rows = group * nodes
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
         pad = KEY_BLOCK - nodes
-        tree_keys = jnp.pad(k.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, pad)])[
-            :, :, None
-        ]  # [B, Hk, 1, D, L]
+        # Beside a cache of one block, a block for the tree would be a computation of the same shape with the
+        # same queries: the compiler then adds up both in another order.
+        blocks = 2 if capacity == KEY_BLOCK else 1
+        tree_keys = jnp.pad(k.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, pad)])[:, :, None]
+        more = [(0, 0), (0, 0), (0, blocks - 1), (0, 0), (0, 0)]
+        tree_keys = jnp.pad(tree_keys, more)  # [B, Hk, blocks, D, L]
         tree_values = jnp.pad(v.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, pad), (0, 0)])  # [B, Hk, L, D]
 
         queries = scale_queries(q).reshape(batch, nodes, num_kv_heads, group, head_dim)
@@ -65,7 +68,7 @@ class TreeAttention:
         scores = jnp.where(committed[:, None, None], scores, MASKED)
         visible = jnp.pad(self.tree.ancestors, [(0, 0), (0, 0), (0, pad)])  # [B, M, L]
         visible = jnp.broadcast_to(visible[:, None, None], (batch, 1, group, nodes, KEY_BLOCK))
-        tree_scores = block_scores(queries, tree_keys, self.numerics)
+        tree_scores = block_scores(queries, tree_keys, self.numerics)[..., :KEY_BLOCK]
         tree_scores = jnp.where(visible.reshape(batch, 1, rows, KEY_BLOCK), tree_scores, MASKED)
 
         top = jnp.maximum(row_max(scores), row_max(tree_scores))

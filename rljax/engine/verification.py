@@ -86,28 +86,46 @@ def _child_probabilities(logprobs: Array, tree: RootedTree) -> Array:
     nodes = tree.tokens.shape[1]
     behind_parent = jnp.take_along_axis(logprobs, tree.parents[:, :, None], axis=1)
     own = jnp.exp(jnp.take_along_axis(behind_parent, tree.tokens[:, :, None], axis=2)[:, :, 0])
+    return jnp.where(tree.valid & _behind_root(nodes) & ~_repeats(tree), own, 0.0)
+
+
+def _repeats(tree: RootedTree) -> Array:
+    """bool [B, M]: a valid sibling before the node has its token."""
+    nodes = tree.tokens.shape[1]
+    before = (tree.valid & _behind_root(nodes))[:, None] & _earlier(nodes)
+    siblings = tree.parents[:, :, None] == tree.parents[:, None]
+    return (before & siblings & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)
+
+
+def _behind_root(nodes: int) -> Array:
+    """bool [1, M]: not node 0."""
+    return jnp.arange(nodes)[None] > 0
+
+
+def _earlier(nodes: int) -> Array:
+    """bool [1, M, M], [_, i, j]: node j stands before node i."""
     index = jnp.arange(nodes)
-    siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & tree.valid[:, None] & (index > 0)
-    repeats = siblings & (tree.tokens[:, :, None] == tree.tokens[:, None]) & (index[:, None] > index)
-    return jnp.where(tree.valid & (index > 0) & ~repeats.any(-1), own, 0.0)
+    return (index[:, None] > index[None])[None]
 
 
 def _target_only(logprobs: Array, noise: Array, numbers: Array, tree: RootedTree) -> Array:
     batch, nodes = tree.tokens.shape
-    index = jnp.arange(nodes)
     own = _child_probabilities(logprobs, tree)
-    earlier = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
+    earlier = (tree.parents[:, :, None] == tree.parents[:, None]) & _earlier(nodes)
     before = jnp.sum(jnp.where(earlier, own[:, None], 0.0), axis=-1)
     number = jnp.take_along_axis(numbers, tree.parents, axis=1)
     taken = (number >= before) & (number < before + own)  # at most one child of a node
     rest = logprobs + noise
     slots = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, nodes))
-    parents = jnp.where(tree.valid & (index > 0), tree.parents, nodes)  # out of range: skipped
+    parents = jnp.where(tree.valid & _behind_root(nodes), tree.parents, nodes)  # out of range: skipped
     rest = rest.at[slots, parents, tree.tokens].set(-jnp.inf, mode="drop")
     # Rounding may leave nothing where the children have all of the probability.
     nothing_left = ~jnp.isfinite(rest).any(-1, keepdims=True)
     chosen = first_maximum(jnp.where(nothing_left, logprobs + noise, rest))
-    return chosen.at[slots, jnp.where(taken, tree.parents, nodes)].set(tree.tokens, mode="drop")
+    chosen = chosen.at[slots, jnp.where(taken, tree.parents, nodes)].set(tree.tokens, mode="drop")
+    # Nodes that stand for the same prefix may have other children and sample other tokens: to go on behind
+    # the one that gets further would favour the tokens that were drafted. Nothing goes on behind a repeat.
+    return jnp.where(_repeats(tree), -1, chosen)
 
 
 def _rejection(logprobs: Array, noise: Array, numbers: Array, tree: RootedTree, proposal: Array) -> Array:
@@ -137,10 +155,10 @@ def accepted_path(tree: RootedTree, sampled: Array) -> tuple[Array, Array]:
     """
     nodes = sampled.shape[1]
     right = tree.valid & (tree.tokens == jnp.take_along_axis(sampled, tree.parents, axis=1))
-    right |= jnp.arange(nodes) == 0
+    right |= ~_behind_root(nodes)
     accepted = ~(tree.ancestors & ~right[:, None]).any(-1)
     deepest = jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1)
     own = jnp.take_along_axis(tree.ancestors, deepest[:, None, None], axis=1)[:, 0]  # [B, M]
     at_depth = own[:, None] & (tree.depth[:, None] == jnp.arange(nodes)[None, :, None])  # [B, depth, M]
-    path = jnp.sum(jnp.where(at_depth, jnp.arange(nodes), 0), axis=-1, dtype=jnp.int32)
+    path = jnp.sum(jnp.where(at_depth, jnp.arange(nodes)[None, None], 0), axis=-1, dtype=jnp.int32)
     return path, jnp.sum(own, axis=-1, dtype=jnp.int32)

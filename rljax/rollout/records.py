@@ -31,11 +31,15 @@ class Completion:
       response_ids: int32 [n], with the token that ended it (EOS, or the one that completed a stop string).
       logprobs: float32 [n], under the distribution really sampled.
       finish_reason: "eos", "length" (its max_response is reached) or "stop" (a stop string appeared).
+      drafted: draft nodes that were verified for it.
+      accepted: how many of its tokens came from them.
     """
 
     response_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclasses.dataclass
@@ -44,19 +48,40 @@ class DecodeStatistics:
 
     Attributes:
       tokens: response tokens kept.
-      steps: decode steps; a step computes every slot of its batch bucket.
-      slot_steps: sum over steps of the batch bucket.
+      steps: forward passes; each computes every slot of its batch bucket.
+      rows: tokens computed by them: the batch bucket, times the nodes where drafts were verified.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
       visits: looks from the host.
+      verified: forward passes that verified drafts.
+      verified_slots: sum over these of the slots that decoded.
+      verified_rows: tokens computed by these.
+      drafted: draft nodes verified.
+      accepted: draft nodes accepted.
+      unusable: draft nodes that a drafter returned and that were none.
+      host_seconds: spent on drafting, on choosing, and on telling the drafter.
+      device_seconds: waited for the device.
     """
 
     tokens: int = 0
     steps: int = 0
-    slot_steps: int = 0
+    rows: int = 0
     prefilled_tokens: int = 0
     visits: int = 0
+    verified: int = 0
+    verified_slots: int = 0
+    verified_rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    unusable: int = 0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
 
     @property
     def occupancy(self) -> float:
         """Share of computed rows that gave a token."""
-        return self.tokens / self.slot_steps if self.slot_steps else 0.0
+        return self.tokens / self.rows if self.rows else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a slot gets from a forward pass that verifies drafts: 1 plus what was accepted."""
+        return 1 + self.accepted / self.verified_slots if self.verified_slots else 1.0

@@ -7,6 +7,7 @@ take.
 """
 
 import collections
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.rollout.speculation import ActiveSlots, Speculator
 from rljax.rollout.stop_strings import StopStrings
 
 OnProgress = Callable[[int, int], None]
@@ -30,12 +32,20 @@ class Scheduler:
       engine: the decode engine.
       max_slots: requests decoded at a time.
       stop_strings: see `StopStrings`; None for none.
+      speculator: decodes with drafts; None for plain decoding.
     """
 
-    def __init__(self, engine: DecodeEngine, max_slots: int, stop_strings: StopStrings | None = None) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        max_slots: int,
+        stop_strings: StopStrings | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.engine = engine
         self.max_slots = max_slots
         self.stop_strings = stop_strings
+        self.speculator = speculator
 
     def run(
         self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
@@ -76,6 +86,7 @@ class _Run:
         self.engine = scheduler.engine
         self.max_slots = scheduler.max_slots
         self.stop_strings = scheduler.stop_strings
+        self.speculator = scheduler.speculator
         self.params = params
         self.requests = requests
         self.on_progress = on_progress
@@ -104,11 +115,11 @@ class _Run:
         if self.requests:
             longest = max(len(request.prompt_ids) for request in self.requests)
             state = self.engine.init_state(self.max_slots, longest + 1)
+            if self.speculator is not None:
+                self.speculator.begin(self.requests, self.statistics)
             while self.waiting or self.busy:
                 state = self.compact(self.fill(state))
-                state, result = self.engine.generate(
-                    self.params, state, until_active=self.look_when_active(state)
-                )
+                state, result = self.decode(state)
                 state = self.collect(state, result)
                 state = self.grow(state, result)
         completions = [
@@ -116,10 +127,31 @@ class _Run:
                 response_ids=np.asarray(self.tokens[index], np.int32),
                 logprobs=np.asarray(self.logprobs[index], np.float32),
                 finish_reason=self.reasons[index],
+                **self.draft_counts(index),
             )
             for index in range(len(self.requests))
         ]
         return completions, self.statistics
+
+    def draft_counts(self, index: int) -> dict[str, int]:
+        if self.speculator is None:
+            return {}
+        drafted, accepted = self.speculator.counts(index)
+        return {"drafted": drafted, "accepted": accepted}
+
+    def decode(self, state: DecodeState) -> tuple[DecodeState, DecodeResult]:
+        """The next tokens of every slot, and the time for it."""
+        until_active = self.look_when_active(state)
+        if self.speculator is None:
+            start = time.perf_counter()
+            state, result = self.engine.generate(self.params, state, until_active=until_active)
+            self.statistics.device_seconds += time.perf_counter() - start
+            return state, result
+        slots = np.asarray(self.busy, np.int32)
+        requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
+        positions = [len(self.requests[i].prompt_ids) + len(self.tokens[i]) for i in requests]
+        active = ActiveSlots(slots, requests, np.asarray(positions, np.int32))
+        return self.speculator.decode(self.params, state, active, until_active)
 
     def look_when_active(self, state: DecodeState) -> int:
         """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move
@@ -163,10 +195,11 @@ class _Run:
         """Takes over what was sampled, and frees the slots of ended responses."""
         statistics = self.statistics
         statistics.steps += result.steps
-        statistics.slot_steps += result.steps * state.batch
+        statistics.rows += result.rows
         statistics.visits += 1
-        stopped = []
-        for slot in self.busy:
+        busy, stopped, kept = self.busy, [], []
+        requests = np.asarray([self.slots[slot] for slot in busy], np.int32)
+        for slot in busy:
             index = self.slots[slot]
             sampled = result.tokens[slot][result.tokens[slot] >= 0]
             tokens, logprobs = self.tokens[index], self.logprobs[index]
@@ -178,7 +211,7 @@ class _Run:
                 del tokens[end:], logprobs[end:]
                 if result.active[slot]:
                     stopped.append(slot)
-            statistics.tokens += len(tokens) - known
+            kept.append(len(tokens) - known)
             if end is None and result.active[slot]:
                 continue
             if tokens[-1] in self.engine.eos_token_ids:
@@ -187,6 +220,9 @@ class _Run:
                 self.reasons[index] = "length" if end is None else "stop"
             self.slots[slot] = None
             self.finished += 1
+        statistics.tokens += sum(kept)
+        if self.speculator is not None:
+            self.speculator.observe(requests, result.tokens[busy], np.asarray(kept, np.int32))
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
         return self.engine.free_resource(state, stopped) if stopped else state

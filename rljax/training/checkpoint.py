@@ -1,6 +1,7 @@
 """The checkpoints of a run: written while training goes on, complete or invisible, checked on reading.
 
     checkpoints/20/arrays/           the train state, as Orbax writes it
+    checkpoints/20/host_arrays.npz   arrays of the host, if there are any
     checkpoints/20/checkpoint.json   written last: leaves, host state, and every file's size and CRC-32
 
 A checkpoint without its `checkpoint.json` was never finished (the process was killed, the disk was full): it
@@ -29,6 +30,7 @@ from rljax.training.durable_files import sync_directory, write_durably
 
 _SEAL = "checkpoint.json"
 _ARRAYS = "arrays"
+_HOST_ARRAYS = "host_arrays.npz"
 _CRC_BLOCK = 1 << 22
 
 # Orbax narrates every save through absl's logger, and prints a traceback of failures that are raised here as
@@ -54,7 +56,13 @@ class RunCheckpoints:
         self._saving: int | None = None
         self._failure: BaseException | None = None
 
-    def save(self, step: int, train_state: Any, host_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        train_state: Any,
+        host_state: Mapping[str, Any],
+        host_arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Starts saving and returns as soon as the caller may change or donate the arrays.
 
         The transfer from an accelerator is waited for. On a CPU nothing is copied: Orbax writes from views,
@@ -65,6 +73,7 @@ class RunCheckpoints:
           step: greater than that of the newest checkpoint; a step that is already there is left as it is.
           train_state: any pytree of arrays; names of leaves are their paths in it.
           host_state: what else the run needs to go on (data position, counters), as JSON values; read now.
+          host_arrays: arrays of any size by name, such as a drafter's history; not to be changed afterwards.
 
         Raises:
           CheckpointError: this or the last save could not be written; older checkpoints stay usable.
@@ -100,7 +109,9 @@ class RunCheckpoints:
             self._failure = error
             self._raise_failure()
         self._thread = threading.Thread(
-            target=self._finish, args=(self._checkpointer, path, seal), name="checkpoint"
+            target=self._finish,
+            args=(self._checkpointer, path, seal, dict(host_arrays or {})),
+            name="checkpoint",
         )
         self._thread.start()
 
@@ -161,6 +172,14 @@ class RunCheckpoints:
         state = jax.tree.unflatten(jax.tree.structure(template_state), leaves)
         return step, state, seal["host_state"]
 
+    def host_arrays(self, step: int) -> dict[str, np.ndarray]:
+        """The host arrays saved at `step`, whose files `restore` has checked."""
+        path = self.directory / str(step) / _HOST_ARRAYS
+        if not path.is_file():
+            return {}
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+
     def wait(self) -> None:
         """Returns when the last save is on disk; a CheckpointError when it failed."""
         if self._thread is not None:
@@ -175,9 +194,20 @@ class RunCheckpoints:
         finally:
             self._drop_checkpointer()
 
-    def _finish(self, checkpointer: ocp.AsyncCheckpointer, path: Path, seal: dict[str, Any]) -> None:
+    def _finish(
+        self,
+        checkpointer: ocp.AsyncCheckpointer,
+        path: Path,
+        seal: dict[str, Any],
+        host_arrays: dict[str, np.ndarray],
+    ) -> None:
         """The background part of a save: the arrays' end, the seal, and only then older ones' deletion."""
         try:
+            if host_arrays:
+                with open(path / _HOST_ARRAYS, "wb") as file:
+                    np.savez(file, **host_arrays)
+                    file.flush()
+                    os.fsync(file.fileno())
             checkpointer.wait_until_finished()
             files = sorted(file for file in path.rglob("*") if file.is_file())
             seal["files"] = {str(file.relative_to(path)): _fingerprint(file) for file in files}

@@ -9,12 +9,15 @@ import dataclasses
 import functools
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafters.base import Outcome
+from drafters.registry import make_drafter
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.algorithms.losses import aggregation_weights
@@ -30,14 +33,16 @@ from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sharding import make_mesh, row_multiple
+from rljax.tasks.epochs import EpochTask
 from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
-from rljax.training.policy import make_policy
+from rljax.training.policy import grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 from rljax.training.update import Trainer
@@ -55,12 +60,12 @@ def run(config: ExperimentConfig) -> None:
     checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
     try:
         with Progress() as progress:
-            _Run(config, directory, checkpoints, progress, start).train()
+            TrainingRun(config, directory, checkpoints, progress, start).train()
     finally:
         checkpoints.close()
 
 
-class _Run:
+class TrainingRun:
     """Everything a run holds between steps."""
 
     def __init__(
@@ -78,10 +83,19 @@ class _Run:
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         mesh = make_mesh(config.mesh)
         task = make_task(config.task.name, config.seed, **config.task.args)
+        if config.task.problems:
+            task = EpochTask(task, config.task.problems)
+        speculation = config.speculation
+        drafter = None
+        if speculation.drafter is not None:
+            drafter = make_drafter(speculation.drafter, **speculation.args)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         if config.warm_start is not None:
             policy = warm_start(config, policy, task, self.numerics, self.pool, mesh, progress)
+        if config.policy.growth is not None:
+            policy = grown_policy(policy, config.policy.growth, config.seed)
+            progress.message(f"grown to {num_params(policy.config):,} parameters")
         sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         self.engine = DecodeEngine(
             policy.config,
@@ -94,17 +108,22 @@ class _Run:
                 engine.batch_buckets,
                 engine.cache_buckets,
                 row_multiple(mesh),
+                () if drafter is None else speculation.draft_buckets,
             ),
             policy.eos_token_ids,
             engine.decode_steps_per_visit,
             self.pool,
             mesh,
+            engine.verification,
         )
+        self.speculator = None
+        if drafter is not None:
+            self.speculator = Speculator(self.engine, drafter, speculation.drafter, speculation.max_batch)
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
             task,
             policy.tokenizer,
-            Scheduler(self.engine, engine.max_slots, stop),
+            Scheduler(self.engine, engine.max_slots, stop, self.speculator),
             config.seed,
             rollout.max_prompt_length,
             rollout.max_response_length,
@@ -134,13 +153,7 @@ class _Run:
         config, progress = self.config, self.progress
         self.resume()
         self.directory.record_session(self.step)
-        progress.message("compiling")
-        self.engine.warm_up(
-            self.engine.load_params(self.state.params),
-            config.engine.max_slots,
-            config.rollout.max_prompt_length,
-        )
-        self.trainer.warm_up(self.state, reference=self.reference is not None)
+        self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
         with StopRequest(progress.message) as stop:
@@ -151,6 +164,16 @@ class _Run:
                     raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
         self.checkpoints.wait()
         self.report()
+
+    def compile(self) -> None:
+        """Every program that the run needs."""
+        config = self.config
+        self.progress.message("compiling")
+        params = self.engine.load_params(self.state.params)
+        self.engine.warm_up(params, config.engine.max_slots, config.rollout.max_prompt_length)
+        if self.speculator is not None:
+            self.speculator.warm_up(params)
+        self.trainer.warm_up(self.state, reference=self.reference is not None)
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:
         """One step, with all that is due after it: progress, evaluation, metrics, checkpoint.
@@ -176,7 +199,8 @@ class _Run:
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
         stopped_by = stop.signal
         if last or due or stopped_by is not None:
-            self.checkpoints.save(self.step, self.state, {"data_position": self.data_position})
+            drafter = {} if self.speculator is None else self.speculator.state()
+            self.checkpoints.save(self.step, self.state, {"data_position": self.data_position}, drafter)
         return stopped_by
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
@@ -190,6 +214,8 @@ class _Run:
             return
         self.step, self.state, host_state = self.checkpoints.restore(self.state)
         self.data_position = host_state["data_position"]
+        if self.speculator is not None:
+            self.speculator.load_state(self.checkpoints.host_arrays(self.step))
         self.directory.truncate_after(self.step)
         self.progress.message(f"resumed from step {self.step}")
 
@@ -206,6 +232,7 @@ class _Run:
         end = time.perf_counter()
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
+            **({} if self.speculator is None else self.speculator.metrics(statistics)),
             **update_metrics,
             "update/padding": padding,
             "engine/compilations": self.pool.compilations,
@@ -238,6 +265,8 @@ class _Run:
                 functools.partial(self.show_rollout, total),
             )
             sampled += groups
+            if self.speculator is not None:
+                self.speculator.learn(outcomes(groups))
             for into, more in ((statistics, round_statistics), (timing, round_timing)):
                 for field in dataclasses.fields(into):
                     setattr(into, field.name, getattr(into, field.name) + getattr(more, field.name))
@@ -347,6 +376,15 @@ class _Run:
                 f"{after['evaluation/reward']:.3f} at step {after['step']}"
             )
         self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
+
+
+def outcomes(groups: Sequence[Group]) -> list[Outcome]:
+    """Rewarded responses as drafters learn from them."""
+    return [
+        Outcome(group.prompt_ids, completion.response_ids, float(reward))
+        for group in groups
+        for completion, reward in zip(group.completions, group.reward, strict=True)
+    ]
 
 
 def _mean_rewards(groups: list[Group]) -> dict[str, float]:

@@ -3,8 +3,10 @@
 import dataclasses
 from pathlib import Path
 
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, GrowthConfig
+from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
+from rljax.models.growth import grow
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, init_params
@@ -68,3 +70,12 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
         directory,
         (tokenizer.eos_token_id,),
     )
+
+
+def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
+    """The same function at another size; a ConfigError if that is smaller."""
+    try:
+        params, config = grow(policy.params, policy.config, growth.mlp_size, growth.num_layers, seed)
+    except ValueError as error:
+        raise ConfigError(f"policy.growth: {error}") from error
+    return dataclasses.replace(policy, params=params, config=config)

@@ -101,8 +101,8 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
     parts = {
         "version": _CACHE_VERSION,
         "seed": config.seed,
-        "policy": config.policy.model_dump(),
-        "task": config.task.model_dump(),
+        "policy": config.policy.model_dump(exclude={"growth"}),
+        "task": config.task.model_dump(exclude={"problems"}),
         "warm_start": config.warm_start.model_dump(exclude={"cache_dir"}),
         "optimizer": config.optimizer.model_dump(exclude={"learning_rate", "schedule", "warmup_steps"}),
         "training": config.training.model_dump(include={"pack_length"}),

@@ -86,7 +86,7 @@ def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expect
     completions, statistics = Scheduler(engine, max_slots).run(params, requests)
     assert_same(completions, expected)
     assert statistics.tokens == sum(len(completion.response_ids) for completion in expected)
-    assert statistics.slot_steps >= statistics.tokens
+    assert statistics.rows >= statistics.tokens
     assert 0 < statistics.occupancy <= 1
 
 

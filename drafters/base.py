@@ -1,0 +1,161 @@
+"""What a drafter is: a protocol, what it is told, and what it may return.
+
+    drafter.begin(requests)                     # a rollout begins: everything that will be decoded
+    drafts = drafter.propose(queries)           # for the whole active batch, within a budget per request
+    drafter.observe(sampled)                    # what was really sampled, drafted or not
+    drafter.learn(outcomes)                     # the rollout is over and rewarded
+
+A drafter can only waste time: verification samples every token itself, so a wrong draft is refused, and what
+  is no draft at all (`usable_nodes`) is left out and counted. What it raises stops the run in one line that
+  names it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRequest:
+    """A request of the rollout that begins.
+
+    Attributes:
+      prompt_ids: the prompt's token ids; requests of a group share them.
+      noise_key: uint32 [2], from which the request's tokens will be sampled. None where verification needs
+        drafts that do not depend on it (`engine.verification` other than coupled).
+    """
+
+    prompt_ids: tuple[int, ...]
+    noise_key: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The active batch, which wants drafts.
+
+    Attributes:
+      requests: int32 [n], indices into what `begin` was given, each at most once.
+      positions: int32 [n], where the first drafted token would stand, counted from the prompt's start.
+      budgets: int32 [n], draft nodes at most.
+      nodes: the largest budget there can be: width of the arrays in `Drafts`.
+    """
+
+    requests: np.ndarray
+    positions: np.ndarray
+    budgets: np.ndarray
+    nodes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """A draft tree for every query, its most promising nodes first.
+
+    Attributes:
+      tokens: int32 [n, nodes].
+      parents: int32 [n, nodes], the node that a node continues, -1 for the last sampled token. Parents
+        precede their children.
+      log_probability: float32 [n, nodes], how likely the drafter thinks that the node will be accepted, with
+        all its ancestors.
+      counts: int32 [n], how many nodes each query got.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    log_probability: np.ndarray
+    counts: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What a look from the host brought.
+
+    Attributes:
+      requests: int32 [n].
+      tokens: int32 [n, T]; the first counts[i] of row i follow what was known of request i.
+      counts: int32 [n].
+      drafted: int32 [n], draft nodes that were verified: the first ones proposed, as many as were worth it.
+      accepted: int32 [n], how many of them were accepted.
+    """
+
+    requests: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A finished response.
+
+    Attributes:
+      prompt_ids: its prompt.
+      response_ids: int32 [n].
+      reward: the task's.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: np.ndarray
+    reward: float
+
+
+class Drafter(Protocol):
+    """Proposes tokens for all requests of a rollout. All calls come from one thread."""
+
+    def begin(self, requests: Sequence[DraftRequest]) -> None:
+        """A rollout of `requests` begins; those of the one before are over."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        """Draft trees for the active batch."""
+
+    def observe(self, sampled: Sampled) -> None:
+        """What was sampled since the last time."""
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """The responses of a training rollout, rewarded."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps, by name."""
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Takes up what `state` returned."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the drafter itself has to report of the last rollout, for the metrics line."""
+
+
+def usable_nodes(drafts: Any, queries: Queries, vocab_size: int) -> np.ndarray:
+    """Which nodes can be verified: bool [n, nodes].
+
+    Left out are nodes beyond count or budget, tokens outside the vocabulary, parents that do not precede
+    their child, and everything below such a node.
+
+    Raises:
+      ValueError: it is not `Drafts` for these queries at all.
+    """
+    shape = (len(queries.requests), queries.nodes)
+    for name, wanted in (
+        ("tokens", shape),
+        ("parents", shape),
+        ("log_probability", shape),
+        ("counts", shape[:1]),
+    ):
+        array = getattr(drafts, name, None)
+        if not isinstance(array, np.ndarray) or array.shape != wanted:
+            found = array.shape if isinstance(array, np.ndarray) else type(array).__name__
+            raise ValueError(f"{name} should be an array {list(wanted)}, got {found}")
+        if name != "log_probability" and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} should be integers, got {array.dtype}")
+    order = np.arange(queries.nodes)
+    tokens, parents = drafts.tokens.astype(np.int64), drafts.parents.astype(np.int64)
+    usable = order < np.minimum(drafts.counts, queries.budgets)[:, None]
+    usable &= (tokens >= 0) & (tokens < vocab_size)
+    usable &= (parents >= -1) & (parents < order)
+    for node in range(queries.nodes):
+        parent = parents[:, node]
+        has_parent = usable[:, node] & (parent >= 0)
+        rows = np.flatnonzero(has_parent)
+        usable[rows, node] = usable[rows, parent[rows]]
+    return usable

@@ -1,0 +1,190 @@
+"""What earlier rollouts answered to each prompt: the memory of the history drafters.
+
+Kept are token arrays, the cheapest form there is (2 bytes a token where the vocabulary allows it); the
+automata that drafts come from are built from them when their prompt comes up again, and dropped after the
+rollout. Past `max_tokens`, the prompts that were used longest ago are evicted: to files in `spill_dir`, from
+which they come back when asked for, or for good without one.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from drafters.base import Outcome
+from rljax.errors import UserError
+
+Prompt = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PastRollout:
+    """The responses to one prompt in one rollout.
+
+    Attributes:
+      tokens: of all responses, one after the other; uint16 or int32.
+      lengths: int32 [G].
+      rewards: float32 [G].
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rewards: np.ndarray
+
+
+class RolloutHistory:
+    """Past rollouts by prompt.
+
+    Args:
+      rollouts: kept of each prompt, the newest.
+      max_tokens: of responses in memory.
+      spill_dir: where evicted prompts go; None forgets them.
+    """
+
+    def __init__(self, rollouts: int, max_tokens: int, spill_dir: str | None = None) -> None:
+        self._rollouts = rollouts
+        self._max_tokens = max_tokens
+        self._spill_dir = None if spill_dir is None else Path(spill_dir)
+        self._past: collections.OrderedDict[Prompt, list[PastRollout]] = collections.OrderedDict()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        """Prompts in memory."""
+        return len(self._past)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is in memory."""
+        arrays = sum(
+            past.tokens.nbytes + past.lengths.nbytes + past.rewards.nbytes
+            for rollouts in self._past.values()
+            for past in rollouts
+        )
+        return arrays + sum(4 * len(prompt) for prompt in self._past)
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Adds the responses of one rollout."""
+        by_prompt: dict[Prompt, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_prompt.setdefault(outcome.prompt_ids, []).append(outcome)
+        for prompt, own in by_prompt.items():
+            tokens = np.concatenate([np.asarray(outcome.response_ids, np.int32) for outcome in own])
+            self._put(
+                prompt,
+                PastRollout(
+                    tokens.astype(np.uint16) if tokens.max(initial=0) < 2**16 else tokens,
+                    np.asarray([len(outcome.response_ids) for outcome in own], np.int32),
+                    np.asarray([outcome.reward for outcome in own], np.float32),
+                ),
+            )
+
+    def recall(self, prompt: Prompt) -> list[PastRollout]:
+        """What is known of a prompt, oldest first; it counts as used."""
+        if prompt not in self._past and not self._load(prompt):
+            return []
+        self._past.move_to_end(prompt)
+        return self._past[prompt]
+
+    def prompts(self) -> list[Prompt]:
+        """Prompts in memory, the one used longest ago first."""
+        return list(self._past)
+
+    def _put(self, prompt: Prompt, past: PastRollout) -> None:
+        rollouts = [*self.recall(prompt), past]
+        dropped, rollouts = rollouts[: -self._rollouts], rollouts[-self._rollouts :]
+        self._past[prompt] = rollouts
+        self._past.move_to_end(prompt)
+        self.num_tokens += len(past.tokens) - sum(len(old.tokens) for old in dropped)
+        self._evict()
+
+    def _evict(self) -> None:
+        while self.num_tokens > self._max_tokens and len(self._past) > 1:
+            prompt, rollouts = self._past.popitem(last=False)
+            self.num_tokens -= sum(len(past.tokens) for past in rollouts)
+            if self._spill_dir is not None:
+                self._spill(prompt, rollouts)
+
+    # -- arrays for checkpoints and files --------------------------------------------------------------------
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What is in memory, as flat arrays."""
+        return _flatten(list(self._past.items()))
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Takes up what `state` returned, in place of what is there."""
+        self._past = collections.OrderedDict(_unflatten(state))
+        self.num_tokens = sum(len(past.tokens) for rollouts in self._past.values() for past in rollouts)
+        self._evict()
+
+    def _file(self, prompt: Prompt) -> Path | None:
+        if self._spill_dir is None:
+            return None
+        digest = hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:32]
+        return self._spill_dir / f"{digest}.npz"
+
+    def _spill(self, prompt: Prompt, rollouts: list[PastRollout]) -> None:
+        file = self._file(prompt)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(".tmp")
+            with open(temporary, "wb") as stream:
+                np.savez(stream, **_flatten([(prompt, rollouts)]))
+            temporary.replace(file)
+        except OSError as error:
+            raise UserError(f"speculation.args.spill_dir: cannot write {file}: {error.strerror}") from error
+
+    def _load(self, prompt: Prompt) -> bool:
+        """Brings a spilled prompt back; whether there was one. A damaged file is no history."""
+        file = self._file(prompt)
+        if file is None or not file.exists():
+            return False
+        try:
+            with np.load(file) as arrays:
+                loaded = _unflatten(dict(arrays))
+        except (OSError, ValueError, KeyError, EOFError):
+            return False
+        if not loaded or loaded[0][0] != prompt:
+            return False
+        self._past[prompt] = loaded[0][1]
+        self.num_tokens += sum(len(past.tokens) for past in loaded[0][1])
+        self._evict()
+        return True
+
+
+def _flatten(items: list[tuple[Prompt, list[PastRollout]]]) -> dict[str, np.ndarray]:
+    rollouts = [past for _, own in items for past in own]
+
+    def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+
+    return {
+        "prompt_tokens": joined([np.asarray(prompt, np.int32) for prompt, _ in items], np.int32),
+        "prompt_lengths": np.asarray([len(prompt) for prompt, _ in items], np.int32),
+        "prompt_rollouts": np.asarray([len(own) for _, own in items], np.int32),
+        "rollout_responses": np.asarray([len(past.lengths) for past in rollouts], np.int32),
+        "tokens": joined([past.tokens for past in rollouts], np.int32),
+        "lengths": joined([past.lengths for past in rollouts], np.int32),
+        "rewards": joined([past.rewards for past in rollouts], np.float32),
+    }
+
+
+def _unflatten(state: dict[str, np.ndarray]) -> list[tuple[Prompt, list[PastRollout]]]:
+    def split(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        return np.split(array, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+    lengths = split(state["lengths"], state["rollout_responses"])
+    rewards = split(state["rewards"], state["rollout_responses"])
+    tokens = split(state["tokens"], np.asarray([own.sum() for own in lengths], np.int64))
+    past = [
+        PastRollout(t.astype(np.uint16) if t.max(initial=0) < 2**16 else t, n, r)
+        for t, n, r in zip(tokens, lengths, rewards, strict=True)
+    ]
+    prompts = split(state["prompt_tokens"], state["prompt_lengths"])
+    items, first = [], 0
+    for prompt, count in zip(prompts, state["prompt_rollouts"], strict=True):
+        items.append((tuple(prompt.tolist()), past[first : first + count]))
+        first += count
+    return items
