@@ -159,3 +159,29 @@ def usable_nodes(drafts: Any, queries: Queries, vocab_size: int) -> np.ndarray:
         rows = np.flatnonzero(has_parent)
         usable[rows, node] = usable[rows, parent[rows]]
     return usable
+
+
+def chains(drafts: Drafts, usable: np.ndarray) -> tuple[Drafts, np.ndarray]:
+    """Of every tree only the path of first children, as `rejection` verifies it.
+
+    Args:
+      drafts: trees.
+      usable: from `usable_nodes`.
+
+    Returns:
+      Drafts whose node i continues node i - 1, and which of their nodes are usable.
+    """
+    rows, width = drafts.tokens.shape
+    last = np.full(rows, -1)  # the node that the chain has reached
+    length = np.zeros(rows, np.int32)
+    tokens = np.zeros_like(drafts.tokens)
+    scores = np.full_like(drafts.log_probability, -np.inf)
+    for node in range(width):
+        own = np.flatnonzero(usable[:, node] & (drafts.parents[:, node] == last))
+        tokens[own, length[own]] = drafts.tokens[own, node]
+        scores[own, length[own]] = drafts.log_probability[own, node]
+        last[own] = node
+        length[own] += 1
+    order = np.arange(width, dtype=drafts.parents.dtype)
+    parents = np.broadcast_to(order - 1, (rows, width)).copy()
+    return Drafts(tokens, parents, scores, length), order < length[:, None]

@@ -1,10 +1,10 @@
 """HistoSpec: chains from the prompt's last rollout, the branch with the most reward, in a window that adapts.
 
-RhymeRL ("RhymeRL: history-guided rollouts", arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over
-the responses of its last rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of
-rewards; a window of draft tokens per response that starts at 2, grows by 2 when all of them were accepted,
-up to 32, and falls back to 2 when one was rejected. Turning speculation off where it does not pay is the
-speculator's business (`rljax/rollout/speculation.py`).
+RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
+rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards; a window of draft
+tokens per response that starts at 2, grows by 2 when all of them were accepted, up to 32, and falls back to 2
+when one was rejected. Turning speculation off where it does not pay is the speculator's business
+(`rljax/rollout/speculation.py`).
 """
 
 from collections.abc import Sequence

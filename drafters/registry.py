@@ -1,4 +1,4 @@
-"""Finds a drafter by the name a config gives it, and checks its arguments before anything expensive starts."""
+"""Finds a drafter by the name a config gives it, and checks its arguments before anything is compiled."""
 
 import difflib
 import inspect

@@ -21,7 +21,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled, usable_nodes
+from drafters.base import (
+    Drafter,
+    DraftRequest,
+    Drafts,
+    Outcome,
+    Queries,
+    Sampled,
+    chains,
+    usable_nodes,
+)
 from rljax.engine.draft_tree import DraftTree, empty_tree
 from rljax.engine.engine import DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState
@@ -194,6 +203,8 @@ class Speculator:
             ) from error
         returned = np.arange(width) < np.minimum(drafts.counts, budgets)[:, None]
         self._statistics.unusable += int(returned.sum() - usable.sum())
+        if self.engine.verification == "rejection":
+            drafts, usable = chains(drafts, usable)
         bins = self._calibration.bins(drafts.log_probability)
         probability = np.where(usable, self._calibration.rates[bins], 0.0)
         nodes = self._best_size(shape, len(active.slots), probability)
