@@ -126,6 +126,14 @@ class Drafter(Protocol):
         """What the drafter itself has to report of the last rollout, for the metrics line."""
 
 
+_KINDS = {
+    "tokens": (np.integer, "integers"),
+    "parents": (np.signedinteger, "signed integers"),  # -1 is one of them
+    "log_probability": (np.floating, "floats"),
+    "counts": (np.integer, "integers"),
+}
+
+
 def usable_nodes(drafts: Any, queries: Queries, vocab_size: int) -> np.ndarray:
     """Which nodes can be verified: bool [n, nodes].
 
@@ -146,8 +154,9 @@ def usable_nodes(drafts: Any, queries: Queries, vocab_size: int) -> np.ndarray:
         if not isinstance(array, np.ndarray) or array.shape != wanted:
             found = array.shape if isinstance(array, np.ndarray) else type(array).__name__
             raise ValueError(f"{name} should be an array {list(wanted)}, got {found}")
-        if name != "log_probability" and not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{name} should be integers, got {array.dtype}")
+        kind, called = _KINDS[name]
+        if not np.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name} should be {called}, got {array.dtype}")
     order = np.arange(queries.nodes)
     tokens, parents = drafts.tokens.astype(np.int64), drafts.parents.astype(np.int64)
     usable = order < np.minimum(drafts.counts, queries.budgets)[:, None]

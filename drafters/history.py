@@ -45,6 +45,8 @@ class RolloutHistory:
     """
 
     def __init__(self, rollouts: int, max_tokens: int, spill_dir: str | None = None) -> None:
+        if rollouts < 1:
+            raise ValueError(f"rollouts: {rollouts}, expected at least 1")
         self._rollouts = rollouts
         self._max_tokens = max_tokens
         self._spill_dir = None if spill_dir is None else Path(spill_dir)
@@ -144,7 +146,7 @@ class RolloutHistory:
         try:
             with np.load(file) as arrays:
                 loaded = _unflatten(dict(arrays))
-        except (OSError, ValueError, KeyError, EOFError):
+        except Exception:  # a damaged archive raises errors of half a dozen kinds
             return False
         if not loaded or loaded[0][0] != prompt:
             return False
@@ -173,6 +175,8 @@ def _flatten(items: list[tuple[Prompt, list[PastRollout]]]) -> dict[str, np.ndar
 
 def _unflatten(state: dict[str, np.ndarray]) -> list[tuple[Prompt, list[PastRollout]]]:
     def split(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        if (lengths < 0).any() or lengths.sum() != len(array):
+            raise ValueError("arrays of a history that do not fit together")
         return np.split(array, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
     lengths = split(state["lengths"], state["rollout_responses"])
@@ -183,8 +187,8 @@ def _unflatten(state: dict[str, np.ndarray]) -> list[tuple[Prompt, list[PastRoll
         for t, n, r in zip(tokens, lengths, rewards, strict=True)
     ]
     prompts = split(state["prompt_tokens"], state["prompt_lengths"])
-    items, first = [], 0
-    for prompt, count in zip(prompts, state["prompt_rollouts"], strict=True):
-        items.append((tuple(prompt.tolist()), past[first : first + count]))
-        first += count
-    return items
+    last = np.cumsum(state["prompt_rollouts"])
+    return [
+        (tuple(prompt.tolist()), past[end - count : end])
+        for prompt, count, end in zip(prompts, state["prompt_rollouts"], last, strict=True)
+    ]

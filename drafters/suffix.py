@@ -61,6 +61,11 @@ class SuffixDrafter:
         noise_ranking: bool = True,
         noise_temperature: float = 1.0,
     ) -> None:
+        if not (noise_temperature > 0 and novelty >= 0 and budget_per_match >= 0):
+            raise ValueError(
+                "novelty and budget_per_match must be at least 0, noise_temperature above 0; got"
+                f" {novelty}, {budget_per_match}, {noise_temperature}"
+            )
         self.history = history
         self._scope = scope
         self._live = live

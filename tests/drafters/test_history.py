@@ -1,0 +1,312 @@
+"""The memory of past rollouts against a plain dictionary: what is kept, what is evicted, what comes back."""
+
+import collections
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.base import Outcome
+from drafters.history import RolloutHistory
+from rljax.errors import UserError
+
+A, B, C = (3, 4), (5,), (70_000, 1, 2)
+
+
+def outcomes(prompt, *responses, rewards=None):
+    rewards = [0.0] * len(responses) if rewards is None else rewards
+    return [
+        Outcome(prompt, np.asarray(response, np.int32), reward)
+        for response, reward in zip(responses, rewards, strict=True)
+    ]
+
+
+def contents(rollouts):
+    """Past rollouts as lists: [([response, ...], [reward, ...]), ...]."""
+    plain = []
+    for past in rollouts:
+        ends = np.cumsum(past.lengths)
+        assert past.lengths.dtype == np.int32 and past.rewards.dtype == np.float32
+        assert len(past.tokens) == past.lengths.sum() and len(past.lengths) == len(past.rewards)
+        responses = [past.tokens[end - n : end].tolist() for end, n in zip(ends, past.lengths, strict=True)]
+        plain.append((responses, past.rewards.tolist()))
+    return plain
+
+
+def test_a_rollout_is_recalled_as_it_was_recorded():
+    history = RolloutHistory(rollouts=2, max_tokens=100)
+    assert history.recall(A) == [] and len(history) == history.num_tokens == history.nbytes == 0
+    mixed = [*outcomes(A, [7, 8], rewards=[0.5]), *outcomes(B, [9]), *outcomes(A, [], rewards=[-1.0])]
+    history.record(mixed)
+    assert contents(history.recall(A)) == [([[7, 8], []], [0.5, -1.0])]
+    assert contents(history.recall(B)) == [([[9]], [0.0])]
+    assert (len(history), history.num_tokens) == (2, 3)
+
+
+@pytest.mark.parametrize("rollouts", [1, 2, 3])
+def test_the_newest_rollouts_of_a_prompt_are_kept(rollouts):
+    history = RolloutHistory(rollouts, max_tokens=100)
+    for step in range(5):
+        history.record(outcomes(A, [step] * (step + 1)))
+    kept = list(range(5))[-rollouts:]
+    assert contents(history.recall(A)) == [([[step] * (step + 1)], [0.0]) for step in kept]
+    assert history.num_tokens == sum(step + 1 for step in kept)
+
+
+def test_no_rollout_at_all_is_no_history():
+    with pytest.raises(ValueError, match="rollouts: 0"):
+        RolloutHistory(rollouts=0, max_tokens=100)
+
+
+def test_the_prompt_that_was_used_longest_ago_is_evicted():
+    history = RolloutHistory(rollouts=1, max_tokens=6)
+    history.record(outcomes(A, [1, 1, 1]))
+    history.record(outcomes(B, [2, 2, 2]))
+    history.recall(A)  # now B is the older one
+    history.record(outcomes(C, [3]))
+    assert history.recall(B) == []
+    assert history.prompts() == [A, C] and history.num_tokens == 4
+
+
+def test_a_single_prompt_stays_however_long_it_is():
+    history = RolloutHistory(rollouts=1, max_tokens=2)
+    history.record(outcomes(A, [1, 2, 3, 4]))
+    assert history.prompts() == [A] and history.num_tokens == 4
+    history.record(outcomes(B, [5]))
+    assert history.prompts() == [B] and history.num_tokens == 1
+
+
+def test_tokens_take_two_bytes_where_they_fit():
+    history = RolloutHistory(rollouts=1, max_tokens=100)
+    history.record([*outcomes(A, [65_535, 0]), *outcomes(B, [65_536, 0])])
+    (narrow,), (wide,) = history.recall(A), history.recall(B)
+    assert (narrow.tokens.dtype, wide.tokens.dtype) == (np.uint16, np.int32)
+    assert narrow.tokens.tolist() == [65_535, 0] and wide.tokens.tolist() == [65_536, 0]
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def spilled(directory):
+    """A history that holds B, with A in a file; and the file."""
+    history = RolloutHistory(2, 4, str(directory))
+    history.record(outcomes(A, [7, 8], [], rewards=[1.0, 0.5]))
+    history.record(outcomes(A, [70_000], [9], rewards=[0.25, 0.0]))
+    history.record(outcomes(B, [1]))
+    assert history.prompts() == [B]
+    (file,) = directory.iterdir()
+    return history, file
+
+
+def test_an_evicted_prompt_comes_back_from_its_file(tmp_path):
+    history, _ = spilled(tmp_path / "deep" / "down")
+    assert contents(history.recall(A)) == [
+        ([[7, 8], []], [1.0, 0.5]),
+        ([[70_000], [9]], [0.25, 0.0]),
+    ]
+    # There is not room for both: B went to a file, and comes back in turn.
+    assert history.prompts() == [A] and history.num_tokens == 4
+    assert contents(history.recall(B)) == [([[1]], [0.0])]
+
+
+def test_another_history_finds_the_files(tmp_path):
+    spilled(tmp_path)
+    other = RolloutHistory(2, 100, str(tmp_path))
+    assert len(contents(other.recall(A))) == 2
+    assert other.num_tokens == 4
+
+
+def test_what_is_recorded_of_a_spilled_prompt_joins_what_is_in_its_file(tmp_path):
+    history, _ = spilled(tmp_path)
+    history.record(outcomes(A, [5]))
+    assert contents(history.recall(A)) == [([[70_000], [9]], [0.25, 0.0]), ([[5]], [0.0])]
+
+
+def npz(**changes):
+    """A file of the right keys, with some arrays changed."""
+
+    def damage(file):
+        with np.load(file) as arrays:
+            state = dict(arrays)
+        np.savez(file, **(state | changes))
+
+    return damage
+
+
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "without its end": lambda file: file.write_bytes(file.read_bytes()[:-30]),
+    "a flipped byte": lambda file: file.write_bytes(
+        file.read_bytes().replace(b"\x70\x11\x01", b"\x71\x11\x01")
+    ),
+    "text": lambda file: file.write_text("hello"),
+    "a single array": lambda file: np.save(file.open("wb"), np.arange(3)),
+    "pickled": lambda file: np.savez(file, tokens=np.asarray([{}], object)),
+    "other arrays": lambda file: np.savez(file, weights=np.arange(3)),
+    "another prompt": npz(prompt_tokens=np.asarray([3, 5], np.int32)),
+    "no prompt": npz(
+        **dict.fromkeys(("prompt_tokens", "prompt_lengths", "prompt_rollouts"), np.zeros(0, np.int32))
+    ),
+    "too few tokens": npz(tokens=np.asarray([7], np.int32)),
+    "too many tokens": npz(tokens=np.arange(9, dtype=np.int32)),
+    "too few rewards": npz(rewards=np.zeros(1, np.float32)),
+    "scalars": npz(lengths=np.int32(4)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_or_foreign_file_is_no_history(tmp_path, damage):
+    history, file = spilled(tmp_path)
+    damage(file)
+    assert history.recall(A) == []
+    assert history.prompts() == [B] and history.num_tokens == 1
+    history.record(outcomes(A, [5]))
+    assert contents(history.recall(A)) == [([[5]], [0.0])]
+
+
+def test_a_directory_in_the_place_of_a_file_is_no_history(tmp_path):
+    history, file = spilled(tmp_path)
+    file.unlink()
+    file.mkdir()
+    assert history.recall(A) == []
+
+
+@pytest.mark.parametrize("what", ["a file", "read-only"])
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path, what):
+    directory = tmp_path / "spill"
+    if what == "a file":
+        directory.write_text("")
+    elif os.geteuid() == 0:
+        pytest.skip("nothing is read-only to root")
+    else:
+        directory.mkdir(mode=0o500)
+    history = RolloutHistory(1, 1, str(directory))
+    history.record(outcomes(A, [1, 2]))
+    with pytest.raises(UserError, match=r"^speculation\.args\.spill_dir: cannot write .*spill") as error:
+        history.record(outcomes(B, [1]))
+    assert "\n" not in str(error.value)
+
+
+# -- state -------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_arrays_and_comes_back_whole():
+    history = RolloutHistory(2, 100)
+    history.record(outcomes(A, [7, 8], [], rewards=[1.0, 0.5]))
+    history.record(outcomes(B, [], []))
+    history.record(outcomes(A, [65_535], [65_536, 2**31 - 1]))
+    history.record(outcomes(C, [0]))
+    history.recall(B)
+    state = history.state()
+    assert all(isinstance(array, np.ndarray) and array.dtype != object for array in state.values())
+    for array in state.values():
+        array.setflags(write=False)
+    other = RolloutHistory(2, 100)
+    other.record(outcomes((9, 9), [1, 2, 3]))  # is replaced
+    other.load_state(state)
+    assert other.prompts() == history.prompts() == [A, C, B]
+    assert (other.num_tokens, other.nbytes) == (history.num_tokens, history.nbytes)
+    for prompt in history.prompts():
+        assert contents(other.recall(prompt)) == contents(history.recall(prompt))
+    assert [past.tokens.dtype for past in other.recall(A)] == [np.uint16, np.int32]
+
+
+def test_an_empty_state_comes_back_empty():
+    other = RolloutHistory(2, 100)
+    other.record(outcomes(A, [1]))
+    other.load_state(RolloutHistory(2, 100).state())
+    assert len(other) == other.num_tokens == other.nbytes == 0
+
+
+def test_a_state_larger_than_there_is_room_for_loses_the_oldest():
+    history = RolloutHistory(2, 100)
+    for prompt in (A, B, C):
+        history.record(outcomes(prompt, [1, 2, 3]))
+    smaller = RolloutHistory(2, 6)
+    smaller.load_state(history.state())
+    assert smaller.prompts() == [B, C] and smaller.num_tokens == 6
+
+
+# -- anything, in any order --------------------------------------------------------------------------------
+
+
+class Model:
+    """A history of lists."""
+
+    def __init__(self, rollouts, max_tokens, spills):
+        self.rollouts, self.max_tokens, self.spills = rollouts, max_tokens, spills
+        self.memory, self.disk = collections.OrderedDict(), {}
+
+    def tokens(self):
+        return sum(len(r) for own in self.memory.values() for responses, _ in own for r in responses)
+
+    def nbytes(self):
+        total = sum(4 * len(prompt) for prompt in self.memory)
+        for own in self.memory.values():
+            for responses, rewards in own:
+                ids = [token for response in responses for token in response]
+                total += len(ids) * (2 if max(ids, default=0) < 65_536 else 4) + 8 * len(rewards)
+        return total
+
+    def evict(self):
+        while self.tokens() > self.max_tokens and len(self.memory) > 1:
+            prompt, own = self.memory.popitem(last=False)
+            if self.spills:
+                self.disk[prompt] = own
+
+    def recall(self, prompt):
+        if prompt not in self.memory and prompt in self.disk:
+            self.memory[prompt] = self.disk[prompt]
+            self.evict()
+        if prompt in self.memory:
+            self.memory.move_to_end(prompt)
+        return self.memory.get(prompt, [])
+
+    def record(self, given):
+        grouped = {}
+        for outcome in given:
+            responses, rewards = grouped.setdefault(outcome.prompt_ids, ([], []))
+            responses.append(outcome.response_ids.tolist())
+            rewards.append(outcome.reward)
+        for prompt, rollout in grouped.items():
+            self.memory[prompt] = [*self.recall(prompt), rollout][-self.rollouts :]
+            self.memory.move_to_end(prompt)
+            self.evict()
+
+
+prompts = st.sampled_from([A, B, C, (3,), (4, 3)])
+responses = st.lists(st.sampled_from([0, 1, 7, 65_535, 65_536, 2**31 - 1]), max_size=5)
+operations = st.lists(
+    st.one_of(
+        st.lists(st.tuples(prompts, responses, st.sampled_from([-1.0, 0.0, 0.5])), max_size=6),
+        prompts,
+        st.just("reload"),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations, st.integers(1, 3), st.integers(0, 20), st.booleans())
+def test_it_behaves_as_a_plain_dictionary(tmp_path_factory, steps, rollouts, max_tokens, spills):
+    directory = str(tmp_path_factory.mktemp("spill")) if spills else None
+    history, model = RolloutHistory(rollouts, max_tokens, directory), Model(rollouts, max_tokens, spills)
+    for step in steps:
+        if step == "reload":
+            state = history.state()
+            history = RolloutHistory(rollouts, max_tokens, directory)
+            history.load_state(state)
+        elif isinstance(step, tuple):
+            assert contents(history.recall(step)) == [tuple(past) for past in model.recall(step)]
+        else:
+            given_outcomes = [Outcome(p, np.asarray(r, np.int32), reward) for p, r, reward in step]
+            history.record(given_outcomes)
+            model.record(given_outcomes)
+        assert history.prompts() == list(model.memory) and len(history) == len(model.memory)
+        assert history.num_tokens == model.tokens()
+        assert history.nbytes == model.nbytes()
+    for prompt in list(model.memory) + list(model.disk):
+        assert contents(history.recall(prompt)) == [tuple(past) for past in model.recall(prompt)]
