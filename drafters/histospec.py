@@ -37,6 +37,8 @@ class HistoSpec:
         window_step: int = 2,
         max_window: int = 32,
     ) -> None:
+        if not 1 <= first_window <= max_window:
+            raise ValueError(f"first_window: {first_window}, expected from 1 to max_window {max_window}")
         self.history = history
         self._min_match, self._max_match = min_match, max_match
         self._first_window, self._window_step, self._max_window = first_window, window_step, max_window

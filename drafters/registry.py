@@ -110,6 +110,11 @@ def make_drafter(name: str, **args: Any) -> Drafter:
                 f"speculation.args.{argument}: {name} has no such argument; {_suggest(argument, known)}"
             )
         _check_type(argument, value, known[argument].annotation)
+    match = {key: args.get(key, known[key].default) for key in ("min_match", "max_match") if key in known}
+    if len(match) == 2 and match["min_match"] > match["max_match"]:
+        raise ConfigError(
+            f"speculation.args.min_match: {match['min_match']} is more than max_match {match['max_match']}"
+        )
     try:
         return factory(**args)
     except ValueError as error:

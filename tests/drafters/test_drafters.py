@@ -1,0 +1,458 @@
+"""The drafters behind their protocol: what each proposes, from whose tokens, in which order; their arguments."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
+from drafters.registry import DRAFTERS, make_drafter
+from rljax.engine import noise
+from rljax.errors import ConfigError
+
+A, B = (11, 12, 13), (21, 22, 23, 24)
+RESPONSE = list(range(30, 60))
+
+
+class Rollout:
+    """A rollout of requests, as the speculator tells a drafter about it."""
+
+    def __init__(self, drafter, prompts, keys=None):
+        self.drafter, self.prompts = drafter, prompts
+        self.tokens = [[] for _ in prompts]
+        keys = [None] * len(prompts) if keys is None else keys
+        drafter.begin([DraftRequest(prompt, key) for prompt, key in zip(prompts, keys, strict=True)])
+
+    def say(self, request, tokens, drafted=0, accepted=0):
+        """One request's next tokens; what stands behind them in the array is not among them."""
+        self.tokens[request] += tokens
+        row = np.full((1, len(tokens) + 2), -1, np.int32)
+        row[0, : len(tokens)] = tokens
+        one = lambda value: np.asarray([value], np.int32)  # noqa: E731
+        self.drafter.observe(Sampled(one(request), row, one(len(tokens)), one(drafted), one(accepted)))
+
+    def propose(self, *requests, nodes=16, budgets=None):
+        requests = np.asarray(requests, np.int32)
+        positions = [len(self.prompts[i]) + len(self.tokens[i]) for i in requests]
+        budgets = np.full(len(requests), nodes) if budgets is None else budgets
+        queries = Queries(requests, np.asarray(positions, np.int32), np.asarray(budgets, np.int32), nodes)
+        drafts = self.drafter.propose(queries)
+        for name, dtype in (("tokens", np.int32), ("parents", np.int32), ("log_probability", np.float32)):
+            array = getattr(drafts, name)
+            assert (array.dtype, array.shape) == (dtype, (len(requests), nodes)), name
+        assert (drafts.counts.dtype, drafts.counts.shape) == (np.int32, (len(requests),))
+        assert (drafts.counts <= budgets).all()
+        returned = np.arange(nodes) < drafts.counts[:, None]
+        assert (usable_nodes(drafts, queries, 10**6) == returned).all()
+        for row, count in zip(drafts.log_probability, drafts.counts, strict=True):
+            assert (row[:count] <= 0).all()
+        return drafts
+
+    def chain(self, request, nodes=16):
+        """The path of first children."""
+        drafts, path, last = self.propose(request, nodes=nodes), [], -1
+        for node in range(drafts.counts[0]):
+            if drafts.parents[0, node] == last:
+                path.append(int(drafts.tokens[0, node]))
+                last = node
+        return path
+
+    def candidates(self, request):
+        """What may come next, the most promising first."""
+        drafts = self.propose(request)
+        first = drafts.parents[0, : drafts.counts[0]] == -1
+        return drafts.tokens[0, : drafts.counts[0]][first].tolist()
+
+    def end(self, rewards=None):
+        rewards = [0.0] * len(self.prompts) if rewards is None else rewards
+        self.drafter.learn(
+            [
+                Outcome(prompt, np.asarray(tokens, np.int32), reward)
+                for prompt, tokens, reward in zip(self.prompts, self.tokens, rewards, strict=True)
+            ]
+        )
+
+
+def learned(drafter, prompt, *responses, rewards=None):
+    """The drafter after a rollout of these responses."""
+    rollout = Rollout(drafter, [prompt] * len(responses))
+    for request, response in enumerate(responses):
+        rollout.say(request, response)
+    rollout.end(rewards)
+    return drafter
+
+
+every_drafter = pytest.mark.parametrize("name", sorted(DRAFTERS))
+
+
+# -- every drafter -----------------------------------------------------------------------------------------
+
+
+@every_drafter
+def test_nothing_is_proposed_from_nothing(name):
+    rollout = Rollout(make_drafter(name), [A, A, B])
+    assert rollout.propose(0, 1, 2).counts.tolist() == [0, 0, 0]
+    rollout.say(0, [40, 41, 42, 43])
+    assert rollout.propose(0).counts.tolist() == [0]
+    rollout.end()
+
+
+@every_drafter
+def test_a_repeated_response_is_proposed(name):
+    drafter, prompt = make_drafter(name), A
+    if name == "prompt_lookup":
+        prompt = (*A, *RESPONSE, 9)  # it stands in the prompt
+    else:
+        learned(drafter, prompt, RESPONSE)
+    rollout = Rollout(drafter, [prompt])
+    rollout.say(0, RESPONSE[:4])
+    at_most = 2 if name == "histospec" else 8
+    assert rollout.chain(0, nodes=8) == RESPONSE[4 : 4 + at_most]
+    rollout.say(0, RESPONSE[4:7], drafted=2, accepted=2)
+    assert rollout.chain(0, nodes=4) == RESPONSE[7:11]
+
+
+@every_drafter
+def test_drafts_are_those_of_the_requests_that_ask(name):
+    """In any order, any part of the batch, each within its own budget."""
+    drafter = make_drafter(name)
+    prompts = [(*A, *RESPONSE[:12], 9), (*B, *RESPONSE[10:25], 9), (*A, *RESPONSE[:12], 9)]
+    if name != "prompt_lookup":
+        for prompt in prompts[:2]:
+            learned(drafter, prompt, RESPONSE)
+    rollout = Rollout(drafter, prompts)
+    rollout.say(0, RESPONSE[:3])
+    rollout.say(1, RESPONSE[12:17])
+    rollout.say(2, RESPONSE[4:9])
+    alone = [rollout.propose(i, nodes=6) for i in range(3)]
+    drafts = rollout.propose(2, 0, 1, nodes=6)
+    for row, i in enumerate((2, 0, 1)):
+        assert drafts.counts[row] == alone[i].counts[0] > 0
+        np.testing.assert_array_equal(drafts.tokens[row], alone[i].tokens[0])
+        np.testing.assert_array_equal(drafts.parents[row], alone[i].parents[0])
+    assert rollout.propose(0, 1, 2, nodes=6, budgets=[0, 1, 2]).counts.tolist() == [0, 1, 2]
+    assert rollout.propose(nodes=6).counts.tolist() == []
+
+
+def random_text(rng, length):
+    return rng.integers(30, 34, length).tolist()
+
+
+@every_drafter
+@pytest.mark.parametrize("live", [True, False])
+def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
+    args = {"live": live} if name in ("srt", "suffix_decoding") else {}
+    rng = np.random.default_rng(0)
+    drafter = make_drafter(name, **args)
+    for _ in range(2):
+        rollout = Rollout(drafter, [A, A, B, B])
+        for turn in range(12):
+            rollout.say(turn % 4, random_text(rng, 6))
+        rollout.end(rng.normal(size=4).tolist())
+    state = drafter.state()
+    assert all(isinstance(array, np.ndarray) for array in state.values())
+    other = make_drafter(name, **args)
+    if state:
+        other.load_state(state)
+    keys = [noise.request_key(0, i) for i in range(4)]
+    mine, others = (Rollout(each, [A, B, A, B], keys) for each in (drafter, other))
+    proposed = 0
+    for turn in range(20):
+        left, right = (rollout.propose(0, 1, 2, 3) for rollout in (mine, others))
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+        np.testing.assert_array_equal(left.parents, right.parents)
+        np.testing.assert_array_equal(left.log_probability, right.log_probability)
+        np.testing.assert_array_equal(left.counts, right.counts)
+        proposed += int(left.counts.sum())
+        text = random_text(rng, 3)
+        for rollout in (mine, others):
+            rollout.say(turn % 4, text, drafted=2, accepted=turn % 3)
+    assert proposed > 50
+    sizes = [{k: v for k, v in d.metrics().items() if k.startswith("history")} for d in (drafter, other)]
+    assert sizes[0] == sizes[1]
+
+
+@every_drafter
+def test_metrics_are_numbers_and_the_history_is_among_them(name):
+    drafter = learned(make_drafter(name), A, RESPONSE, RESPONSE[:5])
+    metrics = drafter.metrics()
+    assert all(isinstance(value, int | float) for value in metrics.values())
+    if name != "prompt_lookup":
+        assert metrics["history_tokens"] == 35 and metrics["history_bytes"] == 2 * 35 + 2 * 8 + 4 * 3
+
+
+@every_drafter
+def test_what_was_not_learned_is_forgotten(name):
+    """A rollout that is no training, such as an evaluation, leaves nothing in the history."""
+    drafter = learned(make_drafter(name), A, RESPONSE[:5])
+    before = drafter.metrics().get("history_tokens")
+    Rollout(drafter, [B]).say(0, RESPONSE)
+    assert drafter.metrics().get("history_tokens") == before
+
+
+# -- whose tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_srt_learns_from_group_mates_while_they_run(live):
+    rollout = Rollout(make_drafter("srt", live=live), [A, A, B])
+    rollout.say(0, RESPONSE[:6])
+    assert rollout.chain(1) == (RESPONSE[:5] if live else [])  # 4 for the start of a response, and 1
+    assert rollout.chain(2) == []
+    rollout.say(1, RESPONSE[:3])
+    assert rollout.chain(1) == (RESPONSE[3:6] if live else [])
+    rollout.say(0, RESPONSE[6:8])
+    assert rollout.chain(1) == (RESPONSE[3:8] if live else [])
+
+
+def test_srt_does_not_share_between_prompts():
+    drafter = learned(make_drafter("srt"), A, RESPONSE)
+    rollout = Rollout(drafter, [B, A])
+    for request in range(2):
+        rollout.say(request, RESPONSE[:4])
+    assert rollout.chain(0) == [] and rollout.chain(1) == RESPONSE[4:20]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_suffix_decoding_shares_between_prompts(live):
+    drafter = learned(make_drafter("suffix_decoding", live=live), A, RESPONSE)
+    rollout = Rollout(drafter, [B, B])
+    rollout.say(0, RESPONSE[:4])
+    assert rollout.chain(0) == RESPONSE[4:20]
+    rollout.say(0, [90, 91, 92, 93])
+    rollout.say(1, [90, 91])
+    assert rollout.chain(1) == ([92, 93] if live else [])
+
+
+def test_prompt_lookup_continues_its_own_text():
+    prompt = (1, 2, 3, 4, 5, 1, 2)
+    rollout = Rollout(make_drafter("prompt_lookup"), [prompt, A, prompt])
+    assert rollout.chain(0, nodes=3) == [3, 4, 5]
+    rollout.say(0, [70, 71, 72, 73, 70, 71])
+    assert rollout.chain(0, nodes=4) == [72, 73, 70, 71]
+    # Never what others wrote, of the same prompt or of another.
+    rollout.say(1, [70, 71])
+    rollout.say(2, [70, 71])
+    assert rollout.chain(1) == [] and rollout.chain(2) == []
+
+
+def test_a_new_rollout_knows_nothing_of_the_running_texts_before():
+    for name in ("prompt_lookup", "srt", "histospec"):
+        drafter = make_drafter(name)
+        Rollout(drafter, [A]).say(0, RESPONSE)
+        rollout = Rollout(drafter, [A])
+        rollout.say(0, RESPONSE[:5])
+        assert rollout.chain(0) == [], name
+
+
+def test_only_the_newest_rollouts_are_drafted_from():
+    for name, rollouts in (("srt", 2), ("histospec", 1)):
+        drafter = make_drafter(name)
+        for step in range(3):
+            learned(drafter, A, [30, 31, 32, 33, 40 + step])
+        rollout = Rollout(drafter, [A])
+        rollout.say(0, [30, 31, 32, 33])
+        assert set(rollout.candidates(0)) <= set(range(43 - rollouts, 43)), name
+        assert rollout.candidates(0), name
+
+
+def test_a_spilled_history_is_drafted_from(tmp_path):
+    for name in ("srt", "histospec"):
+        drafter = make_drafter(name, max_tokens=8, spill_dir=str(tmp_path / name))
+        learned(drafter, A, RESPONSE[:8])
+        learned(drafter, B, RESPONSE[8:16])
+        rollout = Rollout(drafter, [A])
+        rollout.say(0, RESPONSE[:4])
+        assert rollout.chain(0)[:2] == RESPONSE[4:6], name
+
+
+@pytest.mark.parametrize("name", ["srt", "suffix_decoding"])
+def test_the_least_match_and_the_budget_per_match(name):
+    drafter = learned(make_drafter(name, min_match=3, budget_per_match=1.5), A, RESPONSE)
+    rollout = Rollout(drafter, [A])
+    rollout.say(0, [99, *RESPONSE[5:7]])
+    assert rollout.chain(0) == []
+    rollout.say(0, [RESPONSE[7]])
+    assert rollout.chain(0) == RESPONSE[8 : 8 + 5]  # floor(1.5 * 3) + 1
+
+
+def test_the_longest_match_there_is_decides():
+    for name in ("srt", "suffix_decoding"):
+        texts = [30, 31, 32, 40], [39, 31, 32, 41], [39, 31, 32, 41]
+        rollout = Rollout(learned(make_drafter(name), A, *texts), [A])
+        rollout.say(0, [30, 31, 32])
+        assert rollout.candidates(0) == [40], name
+        rollout = Rollout(learned(make_drafter(name, max_match=2), A, *texts), [A])
+        rollout.say(0, [30, 31, 32])
+        assert rollout.candidates(0) == [41, 40], name
+
+
+# -- HistoSpec ---------------------------------------------------------------------------------------------
+
+
+def test_histospecs_window():
+    drafter = learned(make_drafter("histospec"), A, list(range(100, 300)))
+    rollout = Rollout(drafter, [A, A])
+    for request in range(2):
+        rollout.say(request, [100, 101, 102])
+    wanted = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 32, 32]
+    place = 103
+    for window in wanted:
+        assert rollout.chain(0, nodes=40) == list(range(place, place + window))
+        rollout.say(0, [place], drafted=window, accepted=window)
+        place += 1
+    assert rollout.propose(1, nodes=40).counts.tolist() == [2]  # every request has its own
+    rollout.say(0, [place], drafted=32, accepted=31)
+    assert rollout.propose(0, nodes=40).counts.tolist() == [2]
+    rollout.say(0, [place + 1], drafted=1, accepted=1)  # all that was verified
+    assert rollout.propose(0, nodes=40).counts.tolist() == [4]
+    rollout.say(0, [place + 2], drafted=0, accepted=0)  # plain decoding says nothing
+    assert rollout.propose(0, nodes=40).counts.tolist() == [4]
+    assert rollout.propose(0, nodes=3).counts.tolist() == [3]
+    again = Rollout(drafter, [A])
+    again.say(0, [100, 101, 102])
+    assert again.propose(0, nodes=40).counts.tolist() == [2]
+
+
+def test_histospecs_window_is_configurable():
+    args = {"first_window": 1, "window_step": 3, "max_window": 5}
+    rollout = Rollout(learned(make_drafter("histospec", **args), A, RESPONSE), [A])
+    rollout.say(0, RESPONSE[:3])
+    seen = []
+    for place in range(3, 7):
+        seen.append(int(rollout.propose(0).counts[0]))
+        rollout.say(0, [RESPONSE[place]], drafted=1, accepted=1)
+    assert seen == [1, 4, 5, 5]
+
+
+@pytest.mark.parametrize("matched", range(1, 10))
+def test_histospec_matches_seven_tokens_down_to_three(matched):
+    """Two texts with the same middle; which one is continued depends on how far back one looks."""
+    middle = list(range(50, 50 + matched - 1))
+    texts = [[30, *middle, 40], [31, *middle, 41]]
+    drafter = learned(make_drafter("histospec"), A, *([9, 9, *text] for text in texts), rewards=[0.1, 1.0])
+    rollout = Rollout(drafter, [A])
+    rollout.say(0, [8, 8, *texts[0][:-1]])
+    if matched < 3:
+        assert rollout.candidates(0) == []
+    elif matched <= 7:
+        assert rollout.candidates(0) == [40]  # its own text, though the other was worth more
+    else:
+        assert rollout.candidates(0) == [41]
+
+
+@pytest.mark.parametrize(
+    ("endings", "rewards", "wanted"),
+    [
+        ([40, 40, 40, 41], [0.0, 0.0, 0.0, 1.0], 41),
+        ([40, 40, 41], [0.6, 0.6, 1.0], 40),  # the sum, not the mean
+        ([40, 40, 40, 41], [-1.0, -1.0, -1.0, 0.5], 41),
+        ([40, 41, 41], [0.0, 0.0, 0.0], 41),  # without rewards, the frequent one
+        ([40, 41, 41], [-1.0, -1.0, -1.0], 41),
+    ],
+)
+def test_histospec_takes_the_branch_of_the_largest_reward(endings, rewards, wanted):
+    texts = [[30, 31, 32, 33, ending, ending + 10] for ending in endings]
+    rollout = Rollout(learned(make_drafter("histospec"), A, *texts, rewards=rewards), [A])
+    rollout.say(0, [30, 31, 32, 33])
+    drafts = rollout.propose(0)
+    assert drafts.tokens[0, :2].tolist() == [wanted, wanted + 10]
+    assert drafts.parents[0, :2].tolist() == [-1, 0]  # a chain, one branch only
+
+
+# -- noise -------------------------------------------------------------------------------------------------
+
+
+TEXTS = [[1, 2, 40], [1, 2, 41], [1, 2, 41], [1, 2, 42], [1, 2, 42], [1, 2, 42]]
+COUNTS = np.asarray([1, 2, 3])
+
+
+def candidates_of(name, keys, **args):
+    """What each of some requests is proposed where 40, 41 and 42 have followed once, twice, three times."""
+    drafter, prompt = make_drafter(name, **args), A
+    if name == "prompt_lookup":
+        prompt = tuple(token for text in TEXTS for token in [9, *text])
+    else:
+        learned(drafter, prompt, *TEXTS)
+        learned(drafter, prompt, *TEXTS)
+    rollout = Rollout(drafter, [prompt] * len(keys), keys)
+    found = []
+    for request in range(len(keys)):
+        rollout.say(request, [1, 2])
+        found.append(rollout.candidates(request))
+    return found, len(prompt) + 2
+
+
+noisy = pytest.mark.parametrize("name", ["prompt_lookup", "srt", "suffix_decoding"])
+
+
+@noisy
+def test_noise_ranks_by_what_will_be_sampled(name):
+    keys = [noise.request_key(7, i) for i in range(60)]
+    found, position = candidates_of(name, keys)
+    tokens = np.tile(np.asarray([40, 41, 42], np.int32), (60, 1))
+    g = noise.gumbel(jnp.asarray(np.stack(keys)), jnp.full(60, position, jnp.int32), jnp.asarray(tokens))
+    order = np.argsort(-(np.log(COUNTS / COUNTS.sum()) + np.asarray(g)), axis=1) + 40
+    for mine, wanted in zip(found, order.tolist(), strict=True):
+        assert mine and mine == wanted[: len(mine)]  # the least may be less likely than what follows the best
+    assert len({row[0] for row in found}) == 3 and max(map(len, found)) == 3
+
+
+@noisy
+def test_without_noise_the_frequent_comes_first(name):
+    keys = [noise.request_key(7, i) for i in range(8)]
+    assert candidates_of(name, keys, noise_ranking=False)[0] == [[42, 41, 40]] * 8
+    assert candidates_of(name, [None] * 8)[0] == [[42, 41, 40]] * 8
+
+
+# -- the registry ------------------------------------------------------------------------------------------
+
+
+def refusal(name, **args):
+    with pytest.raises(ConfigError) as error:
+        make_drafter(name, **args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("str", {}, r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: histospec, "),
+        ("xyz", {}, r"unknown drafter 'xyz'; Known: histospec, prompt_lookup, srt, suffix_decoding$"),
+        ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),
+        ("prompt_lookup", {"rollouts": 1}, r"args\.rollouts: prompt_lookup has no such argument"),
+        ("srt", {"rollouts": 1.5}, r"args\.rollouts: should be a whole number, got 1\.5"),
+        ("srt", {"rollouts": "2"}, r"args\.rollouts: should be a whole number, got '2'"),
+        ("srt", {"rollouts": True}, r"args\.rollouts: should be a whole number, got True"),
+        ("srt", {"rollouts": None}, r"args\.rollouts: should be a whole number, got None"),
+        ("srt", {"novelty": "x"}, r"args\.novelty: should be a number, got 'x'"),
+        ("srt", {"novelty": False}, r"args\.novelty: should be a number, got False"),
+        ("srt", {"live": 1}, r"args\.live: should be true or false, got 1"),
+        ("srt", {"spill_dir": 3}, r"args\.spill_dir: should be text or null, got 3"),
+        ("srt", {"spill_dir": True}, r"args\.spill_dir: should be text or null, got True"),
+        ("histospec", {"max_tokens": -1}, r"args\.max_tokens: should not be negative, got -1"),
+        ("srt", {"novelty": -0.1}, r"args\.novelty: should not be negative, got -0\.1"),
+        ("srt", {"novelty": float("nan")}, r"speculation\.args: srt: novelty .* at least 0"),
+        ("srt", {"noise_temperature": 0}, r"speculation\.args: srt: .*noise_temperature above 0"),
+        ("srt", {"rollouts": 0}, r"speculation\.args: srt: rollouts: 0, expected at least 1"),
+        ("srt", {"min_match": 0, "max_match": 0}, r"speculation\.args: srt: max_match: 0"),
+        ("srt", {"min_match": 5, "max_match": 4}, r"args\.min_match: 5 is more than max_match 4"),
+        ("histospec", {"min_match": 8}, r"args\.min_match: 8 is more than max_match 7"),
+        ("histospec", {"first_window": 0}, r"histospec: first_window: 0, expected from 1 to max_window 32"),
+        ("histospec", {"max_window": 1}, r"histospec: first_window: 2, expected from 1 to max_window 1"),
+    ],
+    ids=str,
+)
+def test_wrong_drafters_and_arguments_are_refused(name, args, message):
+    assert re.search(message, refusal(name, **args))
+
+
+@every_drafter
+def test_a_drafters_defaults_are_accepted(name):
+    assert make_drafter(name, min_match=2, max_match=4)
+
+
+def test_a_whole_number_is_a_number_and_null_is_no_directory():
+    assert make_drafter("srt", novelty=1, spill_dir=None)
