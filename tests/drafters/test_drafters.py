@@ -1,4 +1,4 @@
-"""The drafters behind their protocol: what each proposes, from whose tokens, in which order; what is refused."""
+"""The drafters behind their protocol: what each proposes, from whose tokens, and in which order; refusals."""
 
 import re
 

@@ -1,0 +1,708 @@
+"""Speculative rollouts: whoever drafts, and whatever, every request gets the tokens of plain decoding."""
+
+import dataclasses
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.base import Drafts, Queries
+from drafters.registry import DRAFTERS, make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
+from rljax.errors import DrafterError, UserError
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.rollout import speculation
+from rljax.rollout.records import DecodeStatistics, Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.rollout.stop_strings import StopStrings
+from tests.rollout.test_scheduler import assert_same, spell
+
+VOCAB, EOS, SLOTS = 64, 1, 4
+CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
+BUCKETS = Buckets((2, 4), (64, 128), (1, 3, 7))
+SIZES = (0, *BUCKETS.draft)
+
+
+@pytest.fixture(scope="module")
+def params():
+    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
+    return jax.tree.map(stir, transformer.init_params(CONFIG, 0))
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    """Every program is compiled here; no test may compile another one."""
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine.warm_up(params, SLOTS, prompt_length=64)
+    Speculator(engine, Silent(), "silent", max_batch=SLOTS).warm_up(params)
+    compiled = engine.pool.compilations
+    yield engine
+    assert engine.pool.compilations == compiled
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Six prompts in groups of three, more than there are slots; the longest fill the largest cache."""
+    rng = np.random.default_rng(0)
+    lengths, limits = [3, 20, 64, 8, 1, 30], [60, 40, 64, 7, 1, 98]
+    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
+    return [
+        Request(prompt, request_key(0, 0, 0, i, sample), limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for sample in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+class FavouriteSizes:
+    """Pass times that make a given size of tree the best one, in turn."""
+
+    def __init__(self, sizes):
+        self.sizes, self.favourite = itertools.cycle(sizes), None
+
+    def __getitem__(self, shape):
+        if shape[2] == 0:  # the first that is asked for in each choice
+            self.favourite = next(self.sizes)
+        return 1e-9 if shape[2] == self.favourite else 1.0
+
+    def add(self, shape, seconds):
+        assert seconds > 0
+
+
+class FixedTimes:
+    """Pass times that depend on the size of the tree only."""
+
+    def __init__(self, by_size):
+        self.by_size = by_size
+
+    def __getitem__(self, shape):
+        return self.by_size[shape[2]]
+
+    def add(self, shape, seconds):
+        pass
+
+
+ALL_SIZES = [7, 3, 0, 1, 7, 7, 0, 3, 1]
+
+
+def speculate(engine, params, requests, drafter, times=None, stop=None, max_batch=SLOTS, name="mine"):
+    """Completions, statistics and the speculator after one rollout."""
+    speculator = Speculator(engine, drafter, name, max_batch)
+    speculator._times = FavouriteSizes(ALL_SIZES) if times is None else times
+    completions, statistics = Scheduler(engine, SLOTS, stop, speculator).run(params, requests)
+    return completions, statistics, speculator
+
+
+@pytest.fixture
+def trees(engine, monkeypatch):
+    """Every tree that is verified."""
+    seen, verify = [], engine.verify
+
+    def spy(params, state, tree):
+        seen.append(tree)
+        return verify(params, state, tree)
+
+    monkeypatch.setattr(engine, "verify", spy)
+    return seen
+
+
+# -- drafters for the worst ------------------------------------------------------------------------------
+
+
+class Silent:
+    """Proposes nothing."""
+
+    def begin(self, requests):
+        self.requests = requests
+        self.tokens = [[] for _ in requests]
+
+    def propose(self, queries):
+        shape = (len(queries.requests), queries.nodes)
+        drafts = Drafts(
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(len(queries.requests), np.int32),
+        )
+        return self.fill(drafts, queries)
+
+    def fill(self, drafts, queries):
+        return drafts
+
+    def observe(self, sampled):
+        for request, row, count in zip(sampled.requests, sampled.tokens, sampled.counts, strict=True):
+            self.tokens[request] += row[:count].tolist()
+
+    def learn(self, outcomes):
+        pass
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+    def metrics(self):
+        return {}
+
+
+class Knowing(Silent):
+    """Proposes what will be sampled, moved by `lie` tokens, as one chain, and is quite sure of it."""
+
+    def __init__(self, expected, lie=0):
+        self.expected, self.lie = expected, lie
+
+    def fill(self, drafts, queries):
+        drafts.parents[:] = np.arange(-1, queries.nodes - 1)
+        for row, request in enumerate(queries.requests):
+            known = len(self.tokens[request])
+            assert queries.positions[row] == len(self.requests[request].prompt_ids) + known
+            ahead = self.expected[request].response_ids[known:][: queries.nodes]
+            drafts.tokens[row, : len(ahead)] = (ahead + self.lie) % VOCAB
+            drafts.counts[row] = len(ahead)
+        return drafts
+
+
+class Garbage(Silent):
+    """Any numbers at all, of any size of integer."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def fill(self, drafts, queries):
+        shape = drafts.tokens.shape
+        wild = lambda: self.rng.choice([-(2**62), -2, -1, 0, 1, 5, 63, 64, 2**31, 2**62], shape)  # noqa: E731
+        scores = self.rng.choice(np.asarray([np.nan, np.inf, -np.inf, 3.0, -0.5], np.float32), shape)
+        return Drafts(wild(), wild(), scores, self.rng.integers(-3, 20, shape[0]))
+
+
+class TooMany(Silent):
+    """More nodes than were asked for."""
+
+    def fill(self, drafts, queries):
+        rng = np.random.default_rng(len(self.tokens[queries.requests[0]]))
+        drafts.tokens[:] = rng.integers(0, VOCAB, drafts.tokens.shape)
+        drafts.parents[:] = rng.integers(-1, np.arange(queries.nodes), drafts.tokens.shape)
+        drafts.counts[:] = 10**6
+        return drafts
+
+
+class Duplicates(Knowing):
+    """The right token several times over, each with the right one behind it."""
+
+    def fill(self, drafts, queries):
+        drafts = super().fill(drafts, queries)
+        drafts.tokens[:] = drafts.tokens[:, [0, 0, 0, 1, 1, 1, 2]]
+        drafts.parents[:] = [-1, -1, -1, 0, 1, 2, 4]
+        drafts.counts[:] = np.where(drafts.counts > 2, 7, 0)
+        return drafts
+
+
+class NoNumbers(Knowing):
+    """Right, with scores that are none."""
+
+    def fill(self, drafts, queries):
+        drafts = super().fill(drafts, queries)
+        drafts.log_probability[:] = np.nan
+        return drafts
+
+
+WORST = {
+    "silent": lambda expected: Silent(),
+    "knowing": Knowing,
+    "lying": lambda expected: Knowing(expected, lie=1),
+    "garbage": lambda expected: Garbage(0),
+    "too many": lambda expected: TooMany(),
+    "duplicates": Duplicates,
+    "no numbers": NoNumbers,
+}
+
+
+# -- the tokens of plain decoding --------------------------------------------------------------------------
+
+
+def check_statistics(completions, statistics):
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
+    assert statistics.drafted == sum(completion.drafted for completion in completions)
+    assert statistics.accepted == sum(completion.accepted for completion in completions)
+    for completion in completions:
+        assert 0 <= completion.accepted <= completion.drafted
+        assert completion.accepted < max(len(completion.response_ids), 1)
+    assert statistics.verified <= min(statistics.steps, statistics.verified_slots)
+    assert statistics.verified_rows <= statistics.rows
+    assert statistics.drafted <= statistics.verified_rows
+    assert 1 <= statistics.accept_length <= 1 + BUCKETS.draft[-1]
+    assert statistics.host_seconds > 0 and statistics.device_seconds > 0
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_every_drafter_leaves_the_tokens_alone(engine, params, requests, expected, trees, name):
+    """In a first rollout, and in a second one with the history of the first."""
+    drafter, batches = make_drafter(name), set()
+    for rollout in range(2):
+        completions, statistics, _ = speculate(engine, params, requests, drafter)
+        assert_same(completions, expected)
+        check_statistics(completions, statistics)
+        assert {tree.nodes for tree in trees} == set(BUCKETS.draft)
+        batches |= {len(tree.tokens) for tree in trees}
+        assert statistics.verified == len(trees) < statistics.steps
+        assert statistics.unusable == 0
+        trees.clear()
+        drafter.learn(
+            [
+                speculation.Outcome(request.prompt_ids, completion.response_ids, 1.0)
+                for request, completion in zip(requests, completions, strict=True)
+            ]
+        )
+        if rollout and name != "prompt_lookup":
+            assert statistics.accepted > 50  # the same tokens as before
+    assert batches == set(BUCKETS.batch)
+
+
+@pytest.mark.parametrize("make", WORST.values(), ids=WORST)
+def test_the_worst_drafters_leave_the_tokens_alone(engine, params, requests, expected, make):
+    completions, statistics, _ = speculate(engine, params, requests, make(expected))
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert statistics.verified > 10
+
+
+@pytest.mark.parametrize("size", BUCKETS.draft)
+def test_what_is_right_is_accepted_and_what_is_wrong_is_not(engine, params, requests, expected, size):
+    completions, statistics, _ = speculate(
+        engine, params, requests, Knowing(expected), FavouriteSizes([size])
+    )
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert statistics.verified == statistics.steps == statistics.visits
+    assert statistics.tokens == statistics.verified_slots + statistics.accepted
+    for completion in completions:
+        length = len(completion.response_ids)
+        # A pass gives what it drafted and one more; the last may have nothing left to draft or to add.
+        passes = -(-length // (size + 1))
+        assert completion.accepted == length - passes
+        assert completion.accepted <= completion.drafted <= completion.accepted + 1
+    _, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), FavouriteSizes([size]))
+    assert statistics.accepted == 0 < statistics.drafted
+    assert statistics.tokens == statistics.verified_slots
+
+
+@pytest.mark.parametrize("strings", [("dd",), ("abc", "cab", "ba")], ids=str)
+@pytest.mark.parametrize("name", ["srt", "knowing"])
+def test_stop_strings_inside_accepted_runs(engine, params, requests, expected, name, strings):
+    stop = StopStrings(strings, spell)
+    plain, _ = Scheduler(engine, SLOTS, stop).run(params, requests)
+    drafter = Knowing(expected) if name == "knowing" else make_drafter(name)
+    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert_same(completions, plain)
+    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
+
+
+def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
+    """Up to the stop string, in pieces that add up to the response, with what was accepted."""
+    heard = []
+
+    class Listening(Knowing):
+        def observe(self, sampled):
+            super().observe(sampled)
+            assert len(set(sampled.requests.tolist())) == len(sampled.requests)
+            heard.append((sampled.drafted.sum(), sampled.accepted.sum()))
+            assert (sampled.accepted <= sampled.drafted).all()
+
+    drafter, stop = Listening(expected), StopStrings(("dd",), spell)
+    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert drafter.tokens == [completion.response_ids.tolist() for completion in completions]
+    assert [request.prompt_ids for request in drafter.requests] == [each.prompt_ids for each in requests]
+    for mine, request in zip(drafter.requests, requests, strict=True):
+        np.testing.assert_array_equal(mine.noise_key, request.noise_key)
+    assert len(heard) == statistics.visits
+    assert np.sum(heard, axis=0).tolist() == [statistics.drafted, statistics.accepted]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_large_batches_decode_plainly(engine, params, requests, expected, trees, max_batch):
+    completions, statistics, _ = speculate(
+        engine, params, requests, Knowing(expected), FavouriteSizes([7]), max_batch=max_batch
+    )
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert {len(tree.tokens) for tree in trees} == ({2} if max_batch == 2 else set())
+
+
+def test_a_rollout_of_nothing(engine, params):
+    completions, statistics, speculator = speculate(engine, params, [], Silent())
+    assert completions == [] and statistics.steps == 0
+    assert speculator.metrics(statistics)["speculation/acceptance"] == 0.0
+
+
+# -- drafters that break the protocol ----------------------------------------------------------------------
+
+
+def error_of(call, *arguments):
+    with pytest.raises(DrafterError) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("method", ["begin", "propose", "observe", "learn", "state", "load_state", "metrics"])
+def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, requests, method):
+    class Broken(Silent):
+        pass
+
+    def raises(self, *arguments):
+        raise IndexError("out of\nideas")
+
+    setattr(Broken, method, raises)
+    speculator = Speculator(engine, Broken(), "broken", SLOTS)
+    speculator._times = FavouriteSizes(ALL_SIZES)
+    call, arguments = {
+        "learn": (speculator.learn, ([],)),
+        "state": (speculator.state, ()),
+        "load_state": (speculator.load_state, ({"tokens": np.zeros(1)},)),
+        "metrics": (speculator.metrics, (DecodeStatistics(),)),
+    }.get(method, (Scheduler(engine, SLOTS, None, speculator).run, (params, requests)))
+    message = error_of(call, *arguments)
+    assert message.startswith(f"speculation.drafter broken: {method} raised IndexError(")
+
+
+def test_an_error_for_the_user_stays_as_it_is(engine, params, requests):
+    class Full(Silent):
+        def propose(self, queries):
+            raise UserError("the disk is full")
+
+    with pytest.raises(UserError, match=r"^the disk is full$"):
+        speculate(engine, params, requests, Full())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda drafts: None, r"tokens should be an array \[4, 7\], got NoneType"),
+        (lambda drafts: (drafts, drafts), r"tokens should be an array \[4, 7\], got NoneType"),
+        (
+            lambda drafts: dataclasses.replace(drafts, tokens=drafts.tokens[:, :3]),
+            r"tokens should be an array \[4, 7\], got (4, 3)",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, counts=drafts.counts[:-1]),
+            r"counts should be an array \[4\], got (3,)",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, tokens=drafts.tokens.astype(float)),
+            "tokens should be integers, got float64",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, parents=drafts.parents.astype(np.uint32)),
+            "parents should be signed integers, got uint32",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, log_probability=drafts.tokens.astype(str)),
+            "log_probability should be floats",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, parents=drafts.parents.tolist()),
+            r"parents should be an array \[4, 7\], got list",
+        ),
+    ],
+    ids=range(8),
+)
+def test_what_are_no_drafts_is_one_error_that_names_the_drafter(engine, params, requests, wrong, message):
+    class Wrong(Silent):
+        def fill(self, drafts, queries):
+            return wrong(drafts)
+
+    found = error_of(speculate, engine, params, requests, Wrong())
+    assert found.startswith("speculation.drafter mine: propose returned no drafts: ")
+    assert message.replace("\\", "") in found
+
+
+def test_nodes_that_are_none_are_counted(engine, params, requests, expected):
+    """A token outside the vocabulary in front of each chain, which takes the chain with it."""
+
+    class HalfWrong(Silent):
+        def fill(self, drafts, queries):
+            drafts.tokens[:, 0] = VOCAB
+            drafts.parents[:, 1] = 0
+            drafts.counts[:] = 4  # two of them right
+            asked.append(len(queries.requests))
+            return drafts
+
+    asked = []
+    completions, statistics, _ = speculate(engine, params, requests, HalfWrong())
+    assert_same(completions, expected)
+    assert statistics.unusable == 2 * sum(asked)
+
+
+# -- how much is verified ----------------------------------------------------------------------------------
+
+
+def choose(probability, times, slots=None):
+    probability = np.asarray(probability, float)
+    speculator = Speculator(types.SimpleNamespace(buckets=BUCKETS), Silent(), "mine", SLOTS)
+    speculator._times = FixedTimes(dict(zip(SIZES, times, strict=True)))
+    return speculator._best_size((4, 64), len(probability) if slots is None else slots, probability)
+
+
+def test_the_size_of_the_most_tokens_per_second_is_chosen():
+    sure, useless = [[1.0] * 7] * 4, [[0.0] * 7] * 4
+    falling = [[0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]] * 4
+    assert choose(sure, [1, 1.1, 1.2, 1.4]) == 7
+    assert choose(sure, [1, 1.1, 1.2, 9]) == 3
+    assert choose(sure, [1, 1.1, 9, 99]) == 1
+    assert choose(sure, [1, 9, 99, 999]) == 0
+    assert choose(useless, [1, 1.1, 1.2, 1.4]) == 0
+    assert choose(falling, [1, 1.1, 1.2, 1.8]) == 3  # (1 + 2.4) / 1.2 against (1 + 2.8) / 1.8
+    assert choose(falling, [1, 1.1, 1.2, 1.3]) == 7
+    # 1 in 4 is sure: (4 + 7) / 4 tokens a pass and slot.
+    one = [*useless[:3], sure[0]]
+    assert choose(one, [1, 1.3, 1.9, 2.7]) == 7
+    assert choose(one, [1, 1.3, 1.9, 2.8]) == 0
+    # Where nothing is gained, nothing is verified.
+    assert choose(useless, [1, 1, 1, 1]) == 0
+    assert choose(sure, [1, 2, 4, 8]) == 0
+    assert choose(np.zeros((0, 7)), [1, 1, 1, 1], slots=2) == 0
+
+
+def test_times_are_medians_of_the_last_few():
+    times = speculation._PassTimes()
+    for seconds in (5.0, 1.0, 3.0):
+        times.add((2, 64, 0), seconds)
+    times.add((2, 64, 7), 9.0)
+    assert times[(2, 64, 0)] == 3.0 and times[(2, 64, 7)] == 9.0
+    for _ in range(speculation._TIMES_KEPT):
+        times.add((2, 64, 0), 2.0)
+    times.add((2, 64, 0), 1e9)
+    assert times[(2, 64, 0)] == 2.0
+    assert len(times._seconds[(2, 64, 0)]) == speculation._TIMES_KEPT
+
+
+def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
+    calibration = speculation._Calibration()
+    bins = calibration.bins(np.log(np.asarray([0.01, 0.5, 0.99, 1.0], np.float32)))
+    assert bins.tolist() == [0, 8, 15, 15]
+    np.testing.assert_allclose(calibration.rates, (np.arange(16) + 0.5) / 16)
+    before = calibration.rates.copy()
+    accepted = np.arange(4000) % 10 == 0
+    calibration.add(np.full(4000, 15), accepted)
+    assert calibration.rates[15] == pytest.approx(0.1, abs=2e-3)
+    np.testing.assert_array_equal(calibration.rates[:15], before[:15])
+    calibration.add(np.full(400, 3), np.ones(400, bool))
+    assert calibration.rates[3] == pytest.approx(1.0, abs=1e-2)
+    calibration.add(np.zeros(0, int), np.zeros(0, bool))
+    weight = calibration._total[15]
+    calibration.forget()
+    assert calibration._total[15] == weight * speculation._FORGET
+    assert calibration.rates[15] == pytest.approx(0.1, abs=4e-3)  # believed less, not otherwise
+    assert ((calibration.rates >= 0) & (calibration.rates <= 1)).all()
+
+
+def test_scores_that_are_no_probabilities_are_some_bin():
+    scores = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)
+    assert speculation._Calibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
+
+
+TIMES = FixedTimes({0: 1.0, 1: 1.1, 3: 1.2, 7: 1.4})
+
+
+@pytest.fixture
+def steps(engine, monkeypatch):
+    """What is asked of the engine: steps of plain decoding, 'v' for a verifying pass."""
+    seen, verify, generate = [], engine.verify, engine.generate
+
+    def spy_verify(params, state, tree):
+        seen.append("v")
+        return verify(params, state, tree)
+
+    def spy_generate(params, state, max_steps=None, until_active=0):
+        seen.append(max_steps)
+        return generate(params, state, max_steps, until_active)
+
+    monkeypatch.setattr(engine, "verify", spy_verify)
+    monkeypatch.setattr(engine, "generate", spy_generate)
+    return seen
+
+
+def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
+    """It is believed for a few passes; then it is asked ever more seldom."""
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
+    assert_same(completions, expected)
+    assert 1 <= statistics.verified < 10 and "v" not in steps[statistics.verified :]
+    asked = steps[statistics.verified :]
+    assert asked[:8] == [1, 2, 4, 8, 16, 16, 16, 16] and set(asked[8:]) == {16}
+
+
+def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected), TIMES)
+    assert_same(completions, expected)
+    assert steps.count("v") > 0.9 * len(steps)
+    assert statistics.accept_length > 4
+
+
+def test_patience_ends_where_drafts_pay_again(engine, params, requests, expected, steps):
+    """Silent at first, then right: asked again after 1, 2, 4 plain steps; and anew after a plain one."""
+
+    class Late(Knowing):
+        calls = 0
+
+        def fill(self, drafts, queries):
+            self.calls += 1
+            return drafts if self.calls in (1, 2, 3, 5, 6) else super().fill(drafts, queries)
+
+    completions, _, _ = speculate(engine, params, requests, Late(expected), TIMES)
+    assert_same(completions, expected)
+    assert steps[:6] == [1, 2, 4, "v", 1, 2] and steps[6] == "v"
+
+
+def test_what_speculation_did_is_reported(engine, params, requests, expected):
+    class Telling(Knowing):
+        def metrics(self):
+            return {"books": 3}
+
+    _, statistics, speculator = speculate(engine, params, requests, Telling(expected), FavouriteSizes([7]))
+    metrics = speculator.metrics(statistics)
+    assert metrics.pop("speculation/books") == 3
+    assert 0 < metrics.pop("speculation/host_share") < 1
+    assert metrics.pop("speculation/accept_length") == statistics.accept_length > 4
+    assert metrics.pop("speculation/verified_per_token") == statistics.rows / statistics.tokens > 1
+    assert metrics.pop("speculation/acceptance") == statistics.accepted / statistics.drafted
+    assert metrics.pop("speculation/drafted") == statistics.drafted > 0
+    assert metrics.pop("speculation/accepted") == statistics.accepted > 0
+    assert metrics.pop("speculation/speculated_share") == 1.0
+    assert metrics.pop("speculation/unusable") == 0
+    assert not metrics
+
+
+def test_an_empty_state_is_not_loaded(engine):
+    class Strict(Silent):
+        def load_state(self, state):
+            raise AssertionError
+
+    Speculator(engine, Strict(), "strict", SLOTS).load_state({})
+
+
+# -- the other rules ---------------------------------------------------------------------------------------
+
+
+def scores_of(engine, params, requests, completions):
+    """Log-probabilities of the responses, as training computes them."""
+    length = engine.buckets.cache[-1]
+    sequences = np.zeros((len(requests), length), np.int32)
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        tokens = [*request.prompt_ids, *completion.response_ids]
+        sequences[row, : len(tokens)] = tokens
+
+    def logprobs(params, sequences):
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), sequences.shape)
+        attention = PackedAttention(jnp.ones_like(sequences), engine.numerics)
+        rope = jnp.asarray(rope_table(engine.config, length))
+        hidden, _ = transformer.forward(
+            params, engine.config, sequences, positions, attention, rope, engine.numerics
+        )
+        logits = transformer.logits(params, engine.config, hidden)
+        logits = transform_logits(logits, engine.sampling, engine.numerics)
+        return token_logprobs(logits, jnp.roll(sequences, -1, axis=1), engine.numerics)
+
+    program = jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
+    found = np.asarray(program(params, jnp.asarray(sequences)))
+    return [
+        row[len(request.prompt_ids) - 1 :][: len(completion.response_ids)]
+        for row, request, completion in zip(found, requests, completions, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "target_only"])
+def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, rule):
+    """Other tokens, but the same contract; and a drafter hears nothing of the noise."""
+    buckets = Buckets((4,), (128,), (3, 7))
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, verification=rule)
+    parents, verify = [], engine.verify
+
+    def spy(params, state, tree):
+        parents.append(np.where(tree.valid, tree.parents - np.arange(-1, tree.nodes - 1), 0))
+        return verify(params, state, tree)
+
+    engine.verify = spy
+
+    class Branching(Silent):
+        """The response of plain decoding, each of its tokens with another one beside it."""
+
+        def fill(self, drafts, queries):
+            assert all(request.noise_key is None for request in self.requests)
+            drafts.parents[:] = [-1, -1, 0, 0, 2, 2, 4]
+            for row, request in enumerate(queries.requests):
+                known = len(self.tokens[request])
+                ahead = expected[request].response_ids[known:][:4]
+                if len(ahead) == 4:
+                    drafts.tokens[row] = np.repeat(ahead, 2)[:7]
+                    drafts.tokens[row, 1::2] = (drafts.tokens[row, 1::2] + 1) % VOCAB
+                    drafts.counts[row] = 7
+            return drafts
+
+    for drafter in (Branching(), make_drafter("srt")):
+        times = FavouriteSizes([7, 3, 0, 7])
+        completions, statistics, _ = speculate(engine, params, requests, drafter, times)
+        check_statistics(completions, statistics)
+        assert statistics.accepted > 0
+        scores = scores_of(engine, params, requests, completions)
+        for request, completion, score in zip(requests, completions, scores, strict=True):
+            ids = completion.response_ids
+            assert (ids[-1] == EOS) == (completion.finish_reason == "eos") and EOS not in ids[:-1]
+            assert len(ids) == request.max_response or completion.finish_reason == "eos"
+            assert np.isfinite(completion.logprobs).all()
+            np.testing.assert_array_equal(completion.logprobs, score)
+    branches = any((each != 0).any() for each in parents)
+    assert branches == (rule == "target_only")
+
+
+def test_rejection_verifies_the_path_of_first_children(
+    engine, params, requests, expected, trees, monkeypatch
+):
+    """Checked on the trees: the rule itself is the engine's."""
+    monkeypatch.setattr(engine, "verification", "rejection")
+
+    class Branching(Knowing):
+        def fill(self, drafts, queries):
+            whole = super().fill(drafts, queries)
+            whole.tokens[:] = whole.tokens[:, [0, 0, 1, 1, 2, 2, 3]]
+            whole.tokens[:, [1, 3, 5]] += 1
+            whole.tokens[:] %= VOCAB
+            whole.parents[:] = [-1, -1, 0, 0, 2, 2, 4]
+            whole.counts[:] = np.where(whole.counts > 3, 7, 0)
+            return whole
+
+    completions, _, _ = speculate(engine, params, requests, Branching(expected), FavouriteSizes([7]))
+    assert_same(completions, expected)  # this engine's programs are of the coupled rule
+    drafted = [tree.valid.sum(axis=1) for tree in trees]
+    assert set(np.concatenate(drafted).tolist()) == {0, 4}
+    for tree in trees:
+        assert (tree.valid == (np.arange(7) < tree.valid.sum(axis=1, keepdims=True))).all()
+        assert (np.where(tree.valid, tree.parents, np.arange(-1, 6)) == np.arange(-1, 6)).all()
+
+
+def test_queries_name_each_request_once(engine, params, requests, expected):
+    class Counting(Silent):
+        def fill(self, drafts, queries):
+            assert isinstance(queries, Queries) and queries.nodes == BUCKETS.draft[-1]
+            assert len(set(queries.requests.tolist())) == len(queries.requests) <= SLOTS
+            assert (queries.budgets == queries.nodes).all()
+            return drafts
+
+    assert_same(speculate(engine, params, requests, Counting())[0], expected)
