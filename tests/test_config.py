@@ -235,6 +235,17 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
         (["engine.batch_buckets=[8, 4, 64]"], "engine.batch_buckets: [8, 4, 64] must ascend"),
         (["engine.batch_buckets=[64, 64]"], "engine.batch_buckets: [64, 64] must ascend"),
         (["engine.batch_buckets=[]"], "engine.batch_buckets: is empty"),
+        (["speculation.draft_buckets=[3, 1]"], "speculation.draft_buckets: [3, 1] must ascend, without"),
+        (["speculation.draft_buckets=[3, 3]"], "speculation.draft_buckets: [3, 3] must ascend, without"),
+        (["speculation.draft_buckets=[]"], "speculation.draft_buckets: [] must ascend"),
+        (
+            ["speculation.draft_buckets=[7, 64]"],
+            "speculation.draft_buckets: [7, 64] must ascend, without repeats, up",
+        ),
+        (["speculation.draft_buckets=[0, 3]"], "speculation.draft_buckets.0: should be at least 1"),
+        (["speculation.draft_buckets=[x]"], 'speculation.draft_buckets.0: should be a whole number, got "x"'),
+        (["speculation.max_batch=0"], "speculation.max_batch: should be at least 1"),
+        (["engine.verification=copied"], "engine.verification: "),
         (
             ["engine.batch_buckets=[8, 32]"],
             "engine.batch_buckets: the largest, 32, is less than engine.max_slots",

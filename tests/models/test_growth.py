@@ -1,0 +1,140 @@
+"""A grown policy computes what it computed before, at another size, and all of it learns."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.config import GrowthConfig
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.errors import ConfigError
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.growth import grow
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.training.policy import Policy, grown_policy
+from tests.training.tiny_run import train
+
+CONFIGS = {
+    "tied, with norms": ModelConfig("qwen3", 64, 64, 2, 4, 2, 32, 128, tie_embeddings=True, qk_norm=True),
+    "untied, with bias": ModelConfig("qwen2", 64, 64, 2, 4, 2, 32, 128, attention_bias=True),
+}
+TOKENS = np.random.default_rng(0).integers(0, 64, (3, 24)).astype(np.int32)
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
+def policy(request):
+    params = transformer.init_params(request.param, 0)
+    # Norms and biases that are not what a new layer has.
+    rng = np.random.default_rng(1)
+    stir = lambda leaf: leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32)  # noqa: E731
+    return Policy(request.param, jax.tree.map(stir, params), None, None, ())
+
+
+def logits_of(params, config, tokens=TOKENS):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    attention = PackedAttention(jnp.ones(tokens.shape, jnp.int32), Numerics())
+    rope = jnp.asarray(rope_table(config, tokens.shape[1]))
+    hidden, _ = transformer.forward(params, config, tokens, positions, attention, rope, Numerics())
+    return transformer.logits(params, config, hidden)
+
+
+def compute(policy):
+    function = functools.partial(logits_of, config=policy.config)
+    return np.asarray(jax.jit(function, compiler_options=row_invariant_compiler_options())(policy.params))
+
+
+def grown(policy, mlp_size, num_layers, seed=3):
+    return grown_policy(policy, GrowthConfig(mlp_size=mlp_size, num_layers=num_layers), seed)
+
+
+def test_new_layers_change_no_bit(policy):
+    """What they add to the residual stream is 0."""
+    np.testing.assert_array_equal(compute(grown(policy, 128, 5)), compute(policy))
+
+
+@pytest.mark.parametrize("mlp_size", [129, 256])
+def test_wider_mlps_change_rounding_at_most(policy, mlp_size):
+    """Zeros are added to every sum, but a longer sum may be taken in another order."""
+    before = compute(policy)
+    np.testing.assert_allclose(compute(grown(policy, mlp_size, 3)), before, atol=1e-5, rtol=1e-5)
+    assert np.abs(before).max() > 1
+
+
+def test_growing_by_nothing_is_the_same_policy(policy):
+    same = grown(policy, 128, 2)
+    assert same.config == policy.config
+    jax.tree.map(np.testing.assert_array_equal, same.params, policy.params)
+
+
+def test_a_grown_policy_has_the_size_it_says(policy):
+    larger = grown(policy, 200, 3)
+    assert larger.config == dataclasses.replace(policy.config, mlp_size=200, num_layers=3)
+    shapes = jax.tree.map(lambda leaf: leaf.shape, larger.params)
+    assert shapes == transformer.param_shapes(larger.config)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(each.params)) for each in (policy, larger)]
+    assert sizes[1] == transformer.num_params(larger.config) > sizes[0]
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(larger.params))
+    # Everything but the weights is the policy's own.
+    assert dataclasses.replace(larger, params=policy.params, config=policy.config) == policy
+
+
+def test_the_seed_chooses_the_new_weights(policy):
+    one, same, other = (grown(policy, 200, 3, seed).params["layers"] for seed in (3, 3, 4))
+    for layer, name in ((0, "gate"), (0, "up"), (2, "q")):
+        np.testing.assert_array_equal(one[layer][name], same[layer][name])
+        assert (np.asarray(one[layer][name]) != np.asarray(other[layer][name])).any()
+
+
+def test_gradients_reach_what_is_new(policy):
+    """At first only what writes zeros; after one update of that, everything."""
+    larger = grown(policy, 200, 3)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            logprobs = jax.nn.log_softmax(logits_of(params, larger.config))
+            return -jnp.mean(jnp.take_along_axis(logprobs[:, :-1], TOKENS[:, 1:, None], axis=-1))
+
+        return jax.grad(loss)(params)
+
+    def new_parts(gradients):
+        old, fresh = gradients["layers"][0], gradients["layers"][2]
+        inner = {f"layers.0.{name}": old[name][128:] for name in ("gate", "up")}
+        inner |= {f"layers.2.{name}": fresh[name] for name in ("gate", "up", "q", "k", "v")}
+        outer = {"layers.0.down": old["down"][:, 128:]}
+        return inner, outer | {f"layers.2.{name}": fresh[name] for name in ("o", "down")}
+
+    first = gradient(larger.params)
+    inner, outer = new_parts(first)
+    assert not any(np.any(leaf) for leaf in inner.values())
+    assert all(np.any(leaf) for leaf in outer.values())
+    updated = jax.tree.map(lambda leaf, change: leaf - 0.1 * change, larger.params, first)
+    inner, outer = new_parts(gradient(updated))
+    for name, leaf in (inner | outer).items():
+        assert np.any(leaf), name
+
+
+@pytest.mark.parametrize("size", [(127, 2), (128, 1), (64, 8)])
+def test_a_policy_does_not_shrink(policy, size):
+    with pytest.raises(ConfigError, match=r"^policy\.growth: cannot grow to mlp_size .* from 128 and 2$"):
+        grown(policy, *size)
+    with pytest.raises(ValueError, match=f"mlp_size {size[0]} and {size[1]} layers"):
+        grow(policy.params, policy.config, *size, 0)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_grown_policy(tmp_path, capsys):
+    """The tiny run's policy has one layer and an MLP of 64: to shrink it is an error."""
+    options = ("warm_start=null", "training.steps=1", "evaluation.problems=0")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(ConfigError, match=r"^policy\.growth: .* mlp_size 32 and 1 layers from 64 and 1$"):
+            train(tmp_path, *options, "policy.growth={mlp_size: 32, num_layers: 1}")
+        (tmp_path / "grown").mkdir()
+        train(tmp_path / "grown", *options, "policy.growth={mlp_size: 96, num_layers: 2}")
+    assert "grown to" in capsys.readouterr().out
