@@ -242,9 +242,12 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             ["speculation.draft_buckets=[7, 64]"],
             "speculation.draft_buckets: [7, 64] must ascend, without repeats, up",
         ),
-        (["speculation.draft_buckets=[0, 3]"], "speculation.draft_buckets.0: should be at least 1"),
+        (
+            ["speculation.draft_buckets=[0, 3]"],
+            "speculation.draft_buckets.0: should be greater than or equal to 1",
+        ),
         (["speculation.draft_buckets=[x]"], 'speculation.draft_buckets.0: should be a whole number, got "x"'),
-        (["speculation.max_batch=0"], "speculation.max_batch: should be at least 1"),
+        (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
         (["engine.verification=copied"], "engine.verification: "),
         (
             ["engine.batch_buckets=[8, 32]"],

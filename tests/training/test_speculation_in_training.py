@@ -1,0 +1,157 @@
+"""Whole runs with speculation: the same rewards and the same parameters as without, also after a stop."""
+
+import itertools
+import zlib
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from drafters.registry import DRAFTERS
+from rljax.rollout import speculation
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.training import loop
+from tests.rollout.test_speculation import FavouriteSizes
+from tests.training.tiny_run import train
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+# What may differ: times, and how the tokens came about.
+_HOW = ("time/", "speculation/", "engine/compilations")
+_HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Where runs share their warm start and their programs; every response has a reward of its own."""
+    directory = tmp_path_factory.mktemp("world")
+    luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainArithmetic, "reward", luck)
+        patch.setattr(loop, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            yield directory
+
+
+def run(world, name, *overrides, drafter=None, sizes=None):
+    """Metrics of a run on two problems that come back every step."""
+    directory = world / name
+    directory.mkdir(exist_ok=True)
+    overrides = (
+        "task.problems=2",
+        f"training.steps={STEPS}",
+        "checkpoint.every=0",
+        "evaluation.problems=2",
+        "evaluation.every=2",
+        "rollout.temperature=0.7",  # more that comes back
+        f"warm_start.cache_dir={world}/warm_start",
+        f"engine.compilation_cache={world}/programs",
+        *overrides,
+    )
+    if drafter is not None:
+        overrides += (f"speculation.drafter={drafter}", "speculation.draft_buckets=[3]")
+    with pytest.MonkeyPatch.context() as patch:
+        if sizes is not None:
+            patch.setattr(speculation, "_PassTimes", lambda: FavouriteSizes(sizes))
+        return train(directory, *overrides)
+
+
+def final_state(world, name, step=STEPS):
+    """Parameters and optimizer state as the run left them."""
+    path = world / name / "run" / "checkpoints" / str(step) / "arrays"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return jax.tree_util.tree_leaves_with_path(checkpointer.restore(path))
+
+
+def same_bits(left, right):
+    assert [path for path, _ in left] == [path for path, _ in right]
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for (_, a), (_, b) in zip(left, right))  # noqa: B905
+
+
+def what(lines):
+    """The metrics that speculation must not change."""
+    return [{key: value for key, value in line.items() if not key.startswith(_HOW)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain(world):
+    lines = run(world, "plain")
+    assert len(lines) == STEPS + 1
+    assert sum(line["gradient_norm"] > 0 for line in lines[1:]) > STEPS / 2
+    assert len({line["reward/mean"] for line in lines[1:]}) > STEPS / 2
+    return lines
+
+
+@pytest.fixture(scope="module")
+def srt(world, plain):
+    """Every batch is verified."""
+    return run(world, "srt", drafter="srt", sizes=[3])
+
+
+def check_same(world, name, lines, plain):
+    assert what(lines) == what(plain)
+    assert {"reward/mean", "gradient_norm", "mismatch/logprob_abs_max", "rollout/tokens"} <= what(lines)[
+        -1
+    ].keys()
+    assert same_bits(final_state(world, name), final_state(world, "plain"))
+
+
+def test_the_comparison_can_fail(world, plain):
+    lines = run(world, "other", "optimizer.learning_rate=1.0001e-3")
+    assert what(lines) != what(plain)
+    assert not same_bits(final_state(world, "other"), final_state(world, "plain"))
+
+
+def test_a_run_with_srt_is_the_run_without(world, plain, srt):
+    check_same(world, "srt", srt, plain)
+    assert all(line["speculation/speculated_share"] == 1.0 for line in srt[1:])
+    assert sum(line["speculation/accepted"] for line in srt[1:]) > 50
+    assert len({line["engine/compilations"] for line in srt[1:]}) == 1
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"srt"}))
+def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
+    lines = run(world, name, drafter=name, sizes=[3, 3, 0])
+    check_same(world, name, lines, plain)
+    assert all(0 < line["speculation/speculated_share"] < 1 for line in lines[1:])
+    assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
+
+
+def test_a_run_that_chooses_by_its_own_clock_is_the_run_without(world, plain):
+    lines = run(world, "clock", drafter="srt")
+    check_same(world, "clock", lines, plain)
+
+
+def test_evaluation_does_not_feed_the_history(srt):
+    """It holds the last two rollouts of each prompt, though problems are evaluated in between."""
+    tokens = [line["rollout/tokens"] for line in srt[1:]]
+    assert sum("evaluation/reward" in line for line in srt) == STEPS // 2 + 1
+    history = [line["speculation/history_tokens"] for line in srt[1:]]
+    assert history == [tokens[0], *(a + b for a, b in itertools.pairwise(tokens))]
+
+
+@pytest.mark.parametrize(("drafter", "args"), [("srt", "{}"), ("histospec", "{min_match: 1}")])
+def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain, drafter, args):
+    def resumable(kind, steps):
+        options = (f"training.steps={steps}", f"speculation.args={args}")
+        return run(world, f"{drafter} {kind}", *options, drafter=drafter, sizes=[3])
+
+    whole = resumable("whole", 4)
+    resumable("resumed", 2)
+    resumed = resumable("resumed", 4)
+    assert what(resumed)[3:] == what(whole)[3:]
+    for name in (
+        "drafted",
+        "accepted",
+        "accept_length",
+        "verified_per_token",
+        "history_tokens",
+        "history_bytes",
+    ):
+        key = f"speculation/{name}"
+        assert [line[key] for line in resumed[1:]] == [line[key] for line in whole[1:]], name
+    assert all(line["speculation/drafted"] > 5 for line in resumed[3:])
+    states = [final_state(world, f"{drafter} {kind}", 4) for kind in ("resumed", "whole")]
+    assert same_bits(*states)
