@@ -25,10 +25,13 @@ class DraftRequest:
       prompt_ids: the prompt's token ids; requests of a group share them.
       noise_key: uint32 [2], from which the request's tokens will be sampled. None where verification needs
         drafts that do not depend on it (`engine.verification` other than coupled).
+      ahead: int32 [n], the beginning of its response as sampled ahead of time (`drafters/aligned.py`), or
+        None.
     """
 
     prompt_ids: tuple[int, ...]
     noise_key: np.ndarray | None
+    ahead: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rljax.rollout.collector import TRAINING, Collector, Group
 from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator, time_passes
 from rljax.training.checkpoint import RunCheckpoints
@@ -40,7 +41,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "SRT": ("srt", {}),
     "SRT without noise ranking": ("srt", {"noise_ranking": False}),
     "SRT without running rollouts": ("srt", {"live": False}),
+    "SRT with run-ahead": ("srt", {}),
 }
+_RUN_AHEAD = "SRT with run-ahead"
 _CONFIG = "configs/bench_long_tail.yaml"
 
 
@@ -85,8 +88,11 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
         speculator = None
         if VARIANTS[name] is not None:
             drafter, args = VARIANTS[name]
+            run_ahead = None
+            if name == _RUN_AHEAD:
+                run_ahead = RunAhead(config.engine.max_slots, config.speculation.run_ahead_share)
             speculator = Speculator(
-                run.engine, make_drafter(drafter, **args), name, config.speculation.max_batch
+                run.engine, make_drafter(drafter, **args), name, config.speculation.max_batch, run_ahead
             )
             speculator.warm_up(run.engine.load_params(run.state.params))
         scheduler = Scheduler(
@@ -106,12 +112,17 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
 
 def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     """One step's groups by one variant, which learns from them."""
-    wanted = run.config.rollout.prompts_per_step
+    wanted, samples = run.config.rollout.prompts_per_step, run.config.rollout.samples_per_prompt
+    if variant.speculator is not None and variant.speculator.run_ahead is not None:
+        upcoming = range((step + 1) * wanted, (step + 2) * wanted)
+        variant.speculator.run_ahead.plan(
+            variant.collector.requests("train", upcoming, samples, TRAINING, step + 1)
+        )
     groups, statistics, timing = variant.collector.collect(
         run.engine.load_params(run.state.params),
         "train",
         range(step * wanted, (step + 1) * wanted),
-        run.config.rollout.samples_per_prompt,
+        samples,
         TRAINING,
         step,
     )
@@ -135,7 +146,7 @@ def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> Non
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
     with open_run(config) as (run, progress):
-        run.compile()
+        run.compile(late_inserts=_RUN_AHEAD in names)
         variants = make_variants(run, names)
         progress.stage("bench", config.training.steps)
         for step in range(config.training.steps):
@@ -185,6 +196,8 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
             "verified_per_token": total.rows / total.tokens,
             "passes": total.steps,
             "verifying_passes": total.verified,
+            "ahead_tokens": total.ahead_tokens,
+            "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
         },
     )

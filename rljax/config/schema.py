@@ -280,6 +280,27 @@ class SpeculationConfig(Section):
         description="Larger batches decode plainly. Raise it on devices where verifying many responses at"
         " once still costs little; every batch bucket up to it compiles more programs.",
     )
+    run_ahead_below: CountOrOff = Field(
+        0,
+        description="Once no more than this many responses are still running, idle slots sample the next"
+        " step's requests under their own noise, into drafts only; 0 is off. Pays where prompts are new and"
+        " updates are small.",
+    )
+    run_ahead_share: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        description="Most of a rollout's time that putting such requests into slots may take. Lower it when"
+        " the tail gets longer by it.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SpeculationConfig":
+        if self.run_ahead_below and self.drafter is None:
+            raise ValueError(
+                "speculation.run_ahead_below: needs a drafter to fall back to; set speculation.drafter"
+            )
+        return self
 
 
 # What the papers set, as the default of every key that the config leaves out. GRPO: DeepSeekMath, arXiv
@@ -578,6 +599,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"training.minibatches_per_step: {training.minibatches_per_step} is more than the {num_samples}"
             " responses of a step (rollout.prompts_per_step * samples_per_prompt)"
+        )
+    if config.speculation.run_ahead_below and engine.verification != "coupled":
+        yield (
+            f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
+            " other rules want drafts that know nothing of the noise"
         )
     drafts = config.speculation.draft_buckets
     if not drafts or any(a >= b for a, b in itertools.pairwise(drafts)) or drafts[-1] >= MAX_NODES:

@@ -289,13 +289,14 @@ class DecodeEngine:
             slots = list(range(len(slots)))
         return state
 
-    def warm_up(self, params: Params, slots: int, prompt_length: int) -> None:
+    def warm_up(self, params: Params, slots: int, prompt_length: int, late_inserts: bool = False) -> None:
         """Compiles every program that decoding requests in `slots` slots can need.
 
         Args:
           params: weights from `load_params`.
           slots: requests decoded at a time; waiting ones are inserted only into a state of that many.
           prompt_length: the longest prompt, in tokens.
+          late_inserts: also into states of fewer slots, a few prompts at a time.
         """
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
@@ -311,7 +312,8 @@ class DecodeEngine:
             for batch in batches:
                 state = self.init_state(batch, length)
                 for prefix in prefixes:
-                    if batch == largest and prefix.cache.length <= length:
+                    late = late_inserts and prefix.cache.batch == self._prefill_rows[0]
+                    if (batch == largest or late) and prefix.cache.length <= length:
                         state = self.bulk_insert(prefix, state, [])
                 state, _ = self.generate(params, state, max_steps=0)
                 state = self.free_resource(state, [])

@@ -98,23 +98,29 @@ class Collector:
           on_progress: see the scheduler.
         """
         problems = [self.task.problem(split, index) for index in indices]
-        prompts = [self._prompt(problem) for problem in problems]
-        requests = [
-            Request(prompt, request_key(self.seed, purpose, step, index, sample), self.max_response_length)
-            for prompt, index in zip(prompts, indices, strict=True)
-            for sample in range(samples)
-        ]
+        requests = self.requests(split, indices, samples, purpose, step)
         timing = Timing()
         start = time.perf_counter()
         completions, statistics = self.scheduler.run(params, requests, on_progress)
         timing.decode = time.perf_counter() - start
         start = time.perf_counter()
         groups = []
-        for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
-            own = completions[i * samples : (i + 1) * samples]
+        for i, problem in enumerate(problems):
+            prompt, own = requests[i * samples].prompt_ids, completions[i * samples : (i + 1) * samples]
             groups.append(Group(problem, prompt, own, [self._reward(problem, each) for each in own]))
         timing.reward = time.perf_counter() - start
         return groups, statistics, timing
+
+    def requests(
+        self, split: Split, indices: Sequence[int], samples: int, purpose: int, step: int
+    ) -> list[Request]:
+        """What `collect` asks of the scheduler; arguments as there."""
+        return [
+            Request(prompt, request_key(self.seed, purpose, step, index, sample), self.max_response_length)
+            for index in indices
+            for prompt in [self._prompt(self.task.problem(split, index))]
+            for sample in range(samples)
+        ]
 
     def _prompt(self, problem: Problem) -> tuple[int, ...]:
         prompt = tuple(self.tokenizer.encode_chat(problem.messages))

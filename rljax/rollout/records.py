@@ -60,6 +60,8 @@ class DecodeStatistics:
       unusable: draft nodes that a drafter returned and that were none.
       host_seconds: spent on drafting, on choosing, and on telling the drafter.
       device_seconds: waited for the device.
+      ahead_tokens: tokens sampled ahead for a later rollout.
+      ahead_seconds: spent on putting such requests into idle slots.
     """
 
     tokens: int = 0
@@ -75,6 +77,8 @@ class DecodeStatistics:
     unusable: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
+    ahead_tokens: int = 0
+    ahead_seconds: float = 0.0
 
     @property
     def occupancy(self) -> float:

@@ -88,15 +88,19 @@ class _Run:
         self.stop_strings = scheduler.stop_strings
         self.speculator = scheduler.speculator
         self.params = params
-        self.requests = requests
+        self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
+        upcoming = () if self.run_ahead is None else self.run_ahead.upcoming
+        self.wanted = len(requests)  # the others are only sampled ahead
+        self.requests = requests = [*requests, *upcoming]
         self.on_progress = on_progress
         self.statistics = DecodeStatistics()
         by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
+        for index, request in enumerate(requests[: self.wanted]):
             by_prompt.setdefault(request.prompt_ids, []).append(index)
         self.prompts = collections.deque(by_prompt.items())  # not yet prefilled
+        self.upcoming = collections.deque(range(self.wanted, len(requests)))
         self.ready: collections.deque[tuple[Prefix, int, int]] = collections.deque()  # prefix, row, request
-        self.slots: list[int | None] = [None] * min(scheduler.max_slots, len(requests))
+        self.slots: list[int | None] = [None] * min(scheduler.max_slots, self.wanted)
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.reasons: list[str | None] = [None] * len(requests)
@@ -111,17 +115,25 @@ class _Run:
         """Slots with a request."""
         return [slot for slot, request in enumerate(self.slots) if request is not None]
 
+    @property
+    def running(self) -> list[int]:
+        """Slots with a request that is wanted now."""
+        return [slot for slot in self.busy if self.slots[slot] < self.wanted]
+
     def finish(self) -> tuple[list[Completion], DecodeStatistics]:
-        if self.requests:
-            longest = max(len(request.prompt_ids) for request in self.requests)
+        if self.wanted:
+            longest = max(len(request.prompt_ids) for request in self.requests[: self.wanted])
             state = self.engine.init_state(self.max_slots, longest + 1)
             if self.speculator is not None:
                 self.speculator.begin(self.requests, self.statistics)
-            while self.waiting or self.busy:
-                state = self.compact(self.fill(state))
+            while self.waiting or self.running:
+                state = self.fill_ahead(self.compact(self.fill(state)))
                 state, result = self.decode(state)
                 state = self.collect(state, result)
                 state = self.grow(state, result)
+            if self.wanted < len(self.requests):
+                ahead = range(self.wanted, len(self.requests))
+                self.run_ahead.keep([(self.requests[index], self.tokens[index]) for index in ahead])
         completions = [
             Completion(
                 response_ids=np.asarray(self.tokens[index], np.int32),
@@ -129,7 +141,7 @@ class _Run:
                 finish_reason=self.reasons[index],
                 **self.draft_counts(index),
             )
-            for index in range(len(self.requests))
+            for index in range(self.wanted)
         ]
         return completions, self.statistics
 
@@ -150,7 +162,7 @@ class _Run:
         slots = np.asarray(self.busy, np.int32)
         requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
         positions = [len(self.requests[i].prompt_ids) + len(self.tokens[i]) for i in requests]
-        active = ActiveSlots(slots, requests, np.asarray(positions, np.int32))
+        active = ActiveSlots(slots, requests, np.asarray(positions, np.int32), requests < self.wanted)
         return self.speculator.decode(self.params, state, active, until_active)
 
     def look_when_active(self, state: DecodeState) -> int:
@@ -160,6 +172,8 @@ class _Run:
         active = len(self.busy)
         if self.waiting:
             return active - max(1, len(self.slots) // _REFILL_SHARE)
+        if active > len(self.running):
+            return active - 1  # it may be a wanted one that ends
         smaller = [bucket for bucket in self.engine.buckets.batch if bucket < min(active, state.batch)]
         return smaller[-1] if smaller else 0
 
@@ -177,6 +191,29 @@ class _Run:
                 assignments.append(Assignment(row, slot, request.noise_key, request.max_response))
                 self.slots[slot] = index
             state = self.engine.bulk_insert(prefix, state, assignments)
+        return state
+
+    def fill_ahead(self, state: DecodeState) -> DecodeState:
+        """Upcoming requests into idle slots, once few wanted ones are left."""
+        ahead, statistics = self.run_ahead, self.statistics
+        free = [slot for slot, request in enumerate(self.slots) if request is None]
+        if ahead is None or self.waiting or not self.upcoming or not free or len(self.running) > ahead.below:
+            return state
+        spent = statistics.host_seconds + statistics.device_seconds
+        if statistics.ahead_seconds > ahead.max_share * spent:
+            return state
+        start = time.perf_counter()
+        prompt = self.requests[self.upcoming[0]].prompt_ids
+        if len(prompt) < state.cache.length:
+            prefix = self.engine.prefill(self.params, [prompt])
+            assignments = []
+            while free and self.upcoming and self.requests[self.upcoming[0]].prompt_ids == prompt:
+                index, slot = self.upcoming.popleft(), free.pop(0)
+                request = self.requests[index]
+                assignments.append(Assignment(0, slot, request.noise_key, request.max_response))
+                self.slots[slot] = index
+            state = self.engine.bulk_insert(prefix, state, assignments)
+        statistics.ahead_seconds += time.perf_counter() - start
         return state
 
     def prefill(self, wanted: int) -> None:
@@ -219,8 +256,10 @@ class _Run:
             else:
                 self.reasons[index] = "length" if end is None else "stop"
             self.slots[slot] = None
-            self.finished += 1
-        statistics.tokens += sum(kept)
+            self.finished += index < self.wanted
+        wanted = int(np.asarray(kept)[requests < self.wanted].sum())
+        statistics.tokens += wanted
+        statistics.ahead_tokens += sum(kept) - wanted
         if self.speculator is not None:
             self.speculator.observe(requests, result.tokens[busy], np.asarray(kept, np.int32))
         if self.on_progress is not None:
@@ -228,17 +267,27 @@ class _Run:
         return self.engine.free_resource(state, stopped) if stopped else state
 
     def compact(self, state: DecodeState) -> DecodeState:
-        """Moves to the smallest batch bucket once nothing waits."""
-        busy = self.busy
-        if self.waiting or self.engine.buckets.batch_for(len(busy)) == state.batch:
+        """Moves to the smallest batch bucket once nothing waits; what is sampled ahead takes what room is
+        left.
+        """
+        running = self.running
+        batch = self.engine.buckets.batch_for(max(len(running), 1))
+        if self.waiting or batch == state.batch:
             return state
-        state = self.engine.compact(state, busy)
-        self.slots = [self.slots[slot] for slot in busy]
+        ahead = [slot for slot in self.busy if self.slots[slot] >= self.wanted]
+        kept = running + ahead[: batch - len(running)]
+        state = self.engine.compact(state, kept)
+        self.slots = [self.slots[slot] for slot in kept]
         self.slots += [None] * (state.batch - len(self.slots))
         return state
 
     def grow(self, state: DecodeState, result: DecodeResult) -> DecodeState:
-        """Moves to the next cache bucket once a response has filled this one."""
-        busy = self.busy
-        full = bool(busy) and int(result.lengths[busy].max()) >= state.cache.length
-        return self.engine.grow(state) if full else state
+        """Moves to the next cache bucket once a response has filled this one; what is sampled ahead ends
+        there.
+        """
+        full = [slot for slot in self.busy if result.lengths[slot] >= state.cache.length]
+        if any(self.slots[slot] < self.wanted for slot in full):
+            return self.engine.grow(state)
+        for slot in full:
+            self.slots[slot] = None
+        return self.engine.free_resource(state, full) if full else state

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from drafters.aligned import AlignedDrafter
 from drafters.base import (
     Drafter,
     DraftRequest,
@@ -37,6 +38,7 @@ from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
 from rljax.rollout.records import DecodeStatistics, Request
+from rljax.rollout.run_ahead import RunAhead
 
 _PROBABILITY_BINS = 16
 _PRIOR_WEIGHT = 4.0  # nodes that a bin starts with, as the drafter says
@@ -52,11 +54,13 @@ class ActiveSlots:
       slots: int32 [n].
       requests: int32 [n], which request each decodes.
       positions: int32 [n], where its next token will stand.
+      wanted: bool [n], False for requests that are only sampled ahead.
     """
 
     slots: np.ndarray
     requests: np.ndarray
     positions: np.ndarray
+    wanted: np.ndarray
 
 
 class Speculator:
@@ -67,13 +71,22 @@ class Speculator:
       drafter: what proposes.
       name: the drafter's, for messages.
       max_batch: batch buckets above it decode plainly; no program is compiled to verify them.
+      run_ahead: see `RunAhead`; None never samples ahead.
     """
 
-    def __init__(self, engine: DecodeEngine, drafter: Drafter, name: str, max_batch: int) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        drafter: Drafter,
+        name: str,
+        max_batch: int,
+        run_ahead: RunAhead | None = None,
+    ) -> None:
         self.engine = engine
-        self.drafter = drafter
+        self.drafter = drafter if run_ahead is None else AlignedDrafter(drafter)
         self.name = name
         self.max_batch = max_batch
+        self.run_ahead = run_ahead
         self._calibration = _Calibration()
         self._times = _PassTimes()
         self._patience = 1  # plain steps until the drafter is asked again
@@ -89,13 +102,11 @@ class Speculator:
         self._patience = 1
         coupled = self.engine.verification == "coupled"
         start = time.perf_counter()
-        self._ask(
-            "begin",
-            [
-                DraftRequest(request.prompt_ids, request.noise_key if coupled else None)
-                for request in requests
-            ],
-        )
+        known = []
+        for request in requests:
+            ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
+            known.append(DraftRequest(request.prompt_ids, request.noise_key if coupled else None, ahead))
+        self._ask("begin", known)
         statistics.host_seconds += time.perf_counter() - start
 
     def counts(self, request: int) -> tuple[int, int]:
@@ -140,6 +151,9 @@ class Speculator:
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
         self._ask("learn", outcomes)
+        if self.run_ahead is not None:
+            for outcome in outcomes:
+                self.run_ahead.learn(outcome.prompt_ids, len(outcome.response_ids))
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """What speculation did in the rollouts of `statistics`, and what the drafter itself has to tell."""
@@ -154,15 +168,21 @@ class Speculator:
             "unusable": statistics.unusable,
             "host_share": statistics.host_seconds / max(waited, 1e-9),
         }
+        if self.run_ahead is not None:
+            metrics["run_ahead_tokens"] = statistics.ahead_tokens
+            metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
         metrics |= self._ask("metrics")
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps: the drafter's."""
-        return self._ask("state")
+        ahead = {} if self.run_ahead is None else self.run_ahead.state()
+        return self._ask("state") | ahead
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Takes up what `state` returned; from a checkpoint without it, the drafter starts empty."""
+        if self.run_ahead is not None:
+            state = self.run_ahead.load_state(state)
         if state:
             self._ask("load_state", state)
 
@@ -207,7 +227,8 @@ class Speculator:
             drafts, usable = chains(drafts, usable)
         bins = self._calibration.bins(drafts.log_probability)
         probability = np.where(usable, self._calibration.rates[bins], 0.0)
-        nodes = self._best_size(shape, len(active.slots), probability)
+        wanted = active.wanted  # what is sampled ahead must not make a pass longer
+        nodes = self._best_size(shape, int(wanted.sum()), probability[wanted])
         if nodes == 0:
             return None, bins
         return _tree(drafts, usable, active.slots, shape[0], nodes), bins

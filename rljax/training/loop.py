@@ -31,7 +31,8 @@ from rljax.errors import Interrupted
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
-from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.records import DecodeStatistics, Request
+from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
@@ -116,9 +117,13 @@ class TrainingRun:
             mesh,
             engine.verification,
         )
-        self.speculator = None
+        self.speculator, self.run_ahead = None, None
         if drafter is not None:
-            self.speculator = Speculator(self.engine, drafter, speculation.drafter, speculation.max_batch)
+            if speculation.run_ahead_below:
+                self.run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
+            self.speculator = Speculator(
+                self.engine, drafter, speculation.drafter, speculation.max_batch, self.run_ahead
+            )
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
             task,
@@ -165,12 +170,17 @@ class TrainingRun:
         self.checkpoints.wait()
         self.report()
 
-    def compile(self) -> None:
-        """Every program that the run needs."""
+    def compile(self, late_inserts: bool = False) -> None:
+        """Every program that the run needs; `late_inserts`: see `DecodeEngine.warm_up`."""
         config = self.config
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        self.engine.warm_up(params, config.engine.max_slots, config.rollout.max_prompt_length)
+        self.engine.warm_up(
+            params,
+            config.engine.max_slots,
+            config.rollout.max_prompt_length,
+            late_inserts or self.run_ahead is not None,
+        )
         if self.speculator is not None:
             self.speculator.warm_up(params)
         self.trainer.warm_up(self.state, reference=self.reference is not None)
@@ -254,6 +264,8 @@ class TrainingRun:
         while True:
             indices = range(self.data_position, self.data_position + wanted)
             self.data_position += wanted
+            if self.run_ahead is not None and not sampled and self.step + 1 < config.training.steps:
+                self.run_ahead.plan(self.next_requests())
             total = wanted * config.rollout.samples_per_prompt
             groups, round_statistics, round_timing = self.collector.collect(
                 params,
@@ -275,6 +287,12 @@ class TrainingRun:
             sampler.offer(groups, np.stack([group.reward for group in groups]))
             if sampler.full:
                 return sampler.take(), statistics, timing, sampled
+
+    def next_requests(self) -> list[Request]:
+        """What the next step will sample first, if dynamic sampling needs no further round in this one."""
+        rollout = self.config.rollout
+        indices = range(self.data_position, self.data_position + rollout.prompts_per_step)
+        return self.collector.requests("train", indices, rollout.samples_per_prompt, TRAINING, self.step + 1)
 
     def show_rollout(self, total: int, tokens: int, finished: int) -> None:
         self.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")

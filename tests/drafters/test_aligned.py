@@ -1,0 +1,126 @@
+"""Drafts sampled ahead are followed for as long as they agree, and only then."""
+
+import numpy as np
+import pytest
+
+from drafters.aligned import AlignedDrafter
+from drafters.base import DraftRequest, Drafts, Queries, Sampled
+
+NODES = 3
+
+
+class Fallback:
+    """Proposes token 99 once, and records what it is told."""
+
+    def __init__(self):
+        self.seen = []
+
+    def begin(self, requests):
+        self.requests = requests
+
+    def propose(self, queries):
+        shape = (len(queries.requests), NODES)
+        tokens, parents = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        tokens[:, 0] = 99
+        counts = np.minimum(queries.budgets, 1).astype(np.int32)
+        return Drafts(tokens, parents, np.full(shape, -1.0, np.float32), counts)
+
+    def observe(self, sampled):
+        self.seen.append(sampled)
+
+    def learn(self, outcomes):
+        self.outcomes = outcomes
+
+    def state(self):
+        return {"x": np.ones(1)}
+
+    def load_state(self, state):
+        self.loaded = state
+
+    def metrics(self):
+        return {"own": 1.0}
+
+
+def requests(*ahead):
+    return [
+        DraftRequest((1,), None, None if tokens is None else np.asarray(tokens, np.int32)) for tokens in ahead
+    ]
+
+
+def propose(drafter, rows, budget=NODES):
+    count = len(rows)
+    queries = Queries(
+        np.asarray(rows, np.int32), np.zeros(count, np.int32), np.full(count, budget, np.int32), NODES
+    )
+    drafts = drafter.propose(queries)
+    return [drafts.tokens[i, : drafts.counts[i]].tolist() for i in range(count)], drafts
+
+
+def observe(drafter, row, tokens):
+    zeros = np.zeros(1, np.int32)
+    width = 5
+    padded = np.full((1, width), -1, np.int32)
+    padded[0, : len(tokens)] = tokens
+    drafter.observe(
+        Sampled(np.asarray([row], np.int32), padded, np.asarray([len(tokens)], np.int32), zeros, zeros)
+    )
+
+
+@pytest.fixture
+def drafter():
+    drafter = AlignedDrafter(Fallback())
+    drafter.begin(requests([5, 6, 7, 8, 9], None, [4, 4]))
+    return drafter
+
+
+def test_the_beginning_is_proposed_as_a_chain_in_the_order_of_queries(drafter):
+    tokens, drafts = propose(drafter, [2, 1, 0])
+    assert tokens == [[4, 4], [99], [5, 6, 7]]
+    assert drafts.parents[2].tolist() == [-1, 0, 1]
+    assert (np.diff(drafts.log_probability[2]) < 0).all()
+
+
+def test_the_budget_is_kept(drafter):
+    assert propose(drafter, [0], budget=2)[0] == [[5, 6]]
+    assert propose(drafter, [0], budget=0)[0] == [[]]
+
+
+def test_it_goes_on_where_the_request_stands(drafter):
+    observe(drafter, 0, [5, 6])
+    assert propose(drafter, [0])[0] == [[7, 8, 9]]
+    observe(drafter, 0, [7, 8])
+    assert propose(drafter, [0])[0] == [[9]]
+    observe(drafter, 0, [9])
+    assert propose(drafter, [0])[0] == [[99]]  # nothing further was sampled ahead
+    assert drafter.metrics() == {"own": 1.0, "ahead_tokens": 7, "ahead_agreed": 5}
+
+
+def test_a_disagreement_ends_it_for_good(drafter):
+    observe(drafter, 0, [5, 1, 7])
+    assert propose(drafter, [0, 2])[0] == [[99], [4, 4]]
+    observe(drafter, 0, [8, 9])  # the same tokens at their old places again
+    assert propose(drafter, [0])[0] == [[99]]
+    assert drafter.metrics()["ahead_agreed"] == 1
+
+
+def test_tokens_beyond_what_was_sampled_ahead_end_it(drafter):
+    observe(drafter, 2, [4, 4, 4])
+    assert propose(drafter, [2])[0] == [[99]]
+    assert drafter.metrics()["ahead_agreed"] == 2
+
+
+def test_the_rest_is_the_fallbacks(drafter):
+    inner = drafter._fallback
+    observe(drafter, 1, [3])
+    assert len(inner.seen) == 1 and len(inner.requests) == 3
+    drafter.learn(["outcome"])
+    assert inner.outcomes == ["outcome"]
+    drafter.load_state(drafter.state())
+    assert "x" in inner.loaded
+
+
+def test_without_anything_ahead(drafter):
+    drafter.begin(requests(None, None))
+    observe(drafter, 0, [1, 2])
+    assert propose(drafter, [0, 1])[0] == [[99], [99]]
+    assert drafter.metrics()["ahead_tokens"] == 0
