@@ -1,18 +1,17 @@
 """Finds a drafter by the name a config gives it, and checks its arguments before anything is compiled."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from drafters.base import Drafter
 from drafters.history import RolloutHistory
 from drafters.histospec import HistoSpec
 from drafters.suffix import SuffixDrafter
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, known_names
 
 
-def prompt_lookup(min_match: int = 2, max_match: int = 16, noise_ranking: bool = True) -> Drafter:
+def prompt_lookup(min_match: int = 2, max_match: int = 16, noise_ranking: bool = False) -> Drafter:
     """Continues what stands in the request's own prompt and response."""
     return SuffixDrafter("request", None, True, min_match, max_match, noise_ranking=noise_ranking)
 
@@ -26,7 +25,7 @@ def srt(
     max_match: int = 48,
     budget_per_match: float = 4.0,
     novelty: float = 0.5,
-    noise_ranking: bool = True,
+    noise_ranking: bool = False,
     noise_temperature: float = 1.0,
 ) -> Drafter:
     """Continues what was answered to the same prompt, in earlier rollouts and in this one."""
@@ -51,7 +50,7 @@ def suffix_decoding(
     max_match: int = 48,
     budget_per_match: float = 4.0,
     novelty: float = 0.5,
-    noise_ranking: bool = True,
+    noise_ranking: bool = False,
     noise_temperature: float = 1.0,
 ) -> Drafter:
     """Continues what was answered to any prompt."""
@@ -101,13 +100,13 @@ def make_drafter(name: str, **args: Any) -> Drafter:
       ConfigError: an unknown name or argument (with the nearest known one), or a value of the wrong type.
     """
     if name not in DRAFTERS:
-        raise ConfigError(f"speculation.drafter: unknown drafter {name!r}; {_suggest(name, DRAFTERS)}")
+        raise ConfigError(f"speculation.drafter: unknown drafter {name!r}; {known_names(name, DRAFTERS)}")
     factory = DRAFTERS[name]
     known = inspect.signature(factory).parameters
     for argument, value in args.items():
         if argument not in known:
             raise ConfigError(
-                f"speculation.args.{argument}: {name} has no such argument; {_suggest(argument, known)}"
+                f"speculation.args.{argument}: {name} has no such argument; {known_names(argument, known)}"
             )
         _check_type(argument, value, known[argument].annotation)
     match = {key: args.get(key, known[key].default) for key in ("min_match", "max_match") if key in known}
@@ -129,10 +128,3 @@ def _check_type(argument: str, value: Any, wanted: Any) -> None:
         raise ConfigError(f"speculation.args.{argument}: should be {kind}, got {value!r}")
     if wanted in (int, float) and value < 0:
         raise ConfigError(f"speculation.args.{argument}: should not be negative, got {value!r}")
-
-
-def _suggest(given: str, known: Iterable[str]) -> str:
-    """Names the nearest known word, then all of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"

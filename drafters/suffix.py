@@ -58,7 +58,7 @@ class SuffixDrafter:
         max_match: int = 48,
         budget_per_match: float = 4.0,
         novelty: float = 0.5,
-        noise_ranking: bool = True,
+        noise_ranking: bool = False,
         noise_temperature: float = 1.0,
     ) -> None:
         if not (noise_temperature > 0 and novelty >= 0 and budget_per_match >= 0):

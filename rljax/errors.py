@@ -1,5 +1,8 @@
 """Errors that are the user's to mend: scripts print their message as one line, without a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Bad input, such as a config or a checkpoint; the message names it and says what would be right."""
@@ -31,3 +34,10 @@ class Interrupted(Exception):
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
+
+
+def known_names(given: str, known: Iterable[str]) -> str:
+    """For a message about an unknown name: the nearest known one, if any is near, then all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"

@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "suffix decoding": ("suffix_decoding", {}),
     "HistoSpec": ("histospec", {}),
     "SRT": ("srt", {}),
-    "SRT without noise ranking": ("srt", {"noise_ranking": False}),
+    "SRT ranked by the noise": ("srt", {"noise_ranking": True}),
     "SRT without running rollouts": ("srt", {"live": False}),
     "SRT with run-ahead": ("srt", {}),
 }

@@ -1,11 +1,10 @@
 """Finds a task by the name a config gives it and checks the arguments before anything expensive starts."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, known_names
 from rljax.tasks.base import Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 
@@ -26,19 +25,12 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
     """
     if name not in TASKS:
-        raise ConfigError(f"task.name: unknown task {name!r}; {_suggest(name, TASKS)}")
+        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, TASKS)}")
     factory = TASKS[name]
     known = [parameter for parameter in inspect.signature(factory).parameters if parameter != "seed"]
     for argument in args:
         if argument not in known:
             raise ConfigError(
-                f"task.args.{argument}: {name} has no such argument; {_suggest(argument, known)}"
+                f"task.args.{argument}: {name} has no such argument; {known_names(argument, known)}"
             )
     return factory(seed=seed, **args)
-
-
-def _suggest(given: str, known: Iterable[str]) -> str:
-    """Names the nearest known word, then all of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"
