@@ -143,7 +143,7 @@ def random_text(rng, length):
 @pytest.mark.parametrize("live", [True, False])
 def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
     args = {"live": live} if name in ("srt", "suffix_decoding") else {}
-    if name == "suffix_decoding":  # candidates as frequent as each other come in the order in which they were seen
+    if name == "suffix_decoding":  # equally frequent candidates come in the order in which they were seen
         args["noise_ranking"] = True
     rng = np.random.default_rng(0)
     drafter = make_drafter(name, **args)
