@@ -78,7 +78,10 @@ class SuffixDrafter:
         }
         self._noise_ranking = noise_ranking
         self._forest = SuffixForest(max_match)
-        self._everybody: int | None = None  # the root of scope "all", which outlives a rollout
+        self._learned = True  # whether the last rollout was
+        self._everybody: int | None = (
+            None  # the root of scope "all", which outlives a rollout if that is learned
+        )
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         roots = self._plant(requests)
@@ -96,11 +99,13 @@ class SuffixDrafter:
     def _plant(self, requests: Sequence[DraftRequest]) -> np.ndarray:
         """The automaton of every request, holding what is known: root ids, int32 [n]."""
         if self._scope == "all":
-            if self._everybody is None:
+            if self._everybody is None or not self._learned:  # an evaluation leaves nothing behind
+                self._forest = SuffixForest(self._max_match)
                 self._everybody = self._forest.add_root()
                 for prompt in self.history.prompts():
                     for past in self.history.recall(prompt):
                         insert_past(self._forest, self._everybody, past)
+            self._learned = False
             return np.full(len(requests), self._everybody, np.int32)
         self._forest = SuffixForest(self._max_match)
         if self._scope == "request":
@@ -130,6 +135,7 @@ class SuffixDrafter:
         if self.history is None:
             return
         self.history.record(outcomes)
+        self._learned = True
         if self._scope == "all" and (not self._live or self._forest.num_tokens > 2 * self.history.num_tokens):
             self._forest, self._everybody = (
                 SuffixForest(self._max_match),

@@ -193,6 +193,19 @@ def test_what_was_not_learned_is_forgotten(name):
     assert drafter.metrics().get("history_tokens") == before
 
 
+def test_what_all_prompts_share_does_not_hold_an_evaluation():
+    drafter = learned(make_drafter("suffix_decoding"), A, RESPONSE[:8])
+    evaluation = Rollout(drafter, [B, B])
+    evaluation.say(0, [90, 91, 92, 93])
+    evaluation.say(1, [90, 91])
+    assert evaluation.chain(1) == [92, 93]  # while it runs, its samples help each other
+    rollout = Rollout(drafter, [B])
+    rollout.say(0, [90, 91])
+    assert rollout.chain(0) == []
+    rollout.say(0, RESPONSE[:3])
+    assert rollout.chain(0) == RESPONSE[3:8]
+
+
 # -- whose tokens ------------------------------------------------------------------------------------------
 
 
