@@ -44,6 +44,8 @@ _PROBABILITY_BINS = 16
 _PRIOR_WEIGHT = 4.0  # nodes that a bin starts with, as the drafter says
 _FORGET = 0.5  # share of the acceptance counts that a new rollout starts with
 _TIMES_KEPT = 9
+# A plain step timed alone seems longer than it is among many: verifying must promise this much more.
+_MARGIN = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +238,11 @@ class Speculator:
     def _best_size(self, shape: tuple[int, int], slots: int, probability: np.ndarray) -> int:
         """Draft nodes per slot, 0 for plain decoding: what promises the most tokens per second."""
         accepted = np.cumsum(probability.sum(axis=0))  # by how many nodes of each slot are verified
-        best, best_rate = 0, slots / self._times[(*shape, 0)]
+        plain_rate = slots / self._times[(*shape, 0)]
+        best, best_rate = 0, plain_rate
         for nodes in self.engine.buckets.draft:
             rate = (slots + accepted[nodes - 1]) / self._times[(*shape, nodes)]
-            if rate > best_rate:
+            if accepted[nodes - 1] > 0 and rate > max(best_rate, _MARGIN * plain_rate):
                 best, best_rate = nodes, rate
         return best
 

@@ -473,10 +473,12 @@ def test_the_size_of_the_most_tokens_per_second_is_chosen():
     assert choose(falling, [1, 1.1, 1.2, 1.3]) == 7
     # 1 in 4 is sure: (4 + 7) / 4 tokens a pass and slot.
     one = [*useless[:3], sure[0]]
-    assert choose(one, [1, 1.3, 1.9, 2.7]) == 7
+    assert choose(one, [1, 1.3, 1.9, 2.6]) == 7
     assert choose(one, [1, 1.3, 1.9, 2.8]) == 0
     # Where nothing is gained, nothing is verified.
     assert choose(useless, [1, 1, 1, 1]) == 0
+    assert choose(useless, [1, 0.9, 0.8, 0.7]) == 0  # whatever the clock says: there is nothing to verify
+    assert choose(sure, [1, 1.95, 9, 99]) == 0  # within what the clock cannot tell
     assert choose(sure, [1, 2, 4, 8]) == 0
     assert choose(np.zeros((0, 7)), [1, 1, 1, 1], slots=2) == 0
 
