@@ -55,6 +55,9 @@ def run(world, name, *overrides, drafter=None, sizes=None):
     with pytest.MonkeyPatch.context() as patch:
         if sizes is not None:
             patch.setattr(speculation, "_PassTimes", lambda: FavouriteSizes(sizes))
+            patch.setattr(
+                speculation.Speculator, "_best_size", lambda self, *choice: self._times.choose(*choice)
+            )
         return train(directory, *overrides)
 
 
