@@ -23,7 +23,7 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rljax.rollout.collector import TRAINING, Collector, Group
-from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.records import DecodeStatistics, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator, time_passes
@@ -174,8 +174,7 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
     own, baseline = variant.seconds[steps], plain.seconds[steps]
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
-        for field in dataclasses.fields(total):
-            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+        accumulate(total, one)
     ratios = [b / a for a, b in zip(own, baseline, strict=True)]
     return Row(
         name=f"rollout/epoch {epoch}/{variant.name}",

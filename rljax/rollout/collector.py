@@ -98,7 +98,7 @@ class Collector:
           on_progress: see the scheduler.
         """
         problems = [self.task.problem(split, index) for index in indices]
-        requests = self.requests(split, indices, samples, purpose, step)
+        requests = self._requests(problems, indices, samples, purpose, step)
         timing = Timing()
         start = time.perf_counter()
         completions, statistics = self.scheduler.run(params, requests, on_progress)
@@ -115,10 +115,16 @@ class Collector:
         self, split: Split, indices: Sequence[int], samples: int, purpose: int, step: int
     ) -> list[Request]:
         """What `collect` asks of the scheduler; arguments as there."""
+        problems = [self.task.problem(split, index) for index in indices]
+        return self._requests(problems, indices, samples, purpose, step)
+
+    def _requests(
+        self, problems: Sequence[Problem], indices: Sequence[int], samples: int, purpose: int, step: int
+    ) -> list[Request]:
+        prompts = [self._prompt(problem) for problem in problems]
         return [
             Request(prompt, request_key(self.seed, purpose, step, index, sample), self.max_response_length)
-            for index in indices
-            for prompt in [self._prompt(self.task.problem(split, index))]
+            for prompt, index in zip(prompts, indices, strict=True)
             for sample in range(samples)
         ]
 

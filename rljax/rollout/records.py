@@ -1,7 +1,7 @@
 """What is asked of the decode engine, and what a rollout leaves behind."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -89,3 +89,9 @@ class DecodeStatistics:
     def accept_length(self) -> float:
         """Tokens that a slot gets from a forward pass that verifies drafts: 1 plus what was accepted."""
         return 1 + self.accepted / self.verified_slots if self.verified_slots else 1.0
+
+
+def accumulate(into: Any, more: Any) -> None:
+    """Adds every field of one dataclass of counts, such as `DecodeStatistics`, to another's."""
+    for field in dataclasses.fields(into):
+        setattr(into, field.name, getattr(into, field.name) + getattr(more, field.name))

@@ -5,7 +5,6 @@ GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), as `algorithm` says. A run t
 from its newest checkpoint, with the same numbers.
 """
 
-import dataclasses
 import functools
 import signal
 import time
@@ -31,7 +30,7 @@ from rljax.errors import Interrupted
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
-from rljax.rollout.records import DecodeStatistics, Request
+from rljax.rollout.records import DecodeStatistics, Request, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
@@ -279,9 +278,8 @@ class TrainingRun:
             sampled += groups
             if self.speculator is not None:
                 self.speculator.learn(outcomes(groups))
-            for into, more in ((statistics, round_statistics), (timing, round_timing)):
-                for field in dataclasses.fields(into):
-                    setattr(into, field.name, getattr(into, field.name) + getattr(more, field.name))
+            accumulate(statistics, round_statistics)
+            accumulate(timing, round_timing)
             if not config.algorithm.dynamic_sampling:
                 return groups, statistics, timing, sampled
             sampler.offer(groups, np.stack([group.reward for group in groups]))
