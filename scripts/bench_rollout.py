@@ -23,10 +23,11 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rljax.rollout.collector import TRAINING, Collector, Group
+from rljax.rollout.pass_choice import time_passes
 from rljax.rollout.records import DecodeStatistics, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator, time_passes
+from rljax.rollout.speculation import Speculator
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.loop import TrainingRun, outcomes
 from rljax.training.progress import Progress
@@ -203,7 +204,7 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
 
 
 def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
-    """What verifying M tokens a slot costs against a plain step, by batch bucket and cache length."""
+    """What verifying so many tokens costs against a plain step, by batch bucket and cache length."""
     rows = []
     with open_run(config) as (run, _):
         params = run.engine.load_params(run.state.params)
@@ -212,17 +213,17 @@ def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
             for length in (buckets.cache[0], buckets.cache[-1]):
                 seconds = time_passes(run.engine, params, batch, length, repeats)
                 plain = statistics.median(seconds.pop(0))
-                for nodes, own in seconds.items():
+                for size, own in seconds.items():
                     taken = statistics.median(own)
                     rows.append(
                         Row(
-                            name=f"pass/batch {batch}/cache {length}/{nodes + 1} tokens a slot",
+                            name=f"pass/batch {batch}/cache {length}/{size} tokens",
                             value=1e3 * taken,
                             unit="ms",
                             baseline="plain step",
                             baseline_value=1e3 * plain,
                             ratio=plain / taken,
-                            details={"rounds": repeats, "accept_length_to_break_even": taken / plain},
+                            details={"rounds": repeats, "tokens_to_break_even": batch * taken / plain},
                         )
                     )
     return rows

@@ -80,10 +80,11 @@ class ShapeConfig(Section):
 
 
 class GrowthConfig(Section):
-    """Make the policy larger after its warm start without changing what it computes: new neurons and layers
-    write zeros. For benchmarks: the cost of a large policy with the behaviour of a small one.
+    """Make the policy larger after its warm start without changing what it computes: new channels, neurons
+    and layers write zeros. For benchmarks: the cost of a large policy with the behaviour of a small one.
     """
 
+    hidden_size: Count = Field(description="Width of the residual stream; products get wider with it.")
     mlp_size: Count = Field(description="Width of the SwiGLU layers; most of the weights that are added.")
     num_layers: Count = Field(description="Decoder layers; each adds the latency of a layer.")
 
@@ -270,15 +271,27 @@ class SpeculationConfig(Section):
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
     )
-    draft_buckets: Buckets = Field(
-        (3, 7, 15),
-        description="Draft nodes per response that are compiled, ascending; before every pass the size that"
-        " promises most is chosen. Larger ones pay where memory, not arithmetic, is the limit.",
+    verify_buckets: Buckets = Field(
+        (8, 16, 32, 64, 128),
+        description="Tokens of a verifying pass over all responses that are compiled, ascending; before every"
+        " pass the size that promises most is chosen. Larger ones pay where memory, not arithmetic, is the"
+        " limit.",
+    )
+    max_drafts: Count = Field(
+        15,
+        description="Most draft tokens of one response in a pass. Raise it where drafts are right for long"
+        " stretches; attention is computed for that many.",
     )
     max_batch: Count = Field(
         16,
         description="Larger batches decode plainly. Raise it on devices where verifying many responses at"
         " once still costs little; every batch bucket up to it compiles more programs.",
+    )
+    overlap: bool = Field(
+        False,
+        description="Draft for one half of the responses while the device verifies the other. Pays where"
+        " drafting takes a good part of a pass (speculation/idle_share); where reading weights is what a pass"
+        " costs, two half passes cost nearly two whole ones.",
     )
     run_ahead_below: CountOrOff = Field(
         0,
@@ -605,21 +618,18 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
-    drafts = config.speculation.draft_buckets
-    if not drafts or any(a >= b for a, b in itertools.pairwise(drafts)) or drafts[-1] >= MAX_NODES:
-        yield (
-            f"speculation.draft_buckets: {list(drafts)} must ascend, without repeats, up to at most"
-            f" {MAX_NODES - 1}"
-        )
+    if config.speculation.max_drafts >= MAX_NODES:
+        yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"
     slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"
     for key, buckets, largest, what in (
         ("engine.batch_buckets", engine.batch_buckets, slots, slots_named),
         ("engine.cache_buckets", engine.cache_buckets, length, length_sum),
+        ("speculation.verify_buckets", config.speculation.verify_buckets, 4, "a pass over two responses"),
     ):
         if buckets is None:
             continue
         if not buckets:
-            yield f"{key}: is empty; list at least one size, or null for powers of two"
+            yield f"{key}: is empty; list at least one size, or leave the key out"
         elif any(a >= b for a, b in itertools.pairwise(buckets)):
             yield f"{key}: {list(buckets)} must ascend, without repeats"
         elif buckets[-1] < largest:

@@ -10,6 +10,8 @@ from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
 from rljax.models.numerics import KEY_CHUNK
 
+_MOST_SHARES = 4  # a pass computes attention for so many nodes of every slot, whoever takes its rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
@@ -18,12 +20,22 @@ class Buckets:
     Attributes:
       batch: slots in a compiled program.
       cache: positions of a slot's cache.
-      draft: draft nodes per slot in a verifying pass; empty without speculation.
+      verify: rows of a verifying pass, of all slots together; empty without speculation.
+      max_drafts: draft nodes of a slot in one.
     """
 
     batch: tuple[int, ...]
     cache: tuple[int, ...]
-    draft: tuple[int, ...] = ()
+    verify: tuple[int, ...] = ()
+    max_drafts: int = 0
+
+    def passes(self, batch: int) -> list[tuple[int, int]]:
+        """(rows, draft nodes of a slot) of the verifying passes over a batch: more rows than slots, and up to
+        `_MOST_SHARES` times its share for a slot.
+        """
+        largest = batch * (self.max_drafts + 1)
+        rows = sorted({min(rows, largest) for rows in self.verify if rows > batch})
+        return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in rows]
 
     def batch_for(self, slots: int) -> int:
         """The smallest batch bucket that holds `slots`."""
@@ -61,7 +73,8 @@ def make_buckets(
     batch_buckets: tuple[int, ...] | None = None,
     cache_buckets: tuple[int, ...] | None = None,
     row_multiple: int = 1,
-    draft_buckets: tuple[int, ...] = (),
+    verify_buckets: tuple[int, ...] = (),
+    max_drafts: int = 0,
 ) -> Buckets:
     """Buckets up to `max_slots` slots and `max_length` positions.
 
@@ -111,7 +124,7 @@ def make_buckets(
                 f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, "
                 f"{max_length} (rollout.max_prompt_length + rollout.max_response_length)"
             )
-    return Buckets(batch=tuple(batch), cache=tuple(cache), draft=tuple(draft_buckets))
+    return Buckets(tuple(batch), tuple(cache), tuple(verify_buckets), max_drafts)
 
 
 def _valid_cache_length(length: int) -> int:

@@ -2,6 +2,9 @@
 
 A tree hangs below a slot's last token, which is sampled but not in the cache yet. A chain is a tree. In the
 verifying pass the last token itself is node 0, so that N draft nodes make M = N + 1 nodes (`with_root`).
+
+Trees differ in size, and slots may have none: a pass computes only the nodes that `pack_rows` lists, those of
+all slots one behind the other.
 """
 
 import numpy as np
@@ -61,6 +64,70 @@ class RootedTree:
     valid: Array
     ancestors: Array
     depth: Array
+
+
+@struct.dataclass
+class NodeRows:
+    """Which nodes a pass computes: R rows for the nodes of B slots, M a slot with the last token.
+
+    Attributes:
+      slots: int32 [R], whose node a row is.
+      nodes: int32 [R], which one, 0 for the last token.
+      row_of: int32 [B, M], the row of every node; R for those that are not computed.
+    """
+
+    slots: Array
+    nodes: Array
+    row_of: Array
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.slots.shape[0]
+
+    def gather(self, x: Array) -> Array:
+        """What rows want to know of their nodes: [B, M, ...] -> [R, ...]."""
+        return x[self.slots, self.nodes]
+
+    def scatter(self, x: Array) -> Array:
+        """What rows computed, where their nodes are: [R, ...] -> [B, M, ...]; anything in the others."""
+        return jnp.take(x, self.row_of, axis=0, mode="clip")
+
+
+def pack_rows(tree: DraftTree, slots: np.ndarray, rows: int) -> NodeRows:
+    """Rows for the last tokens of `slots` and their valid nodes, on the host.
+
+    Args:
+      tree: what is to be verified, on the host.
+      slots: int32 [n], the slots that take part; in a verifying pass the others stand still.
+      rows: R; what is left over computes node 0 of slot 0 again.
+
+    Raises:
+      ValueError: more nodes than rows.
+    """
+    batch, nodes = tree.tokens.shape
+    computed = np.zeros((batch, nodes + 1), bool)
+    computed[slots, 0] = True
+    computed[slots, 1:] = tree.valid[slots]
+    slot, node = np.nonzero(computed)
+    if len(slot) > rows:
+        raise ValueError(f"{len(slot)} nodes, expected at most {rows}")
+    row_of = np.full(computed.shape, rows, np.int32)
+    row_of[slot, node] = np.arange(len(slot))
+    padding = np.zeros(rows - len(slot), np.int32)
+    return NodeRows(
+        slots=np.concatenate([slot.astype(np.int32), padding]),
+        nodes=np.concatenate([node.astype(np.int32), padding]),
+        row_of=row_of,
+    )
+
+
+def all_rows(batch: int, nodes: int) -> NodeRows:
+    """Rows for all nodes of all slots, on the host."""
+    slot, node = np.divmod(np.arange(batch * nodes, dtype=np.int32), np.int32(nodes))
+    return NodeRows(
+        slots=slot, nodes=node, row_of=np.arange(batch * nodes, dtype=np.int32).reshape(batch, nodes)
+    )
 
 
 def with_root(tree: DraftTree, last_tokens: Array) -> RootedTree:

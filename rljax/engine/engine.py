@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftTree, with_root
+from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, with_root
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
@@ -87,6 +87,42 @@ class DecodeResult:
     steps: int
     rows: int
     path: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """What a host visit will bring back: programs run while the host goes on.
+
+    Attributes:
+      packed: from `_pack`, behind the path of a verifying pass.
+      columns: of its tokens; in plain decoding, where a step is a column, only the first `steps` are used.
+      verified_rows: tokens that a verifying pass computes; None in plain decoding.
+    """
+
+    packed: Array
+    columns: int
+    verified_rows: int | None = None
+
+    def is_ready(self) -> bool:
+        """Whether the device is done."""
+        return self.packed.is_ready()
+
+    def result(self) -> DecodeResult:
+        """Waits for the device."""
+        packed, path = np.asarray(self.packed), None
+        if self.verified_rows is not None:
+            packed, path = packed[self.columns :], packed[: self.columns].T
+        steps = int(packed[-1, 0])
+        used = steps if path is None else self.columns
+        return DecodeResult(
+            tokens=packed[:used].T,
+            logprobs=packed[self.columns : self.columns + used].view(np.float32).T,
+            active=packed[2 * self.columns].astype(bool),
+            lengths=packed[2 * self.columns + 1],
+            steps=steps,
+            rows=steps * packed.shape[1] if path is None else self.verified_rows,
+            path=path,
+        )
 
 
 class DecodeEngine:
@@ -230,32 +266,38 @@ class DecodeEngine:
             donate_argnums=(1,),
         )
         state, packed = program(*args)
-        return state, _unpack(np.asarray(packed), self.decode_steps_per_visit)
+        return state, Pending(packed, self.decode_steps_per_visit).result()
 
     def verify(
-        self, params: Params, state: DecodeState, tree: DraftTree, proposal: Array | None = None
-    ) -> tuple[DecodeState, DecodeResult]:
-        """One forward pass over every slot's last token and its draft nodes. Consumes `state`.
+        self,
+        params: Params,
+        state: DecodeState,
+        tree: DraftTree,
+        rows: NodeRows | None = None,
+        proposal: Array | None = None,
+    ) -> tuple[DecodeState, Pending]:
+        """One forward pass over slots' last tokens and their draft nodes. Consumes `state`.
 
-        Every active slot samples at least one token, and one more for every node of the accepted path. No
-        slot may be full: `grow` the state first.
+        Every active slot that takes part samples at least one token, and one more for every node of the
+        accepted path. None of them may be full: `grow` the state first.
 
         Args:
-          tree: drafts of all slots of the state; N is one of `buckets.draft`.
+          tree: drafts of all slots of the state.
+          rows: the nodes to compute, from `pack_rows`; None for all of all slots. Slots without any stand
+            still.
           proposal: see `verification.sample_nodes`.
+
+        Unlike `generate` it does not wait for the device: the host may see to other slots meanwhile.
         """
-        args = (params, state, self._rope, jax.tree.map(jnp.asarray, tree), proposal)
+        if rows is None:
+            rows = all_rows(state.batch, tree.nodes + 1)
+        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
+        shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
         program = self.pool.get(
-            ("verify", state.batch, state.cache.length, tree.nodes, proposal is None, *self._key),
-            self._verify,
-            args,
-            donate_argnums=(1,),
+            ("verify", *shape, proposal is None, *self._key), self._verify, args, donate_argnums=(1,)
         )
         state, packed = program(*args)
-        packed = np.asarray(packed)
-        nodes = tree.nodes + 1
-        result = _unpack(packed[nodes:], nodes, nodes)
-        return state, dataclasses.replace(result, path=packed[:nodes].T)
+        return state, Pending(packed, tree.nodes + 1, rows.rows)
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
@@ -418,19 +460,31 @@ class DecodeEngine:
         return state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
 
     def _verify(
-        self, params: Params, state: DecodeState, rope: Array, tree: DraftTree, proposal: Array | None
+        self,
+        params: Params,
+        state: DecodeState,
+        rope: Array,
+        tree: DraftTree,
+        rows: NodeRows,
+        proposal: Array | None,
     ) -> tuple[DecodeState, Array]:
         rooted = with_root(tree, state.tokens)
         positions = state.lengths[:, None] + rooted.depth  # [B, M]
-        attention = TreeAttention(state.cache, state.lengths, rooted, self.numerics)
         hidden, nodes = transformer.forward(
-            params, self.config, rooted.tokens, positions, attention, rope, self.numerics
+            params,
+            self.config,
+            rows.gather(rooted.tokens)[:, None],
+            rows.gather(positions)[:, None],
+            TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
+            rope,
+            self.numerics,
         )
-        logits = transformer.logits(params, self.config, hidden)
+        logits = transformer.logits(params, self.config, hidden[:, 0])
         sampled, logprobs = sample_nodes(
             self.verification,
             logits,
             rooted,
+            rows,
             state.noise_keys,
             positions + 1,
             self.sampling,
@@ -447,14 +501,15 @@ class DecodeEngine:
         first_end = jnp.argmax(ends, axis=1).astype(jnp.int32)
         ended = ends.any(axis=1) & (first_end < count)
         count = jnp.where(ended, first_end + 1, count)
-        count = jnp.where(state.active, count, 0)
+        takes_part = state.active & (rows.row_of[:, 0] < rows.rows)
+        count = jnp.where(takes_part, count, 0)
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         new_state = DecodeState(
             cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths),
-            tokens=jnp.where(state.active, last, state.tokens),
+            tokens=jnp.where(takes_part, last, state.tokens),
             lengths=state.lengths + count,
             remaining=state.remaining - count,
-            active=state.active & ~ended,
+            active=state.active & ~(takes_part & ended),
             noise_keys=state.noise_keys,
         )
         new_state = self._constrain_state(new_state)
@@ -479,24 +534,6 @@ def _pack(tokens: Array, logprobs: Array, state: DecodeState, steps: Array) -> A
             state.lengths[None],
             jnp.broadcast_to(steps, (1, state.batch)),
         ]
-    )
-
-
-def _unpack(packed: np.ndarray, columns: int, nodes: int = 1) -> DecodeResult:
-    """Args:
-    packed: from `_pack`.
-    columns: of its tokens; in plain decoding, where a step is a column, only the first `steps` are used.
-    nodes: tokens a slot computes in a step.
-    """
-    steps = int(packed[-1, 0])
-    used = steps if nodes == 1 else columns
-    return DecodeResult(
-        tokens=packed[:used].T,
-        logprobs=packed[columns : columns + used].view(np.float32).T,
-        active=packed[2 * columns].astype(bool),
-        lengths=packed[2 * columns + 1],
-        steps=steps,
-        rows=steps * nodes * packed.shape[1],
     )
 
 

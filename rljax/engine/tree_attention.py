@@ -20,7 +20,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.engine.draft_tree import MAX_NODES, RootedTree
+from rljax.engine.draft_tree import MAX_NODES, NodeRows, RootedTree
 from rljax.engine.kv_cache import KEY_BLOCK, KVCache, block_scores
 from rljax.models.attention import MASKED, scale_queries, softmax_terms, weigh_chunk
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_max
@@ -30,22 +30,33 @@ assert MAX_NODES <= KEY_BLOCK  # the nodes' keys are one block
 
 @dataclasses.dataclass(frozen=True)
 class TreeAttention:
-    """Attention of M nodes per slot against the cache and each other; keeps the nodes' keys and values.
+    """Attention of the nodes that are computed against the cache and each other; keeps their keys and values.
 
     Attributes:
       cache: of the committed tokens.
       lengths: int32 [B], committed tokens.
       tree: the nodes.
+      rows: which of them are computed. What the others hold is any node's: nothing that is computed sees
+        them, as a node's ancestors are computed with it.
       numerics: see `Numerics`.
     """
 
     cache: KVCache
     lengths: Array
     tree: RootedTree
+    rows: NodeRows
     numerics: Numerics
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """q [B, M, H, D], k and v [B, M, Hk, D] -> ([B, M, H, D], (k, v) in the cache's type)."""
+        """q [R, 1, H, D], k and v [R, 1, Hk, D] -> ([R, 1, H, D], k and v [B, M, Hk, D] as the cache keeps
+        them).
+        """
+        q, k, v = (self.rows.scatter(x[:, 0]) for x in (q, k, v))
+        out, kept = self._attend(layer, q, k, v)
+        return self.rows.gather(out)[:, None], kept
+
+    def _attend(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        """q [B, M, H, D], k and v [B, M, Hk, D] -> ([B, M, H, D], (k, v))."""
         batch, nodes, num_heads, head_dim = q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_kv_heads, capacity = values.shape[1:3]

@@ -23,9 +23,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.engine.draft_tree import RootedTree
+from rljax.engine.draft_tree import NodeRows, RootedTree
 from rljax.engine.noise import gumbel_rows, uniform
-from rljax.engine.sampling import SamplingParams, first_maximum, token_logprobs, transform_logits
+from rljax.engine.sampling import SamplingParams, first_maximum, sample, token_logprobs, transform_logits
 from rljax.models.numerics import Numerics, log_normalizer
 
 Rule = Literal["coupled", "rejection", "target_only"]
@@ -35,6 +35,7 @@ def sample_nodes(
     rule: Rule,
     logits: Array,
     tree: RootedTree,
+    rows: NodeRows,
     keys: Array,
     positions: Array,
     params: SamplingParams,
@@ -45,8 +46,9 @@ def sample_nodes(
 
     Args:
       rule: see the module's docstring.
-      logits: float32 [B, M, V], of the tokens behind each node.
+      logits: float32 [R, V], of the tokens behind each node that was computed.
       tree: the nodes; under `rejection` a chain.
+      rows: which of them were computed; what the others sample means nothing.
       keys: request keys, uint32 [B, 2].
       positions: of the sampled tokens, int32 [B, M].
       params: the sampling distribution.
@@ -57,26 +59,23 @@ def sample_nodes(
     Returns:
       tokens int32 [B, M], logprobs float32 [B, M] under the sampling distribution.
     """
-    batch, nodes, vocab_size = logits.shape
-    flat = transform_logits(logits.reshape(batch * nodes, vocab_size), params, numerics)
-    noisy = flat
-    if not params.greedy:
-        node_keys = jnp.broadcast_to(keys[:, None], (batch, nodes, 2)).reshape(-1, 2)
-        noisy = flat + gumbel_rows(node_keys, positions.reshape(-1), vocab_size)
     if rule == "coupled":
-        tokens = first_maximum(noisy)
-    else:
-        shape = (batch, nodes, vocab_size)
-        logprobs = (flat - log_normalizer(flat, numerics)).reshape(shape)
-        noise = (noisy - flat).reshape(shape)  # nan where a filter took the token out
-        noise = jnp.where(jnp.isfinite(logprobs), noise, 0.0)
-        numbers = uniform(jnp.broadcast_to(keys[:, None], (batch, nodes, 2)), positions)
-        if rule == "rejection" and proposal is not None:
-            tokens = _rejection(logprobs, noise, numbers, tree, proposal)
-        else:  # with a child a node and no proposal, `rejection` is the same
-            tokens = _target_only(logprobs, noise, numbers, tree)
-        tokens = tokens.reshape(-1)
-    return tokens.reshape(batch, nodes), token_logprobs(flat, tokens, numerics).reshape(batch, nodes)
+        tokens, logprobs = sample(logits, keys[rows.slots], rows.gather(positions), params, numerics)
+        return rows.scatter(tokens), rows.scatter(logprobs)
+    shape = (*positions.shape, logits.shape[-1])
+    flat = transform_logits(rows.scatter(logits).reshape(-1, shape[-1]), params, numerics)
+    keys = jnp.broadcast_to(keys[:, None], (*positions.shape, 2))
+    logprobs = (flat - log_normalizer(flat, numerics)).reshape(shape)
+    noise = 0.0
+    if not params.greedy:
+        noise = gumbel_rows(keys.reshape(-1, 2), positions.reshape(-1), shape[-1]).reshape(shape)
+    numbers = uniform(keys, positions)
+    if rule == "rejection" and proposal is not None:
+        tokens = _rejection(logprobs, noise, numbers, tree, proposal)
+    else:  # with a child a node and no proposal, `rejection` is the same
+        tokens = _target_only(logprobs, noise, numbers, tree)
+    logprobs = token_logprobs(flat, tokens.reshape(-1), numerics)
+    return tokens, logprobs.reshape(positions.shape)
 
 
 def _child_probabilities(logprobs: Array, tree: RootedTree) -> Array:

@@ -48,8 +48,8 @@ class DecodeStatistics:
 
     Attributes:
       tokens: response tokens kept.
-      steps: forward passes; each computes every slot of its batch bucket.
-      rows: tokens computed by them: the batch bucket, times the nodes where drafts were verified.
+      steps: forward passes.
+      rows: tokens computed by them: of plain steps the batch bucket.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
       visits: looks from the host.
       verified: forward passes that verified drafts.
@@ -59,7 +59,8 @@ class DecodeStatistics:
       accepted: draft nodes accepted.
       unusable: draft nodes that a drafter returned and that were none.
       host_seconds: spent on drafting, on choosing, and on telling the drafter.
-      device_seconds: waited for the device.
+      device_seconds: of forward passes.
+      idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
     """
@@ -77,6 +78,7 @@ class DecodeStatistics:
     unusable: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
+    idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0
 

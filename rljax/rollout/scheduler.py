@@ -7,6 +7,7 @@ take.
 """
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,7 @@ from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.rollout.records import Completion, DecodeStatistics, Request
-from rljax.rollout.speculation import ActiveSlots, Speculator
+from rljax.rollout.speculation import ActiveSlots, Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
 
 OnProgress = Callable[[int, int], None]
@@ -33,6 +34,7 @@ class Scheduler:
       max_slots: requests decoded at a time.
       stop_strings: see `StopStrings`; None for none.
       speculator: decodes with drafts; None for plain decoding.
+      overlap: draft for one half of the slots while the device verifies the other.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class Scheduler:
         max_slots: int,
         stop_strings: StopStrings | None = None,
         speculator: Speculator | None = None,
+        overlap: bool = False,
     ) -> None:
         self.engine = engine
         self.max_slots = max_slots
         self.stop_strings = stop_strings
         self.speculator = speculator
+        self.overlap = overlap
 
     def run(
         self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
@@ -87,6 +91,7 @@ class _Run:
         self.max_slots = scheduler.max_slots
         self.stop_strings = scheduler.stop_strings
         self.speculator = scheduler.speculator
+        self.overlap = scheduler.overlap and scheduler.speculator is not None
         self.params = params
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         upcoming = () if self.run_ahead is None else self.run_ahead.upcoming
@@ -126,11 +131,19 @@ class _Run:
             state = self.engine.init_state(self.max_slots, longest + 1)
             if self.speculator is not None:
                 self.speculator.begin(self.requests, self.statistics)
+            under_way = None
             while self.waiting or self.running:
-                state = self.fill_ahead(self.compact(self.fill(state)))
-                state, result = self.decode(state)
-                state = self.collect(state, result)
-                state = self.grow(state, result)
+                state = self.fill(state)
+                if under_way is None:
+                    state = self.compact(state)
+                state = self.fill_ahead(state)
+                if self.overlap:
+                    state, under_way = self.alternate(state, under_way)
+                else:
+                    state, result = self.decode(state)
+                    state = self.collect(state, result, self.busy)
+            if under_way is not None:  # over requests that were only sampled ahead
+                self.collect(state, self.speculator.finish(under_way), under_way.active.slots)
             if self.wanted < len(self.requests):
                 ahead = range(self.wanted, len(self.requests))
                 self.run_ahead.keep([(self.requests[index], self.tokens[index]) for index in ahead])
@@ -154,16 +167,42 @@ class _Run:
     def decode(self, state: DecodeState) -> tuple[DecodeState, DecodeResult]:
         """The next tokens of every slot, and the time for it."""
         until_active = self.look_when_active(state)
-        if self.speculator is None:
-            start = time.perf_counter()
-            state, result = self.engine.generate(self.params, state, until_active=until_active)
-            self.statistics.device_seconds += time.perf_counter() - start
-            return state, result
-        slots = np.asarray(self.busy, np.int32)
+        if self.speculator is not None:
+            return self.speculator.decode(self.params, state, self.active(self.busy), until_active)
+        start = time.perf_counter()
+        state, result = self.engine.generate(self.params, state, until_active=until_active)
+        self.statistics.device_seconds += time.perf_counter() - start
+        return state, result
+
+    def alternate(
+        self, state: DecodeState, under_way: VerifyingPass | None
+    ) -> tuple[DecodeState, VerifyingPass | None]:
+        """Drafts for slots that the device is not at, and gives it their pass behind the one under way; then
+        takes over what that one brought.
+        """
+        taken = () if under_way is None else under_way.active.slots
+        idle = [slot for slot in self.busy if slot not in taken]
+        half = idle[: -(-len(self.busy) // 2)]
+        following = None
+        if half and (under_way is None or not self.compacts_to(state)):
+            state, following = self.speculator.start(self.params, state, self.active(half))
+        if under_way is not None:
+            state = self.collect(state, self.speculator.finish(under_way), under_way.active.slots)
+        elif following is None:  # nobody is under way: a plain step of all slots
+            until_active = self.look_when_active(state)
+            active = self.active(self.busy)
+            state, result = self.speculator.decode_plainly(self.params, state, active, until_active)
+            state = self.collect(state, result, self.busy)
+        return state, following
+
+    def active(self, slots: Sequence[int]) -> ActiveSlots:
+        """What the speculator is told of `slots`."""
+        slots = np.asarray(slots, np.int32)
         requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
         positions = [len(self.requests[i].prompt_ids) + len(self.tokens[i]) for i in requests]
-        active = ActiveSlots(slots, requests, np.asarray(positions, np.int32), requests < self.wanted)
-        return self.speculator.decode(self.params, state, active, until_active)
+        wanted = requests < self.wanted
+        standing_by = len(self.running) - int(wanted.sum())
+        return ActiveSlots(slots, requests, np.asarray(positions, np.int32), wanted, standing_by)
 
     def look_when_active(self, state: DecodeState) -> int:
         """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move
@@ -217,26 +256,29 @@ class _Run:
         return state
 
     def prefill(self, wanted: int) -> None:
-        """The next prompts, enough for `wanted` slots."""
+        """The next prompts: enough for `wanted` slots or, with drafts, one for every slot there is."""
         batch: list[tuple[tuple[int, ...], list[int]]] = []
         members = 0
-        while self.prompts and members < wanted:
+        while self.prompts and (members < wanted if self.speculator is None else len(batch) < self.max_slots):
             batch.append(self.prompts.popleft())
             members += len(batch[-1][1])
         prefix = self.engine.prefill(self.params, [prompt for prompt, _ in batch])
-        for row, (prompt, indices) in enumerate(batch):
-            self.statistics.prefilled_tokens += len(prompt)
-            self.ready.extend((prefix, row, index) for index in indices)
+        self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in batch)
+        rows = [[(prefix, row, index) for index in own] for row, (_, own) in enumerate(batch)]
+        if self.speculator is not None:
+            # The first samples of all these prompts, then the second ones: they draft from the first.
+            rows = itertools.zip_longest(*rows)
+        self.ready.extend(each for own in rows for each in own if each is not None)
 
-    def collect(self, state: DecodeState, result: DecodeResult) -> DecodeState:
-        """Takes over what was sampled, and frees the slots of ended responses."""
+    def collect(self, state: DecodeState, result: DecodeResult, slots: Sequence[int]) -> DecodeState:
+        """Takes over what was sampled in `slots`, frees those of ended responses, makes room for the rest."""
         statistics = self.statistics
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.visits += 1
-        busy, stopped, kept = self.busy, [], []
-        requests = np.asarray([self.slots[slot] for slot in busy], np.int32)
-        for slot in busy:
+        stopped, kept = [], []
+        requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
+        for slot in slots:
             index = self.slots[slot]
             sampled = result.tokens[slot][result.tokens[slot] >= 0]
             tokens, logprobs = self.tokens[index], self.logprobs[index]
@@ -261,19 +303,19 @@ class _Run:
         statistics.tokens += wanted
         statistics.ahead_tokens += sum(kept) - wanted
         if self.speculator is not None:
-            self.speculator.observe(requests, result.tokens[busy], np.asarray(kept, np.int32))
+            self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32))
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
-        return self.engine.free_resource(state, stopped) if stopped else state
+        return self.grow(self.engine.free_resource(state, stopped) if stopped else state, result, slots)
 
     def compact(self, state: DecodeState) -> DecodeState:
         """Moves to the smallest batch bucket once nothing waits; what is sampled ahead takes what room is
         left.
         """
-        running = self.running
-        batch = self.engine.buckets.batch_for(max(len(running), 1))
-        if self.waiting or batch == state.batch:
+        batch = self.compacts_to(state)
+        if not batch:
             return state
+        running = self.running
         ahead = [slot for slot in self.busy if self.slots[slot] >= self.wanted]
         kept = running + ahead[: batch - len(running)]
         state = self.engine.compact(state, kept)
@@ -281,11 +323,17 @@ class _Run:
         self.slots += [None] * (state.batch - len(self.slots))
         return state
 
-    def grow(self, state: DecodeState, result: DecodeResult) -> DecodeState:
+    def compacts_to(self, state: DecodeState) -> int:
+        """The smaller batch bucket that has become enough, or 0."""
+        batch = self.engine.buckets.batch_for(max(len(self.running), 1))
+        return 0 if self.waiting or batch == state.batch else batch
+
+    def grow(self, state: DecodeState, result: DecodeResult, slots: Sequence[int]) -> DecodeState:
         """Moves to the next cache bucket once a response has filled this one; what is sampled ahead ends
         there.
         """
-        full = [slot for slot in self.busy if result.lengths[slot] >= state.cache.length]
+        busy = [slot for slot in slots if self.slots[slot] is not None]
+        full = [slot for slot in busy if result.lengths[slot] >= state.cache.length]
         if any(self.slots[slot] < self.wanted for slot in full):
             return self.engine.grow(state)
         for slot in full:

@@ -1,24 +1,14 @@
 """Speculative decoding of a batch: ask the drafter, decide how much to verify, verify, tell the drafter.
 
-What is decided is only how much work a forward pass does, never a token. Before each pass the expected tokens
-per second of every size of tree that is compiled, and of plain decoding, are compared, from
-
-- how likely the drafter says that each of its nodes is, corrected by how often such nodes were accepted so
-  far (`_Calibration`);
-- how long a pass of each shape took so far (`_PassTimes`).
-
-So a drafter that is wrong, or a batch that is too large for verification to pay, costs little more than the
-asking, and that is done ever more seldom while it does not pay.
+What is decided (`rljax/rollout/pass_choice.py`) is only how much work a forward pass does, never a token.
+While verifying does not pay, the drafter is asked ever more seldom.
 """
 
-import collections
 import dataclasses
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
@@ -32,20 +22,16 @@ from drafters.base import (
     chains,
     usable_nodes,
 )
-from rljax.engine.draft_tree import DraftTree, empty_tree
-from rljax.engine.engine import DecodeEngine, DecodeResult
+from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
+from rljax.rollout.pass_choice import Calibration, Candidates, PassTimes, best_rows, candidates, time_passes
 from rljax.rollout.records import DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 
-_PROBABILITY_BINS = 16
-_PRIOR_WEIGHT = 4.0  # nodes that a bin starts with, as the drafter says
-_FORGET = 0.5  # share of the acceptance counts that a new rollout starts with
-_TIMES_KEPT = 9
-# A plain step timed alone seems longer than it is among many: verifying must promise this much more.
-_MARGIN = 1.05
+_WARM_UP_REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +43,35 @@ class ActiveSlots:
       requests: int32 [n], which request each decodes.
       positions: int32 [n], where its next token will stand.
       wanted: bool [n], False for requests that are only sampled ahead.
+      standing_by: how many other slots with a wanted request there are.
     """
 
     slots: np.ndarray
     requests: np.ndarray
     positions: np.ndarray
     wanted: np.ndarray
+    standing_by: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyingPass:
+    """A pass that the device is at.
+
+    Attributes:
+      active: the slots that take part.
+      tree: what is verified.
+      bins: of the drafter's nodes, int [n, N].
+      shape: (batch, cache length, rows).
+      dispatched: when, by `time.perf_counter`.
+      pending: what it will bring.
+    """
+
+    active: ActiveSlots
+    tree: DraftTree
+    bins: np.ndarray
+    shape: tuple[int, int, int]
+    dispatched: float
+    pending: Pending
 
 
 class Speculator:
@@ -89,9 +98,10 @@ class Speculator:
         self.name = name
         self.max_batch = max_batch
         self.run_ahead = run_ahead
-        self._calibration = _Calibration()
-        self._times = _PassTimes()
+        self._calibration = Calibration()
+        self._times = PassTimes()
         self._patience = 1  # plain steps until the drafter is asked again
+        self._plain_requests: set[int] = set()  # those that decoded plainly the last time
 
     # -- a rollout -------------------------------------------------------------------------------------------
 
@@ -102,6 +112,8 @@ class Speculator:
         self._accepted = np.zeros(len(requests), np.int64)
         self._calibration.forget()
         self._patience = 1
+        self._under_way: list[VerifyingPass] = []
+        self._last_end = self._busy_until = time.perf_counter()  # of the device's work
         coupled = self.engine.verification == "coupled"
         start = time.perf_counter()
         known = []
@@ -119,30 +131,75 @@ class Speculator:
         self, params: Params, state: DecodeState, active: ActiveSlots, until_active: int
     ) -> tuple[DecodeState, DecodeResult]:
         """The next tokens of every active slot, by one verifying pass or a few plain steps."""
+        state, under_way = self.start(params, state, active)
+        if under_way is None:
+            return self.decode_plainly(params, state, active, until_active)
+        return state, self.finish(under_way)
+
+    def start(
+        self, params: Params, state: DecodeState, active: ActiveSlots
+    ) -> tuple[DecodeState, VerifyingPass | None]:
+        """Begins a verifying pass; None where plain decoding is expected to be faster. One may be under way
+        already, over other slots.
+        """
+        if state.batch > self.max_batch:
+            return state, None
         start = time.perf_counter()
         shape = (state.batch, state.cache.length)
-        tree = None
-        if state.batch <= self.max_batch:
-            tree, bins = self._draft(shape, active)
+        rows, tree, bins = self._draft(shape, active)
+        under_way = None
+        if rows:
+            state, pending = self.engine.verify(params, state, tree, pack_rows(tree, active.slots, rows))
+            self._dispatched(self._times[(*shape, rows)])
+            under_way = VerifyingPass(active, tree, bins, (*shape, rows), time.perf_counter(), pending)
+            self._under_way.append(under_way)
         self._statistics.host_seconds += time.perf_counter() - start
-        start = time.perf_counter()
-        if tree is None:
-            steps = self._patience if state.batch <= self.max_batch else None
-            state, result = self.engine.generate(params, state, steps, until_active)
-            seconds = time.perf_counter() - start
-            self._times.add((*shape, 0), seconds / max(result.steps, 1))
-            self._last = (np.zeros_like(active.requests),) * 2
-            self._patience = min(2 * self._patience, self.engine.decode_steps_per_visit)
-        else:
-            state, result = self.engine.verify(params, state, tree)
-            seconds = time.perf_counter() - start
-            self._times.add((*shape, tree.nodes), seconds)
-            self._patience = 1
-            start = time.perf_counter()
-            self._account(result, active, tree, bins)
-            self._statistics.host_seconds += time.perf_counter() - start
+        return state, under_way
+
+    def finish(self, under_way: VerifyingPass) -> DecodeResult:
+        """Waits for the pass that was started first."""
+        was_over = under_way.pending.is_ready()
+        result = under_way.pending.result()
+        now = time.perf_counter()
+        self._under_way.remove(under_way)
+        seconds = self._times[under_way.shape]
+        if not was_over:  # so it ended just now
+            seconds = now - max(under_way.dispatched, self._last_end)
+            self._times.add(under_way.shape, seconds)
+            self._last_end = now
+            self._busy_until = now + sum(self._times[other.shape] for other in self._under_way)
         self._statistics.device_seconds += seconds
+        self._patience = 1
+        self._account(result, under_way.active, under_way.tree, under_way.bins)
+        self._statistics.host_seconds += time.perf_counter() - now
+        return result
+
+    def decode_plainly(
+        self, params: Params, state: DecodeState, active: ActiveSlots, until_active: int
+    ) -> tuple[DecodeState, DecodeResult]:
+        """A few plain steps of all slots: more of them every time in a row, until new requests come."""
+        asks = state.batch <= self.max_batch
+        requests = set(active.requests.tolist())
+        if not requests <= self._plain_requests:
+            self._patience = 1
+        self._plain_requests = requests
+        self._dispatched(0.0)
+        start = time.perf_counter()
+        state, result = self.engine.generate(params, state, self._patience if asks else None, until_active)
+        self._last_end = self._busy_until = time.perf_counter()
+        seconds = self._last_end - start
+        if asks:
+            self._times.add((state.batch, state.cache.length, 0), seconds / max(result.steps, 1))
+        self._statistics.device_seconds += seconds
+        self._last = (np.zeros_like(active.requests),) * 2
+        self._patience = min(2 * self._patience, self.engine.decode_steps_per_visit)
         return state, result
+
+    def _dispatched(self, seconds: float) -> None:
+        """The device was given work for about so long: how long had it none?"""
+        now = time.perf_counter()
+        self._statistics.idle_seconds += max(0.0, now - self._busy_until)
+        self._busy_until = max(now, self._busy_until) + seconds
 
     def observe(self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """What was kept of the tokens that `decode` sampled: int32 [n, T], of which counts [n]."""
@@ -169,6 +226,8 @@ class Speculator:
             "accepted": statistics.accepted,
             "unusable": statistics.unusable,
             "host_share": statistics.host_seconds / max(waited, 1e-9),
+            "idle_share": statistics.idle_seconds
+            / max(statistics.idle_seconds + statistics.device_seconds, 1e-9),
         }
         if self.run_ahead is not None:
             metrics["run_ahead_tokens"] = statistics.ahead_tokens
@@ -196,8 +255,10 @@ class Speculator:
             if batch > self.max_batch:
                 continue
             for length in self.engine.buckets.cache:
-                for nodes, seconds in time_passes(self.engine, params, batch, length, repeats=1).items():
-                    self._times.add((batch, length, nodes), seconds[0])
+                taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
+                for rows, seconds in taken.items():
+                    for own in seconds:
+                        self._times.add((batch, length, rows), own)
 
     # -- drafting --------------------------------------------------------------------------------------------
 
@@ -209,11 +270,9 @@ class Speculator:
         except Exception as error:
             raise DrafterError(f"speculation.drafter {self.name}: {method} raised {error!r}") from error
 
-    def _draft(self, shape: tuple[int, int], active: ActiveSlots) -> tuple[DraftTree | None, np.ndarray]:
-        """The tree to verify next, or None where plain decoding is expected to be faster; and the bins of the
-        drafter's nodes.
-        """
-        width = self.engine.buckets.draft[-1]
+    def _draft(self, shape: tuple[int, int], active: ActiveSlots) -> tuple[int, DraftTree | None, np.ndarray]:
+        """Rows of the next pass, 0 for a plain step; the tree it verifies; the drafter's nodes' bins."""
+        width = self.engine.buckets.max_drafts
         budgets = np.full(len(active.slots), width, np.int32)
         queries = Queries(active.requests, active.positions, budgets, width)
         drafts = self._ask("propose", queries)
@@ -228,23 +287,15 @@ class Speculator:
         if self.engine.verification == "rejection":
             drafts, usable = chains(drafts, usable)
         bins = self._calibration.bins(drafts.log_probability)
-        probability = np.where(usable, self._calibration.rates[bins], 0.0)
-        wanted = active.wanted  # what is sampled ahead must not make a pass longer
-        nodes = self._best_size(shape, int(wanted.sum()), probability[wanted])
-        if nodes == 0:
-            return None, bins
-        return _tree(drafts, usable, active.slots, shape[0], nodes), bins
+        found = candidates(usable, self._calibration.rates[bins], active.wanted, active.standing_by)
+        rows = self._choose(shape, found)
+        if not rows:
+            return 0, None, bins
+        nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
+        return rows, _tree(drafts, found.take(rows, nodes), active.slots, shape[0], nodes), bins
 
-    def _best_size(self, shape: tuple[int, int], slots: int, probability: np.ndarray) -> int:
-        """Draft nodes per slot, 0 for plain decoding: what promises the most tokens per second."""
-        accepted = np.cumsum(probability.sum(axis=0))  # by how many nodes of each slot are verified
-        plain_rate = slots / self._times[(*shape, 0)]
-        best, best_rate = 0, plain_rate
-        for nodes in self.engine.buckets.draft:
-            rate = (slots + accepted[nodes - 1]) / self._times[(*shape, nodes)]
-            if accepted[nodes - 1] > 0 and rate > max(best_rate, _MARGIN * plain_rate):
-                best, best_rate = nodes, rate
-        return best
+    def _choose(self, shape: tuple[int, int], found: Candidates) -> int:
+        return best_rows(found, self.engine.buckets, self._times, *shape)
 
     def _account(self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, bins: np.ndarray) -> None:
         verified = tree.valid[active.slots]  # [n, N]
@@ -265,84 +316,11 @@ class Speculator:
         statistics.accepted += int(taken.sum())
 
 
-def time_passes(
-    engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int
-) -> dict[int, list[float]]:
-    """Seconds of forward passes over a batch in half-filled caches, by draft nodes per slot; 0 is a plain
-    step.
-    """
-    state = engine.init_state(batch, length)
-    busy = {
-        "active": np.ones(batch, bool),
-        "lengths": np.full(batch, length // 2, np.int32),
-        "remaining": np.full(batch, length, np.int32),
-    }
-    placed = {name: getattr(state, name).sharding for name in busy}
-    seconds: dict[int, list[float]] = {nodes: [] for nodes in (0, *engine.buckets.draft)}
-    for repeat in range(repeats + 1):  # the first may compile
-        for nodes, own in seconds.items():
-            # Every time anew: a slot that sampled an end of sequence would be idle.
-            state = state.replace(**{name: jax.device_put(busy[name], placed[name]) for name in busy})
-            start = time.perf_counter()
-            if nodes:
-                state, _ = engine.verify(params, state, empty_tree(batch, nodes))
-            else:
-                state, _ = engine.generate(params, state, max_steps=1)
-            if repeat:
-                own.append(time.perf_counter() - start)
-    return seconds
-
-
-def _tree(drafts: Drafts, usable: np.ndarray, slots: np.ndarray, batch: int, nodes: int) -> DraftTree:
-    """The first `nodes` nodes of every query, at the slots of the state."""
+def _tree(drafts: Drafts, taken: np.ndarray, slots: np.ndarray, batch: int, nodes: int) -> DraftTree:
+    """The nodes of every query that are taken, all among the first `nodes`, at the slots of the state."""
     tree = empty_tree(batch, nodes)
-    usable = usable[:, :nodes]
-    tree.tokens[slots] = np.where(usable, drafts.tokens[:, :nodes], 0)
-    tree.parents[slots] = np.where(usable, drafts.parents[:, :nodes], -1)
-    tree.valid[slots] = usable
+    taken = taken[:, :nodes]
+    tree.tokens[slots] = np.where(taken, drafts.tokens[:, :nodes], 0)
+    tree.parents[slots] = np.where(taken, drafts.parents[:, :nodes], -1)
+    tree.valid[slots] = taken
     return tree
-
-
-class _Calibration:
-    """From the probability that a drafter gives a node to how often such nodes were accepted."""
-
-    def __init__(self) -> None:
-        middle = (np.arange(_PROBABILITY_BINS) + 0.5) / _PROBABILITY_BINS
-        self._prior = _PRIOR_WEIGHT * middle
-        self._accepted = np.zeros(_PROBABILITY_BINS)
-        self._total = np.zeros(_PROBABILITY_BINS)
-
-    def forget(self) -> None:
-        """Old counts weigh less: the policy has moved."""
-        self._accepted *= _FORGET
-        self._total *= _FORGET
-
-    def bins(self, log_probability: np.ndarray) -> np.ndarray:
-        """Which bin each node falls into; what is no number counts as unlikely."""
-        probability = np.nan_to_num(np.exp(np.minimum(log_probability, 0.0)), nan=0.0)
-        return np.minimum((probability * _PROBABILITY_BINS).astype(np.int64), _PROBABILITY_BINS - 1)
-
-    @property
-    def rates(self) -> np.ndarray:
-        """Acceptance of each bin."""
-        return (self._accepted + self._prior) / (self._total + _PRIOR_WEIGHT)
-
-    def add(self, bins: np.ndarray, accepted: np.ndarray) -> None:
-        """Nodes that were verified, by bin."""
-        self._accepted += np.bincount(bins, accepted, _PROBABILITY_BINS)
-        self._total += np.bincount(bins, minlength=_PROBABILITY_BINS)
-
-
-class _PassTimes:
-    """Seconds of a forward pass by (batch, cache length, draft nodes; 0 is a plain step): the median of the
-    last few.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int, int], collections.deque[float]] = {}
-
-    def __getitem__(self, shape: tuple[int, int, int]) -> float:
-        return statistics.median(self._seconds[shape])
-
-    def add(self, shape: tuple[int, int, int], seconds: float) -> None:
-        self._seconds.setdefault(shape, collections.deque(maxlen=_TIMES_KEPT)).append(seconds)

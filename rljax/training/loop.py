@@ -108,7 +108,8 @@ class TrainingRun:
                 engine.batch_buckets,
                 engine.cache_buckets,
                 row_multiple(mesh),
-                () if drafter is None else speculation.draft_buckets,
+                () if drafter is None else speculation.verify_buckets,
+                speculation.max_drafts,
             ),
             policy.eos_token_ids,
             engine.decode_steps_per_visit,
@@ -127,7 +128,7 @@ class TrainingRun:
         self.collector = Collector(
             task,
             policy.tokenizer,
-            Scheduler(self.engine, engine.max_slots, stop, self.speculator),
+            Scheduler(self.engine, engine.max_slots, stop, self.speculator, speculation.overlap),
             config.seed,
             rollout.max_prompt_length,
             rollout.max_response_length,

@@ -75,7 +75,7 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
     """The same function at another size; a ConfigError if that is smaller."""
     try:
-        params, config = grow(policy.params, policy.config, growth.mlp_size, growth.num_layers, seed)
+        params, config = grow(policy.params, policy.config, **growth.model_dump(), seed=seed)
     except ValueError as error:
         raise ConfigError(f"policy.growth: {error}") from error
     return dataclasses.replace(policy, params=params, config=config)

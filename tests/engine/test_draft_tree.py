@@ -1,10 +1,11 @@
 """Draft trees: ancestors, depths and the accepted path against loops over single nodes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine.draft_tree import MAX_NODES, DraftTree, empty_tree, with_root
+from rljax.engine.draft_tree import MAX_NODES, DraftTree, all_rows, empty_tree, pack_rows, with_root
 from rljax.engine.verification import accepted_path
 
 ROOTED = jax.jit(with_root)
@@ -161,3 +162,35 @@ def test_parents_of_invalid_nodes_do_not_matter():
     for got, wanted in zip(ACCEPTED(tree, last, sampled), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert np.asarray(expected[1]).max() > 3
+
+
+def test_rows_are_the_nodes_of_the_slots_that_take_part():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tree = empty_tree(5, 6)
+        tree.valid[:] = rng.random((5, 6)) < 0.5
+        slots = rng.permutation(5)[: rng.integers(1, 6)]
+        count = len(slots) + int(tree.valid[slots].sum())
+        rows = pack_rows(tree, slots, count + int(rng.integers(0, 4)))
+        nodes = np.concatenate([np.ones((5, 1), bool), tree.valid], axis=1)
+        for slot in range(5):
+            for node in range(7):
+                row = rows.row_of[slot, node]
+                if slot in slots and nodes[slot, node]:
+                    assert (rows.slots[row], rows.nodes[row]) == (slot, node)
+                else:
+                    assert row == rows.rows
+        values = rng.random((5, 7, 2))
+        there = np.asarray(rows.gather(values))
+        back = np.asarray(rows.scatter(jnp.asarray(there)))
+        computed = rows.row_of < rows.rows
+        np.testing.assert_array_equal(back[computed], values.astype(np.float32)[computed])
+        with pytest.raises(ValueError, match=f"{count} nodes, expected at most {count - 1}"):
+            pack_rows(tree, slots, count - 1)
+
+
+def test_all_rows_are_all_nodes():
+    values = np.arange(24).reshape(4, 6)
+    rows = all_rows(4, 6)
+    np.testing.assert_array_equal(rows.gather(values), values.ravel())
+    np.testing.assert_array_equal(rows.scatter(jnp.asarray(values.ravel())), values)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftTree, empty_tree
+from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.noise import request_key
@@ -94,11 +94,23 @@ class Emitted:
 
 
 def speculate(
-    engine, params, asked, draft, nodes, order=None, capacity=0, compacting=True, poisoned=None, most=None
+    engine,
+    params,
+    asked,
+    draft,
+    nodes,
+    order=None,
+    capacity=0,
+    compacting=True,
+    poisoned=None,
+    most=None,
+    take=None,
 ):
     """`tests.engine.test_engine.decode` by verifying passes over `draft`'s trees.
 
     Args:
+      take: (active slots, the tree) -> (slots that take part, rows), and makes nodes invalid that have no
+        room; None computes all nodes of all slots.
       poisoned: what everything that no slot may see is filled with before every pass; None for nothing.
       most: passes; None for as many as it takes.
     """
@@ -120,12 +132,17 @@ def speculate(
             row = DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot])
             row.valid[:] = False
             draft(row, i, outputs[i][0])
-        state, result = engine.verify(params, state, tree)
+        rows, part = None, np.flatnonzero(active)
+        if take is not None:
+            part, size = take(part, tree)
+            rows = pack_rows(tree, part, size)
+        state, pending = engine.verify(params, state, tree, rows)
+        result = pending.result()
         passes += 1
         for slot in range(state.batch):
             emitted = result.tokens[slot] >= 0
             count = int(emitted.sum())
-            assert emitted[:count].all() and (count > 0) == active[slot]
+            assert emitted[:count].all() and (count > 0) == (slot in part)
             if count:
                 i = slots[slot]
                 outputs[i][0].extend(result.tokens[slot][:count].tolist())
@@ -255,6 +272,31 @@ def test_a_drafter_that_always_lies_costs_passes_only():
     assert emitted.passes == 24 and set(emitted.counts) == {1}
 
 
+def test_some_nodes_of_some_slots():
+    """Ragged passes: few rows for many slots, slots that stand still, trees of any size side by side."""
+    world = world_of(*POLICIES[0])
+    rng, sizes, shares = np.random.default_rng(0), set(), set()
+
+    def take(active, tree):
+        part = rng.permutation(active)[: rng.integers(1, len(active) + 1)]
+        size = int(rng.choice([6, 12, 24]))
+        room = size - len(part)
+        for slot in part:  # a prefix of each tree, so that no node is without its parent
+            kept = int(rng.integers(0, room + 1))
+            own = np.flatnonzero(tree.valid[slot])
+            tree.valid[slot, own[kept:]] = False
+            room -= min(kept, len(own))
+        sizes.add(size)
+        shares.add(len(part) / len(active))
+        return part, size
+
+    emitted = speculate(
+        world.engine, world.params, world.asked, tangled(world.truth, 5), 7, capacity=LONGEST, take=take
+    )
+    check_same(emitted, world.plain)
+    assert sizes == {6, 12, 24} and len(shares) > 3 and max(emitted.counts) > 4
+
+
 def test_no_drafts_at_all_is_plain_decoding():
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=12) for each in world.asked]
@@ -296,7 +338,8 @@ def test_only_the_accepted_path_is_written():
     tree = empty_tree(state.batch, 7)
     for i, slot in enumerate(slots):
         draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), i, [])
-    state, result = engine.verify(world.params, state, tree)
+    state, pending = engine.verify(world.params, state, tree)
+    result = pending.result()
     assert result.lengths[slots].min() > 0 and (result.tokens >= 0).sum() > 3
     for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
         keys = np.asarray(keys).transpose(0, 1, 2, 4, 3).reshape(values.shape)
@@ -325,7 +368,8 @@ def test_plain_and_speculative_decoding_take_turns():
             tree = empty_tree(state.batch, 7)
             for i in range(4):
                 draft(DraftTree(tree.tokens[i], tree.parents[i], tree.valid[i]), i, outputs[i][0])
-            state, result = engine.verify(params, state, tree)
+            state, pending = engine.verify(params, state, tree)
+            result = pending.result()
         for i in range(4):
             valid = result.tokens[i] >= 0
             outputs[i][0].extend(result.tokens[i][valid].tolist())

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rljax.engine.draft_tree import DraftTree, with_root
+from rljax.engine.draft_tree import DraftTree, all_rows, with_root
 from rljax.engine.noise import gumbel
 from rljax.engine.sampling import SamplingParams, sample, token_logprobs, transform_logits
 from rljax.engine.verification import accepted_path, sample_nodes
@@ -111,7 +111,8 @@ def rule_program(rule, params):
 
     @jax.jit
     def run(logits, tree, keys, positions, proposal=None):
-        return sample_nodes(rule, logits, tree, keys, positions, params, NUMERICS, proposal)
+        flat, rows = logits.reshape(-1, logits.shape[-1]), all_rows(*positions.shape)
+        return sample_nodes(rule, flat, tree, rows, keys, positions, params, NUMERICS, proposal)
 
     return run
 

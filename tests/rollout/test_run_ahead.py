@@ -29,7 +29,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def engine(params):
-    buckets = Buckets((2, 4), (64, 128), (3,))
+    buckets = Buckets((2, 4), (64, 128), (8, 16), 3)
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_visit=4)
     engine.warm_up(params, MAX_SLOTS, 20, late_inserts=True)
     return engine
@@ -49,9 +49,9 @@ def make_speculator(engine, run_ahead, name="srt"):
     speculator = Speculator(engine, make_drafter(name), name, MAX_SLOTS, run_ahead)
     for batch in engine.buckets.batch:
         for length in engine.buckets.cache:
-            for nodes, seconds in ((0, 1.0), (3, 1.1)):  # verifying is cheap: every draft is tried
+            for rows, seconds in ((0, 1.0), (8, 1.1), (16, 1.1)):  # verifying is cheap: every draft is tried
                 for _ in range(9):
-                    speculator._times.add((batch, length, nodes), seconds)
+                    speculator._times.add((batch, length, rows), seconds)
     speculator._times.add = lambda shape, seconds: None
     return speculator
 

@@ -12,7 +12,6 @@ from drafters.registry import DRAFTERS
 from rljax.rollout import speculation
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
-from tests.rollout.test_speculation import FavouriteSizes
 from tests.training.tiny_run import train
 
 pytestmark = pytest.mark.slow
@@ -35,8 +34,12 @@ def world(tmp_path_factory):
             yield directory
 
 
-def run(world, name, *overrides, drafter=None, sizes=None):
-    """Metrics of a run on two problems that come back every step."""
+def run(world, name, *overrides, drafter=None, verified=None):
+    """Metrics of a run on two problems that come back every step.
+
+    Args:
+      verified: which passes verify, in turn, whatever they promise; None leaves it to the clock.
+    """
     directory = world / name
     directory.mkdir(exist_ok=True)
     overrides = (
@@ -51,13 +54,20 @@ def run(world, name, *overrides, drafter=None, sizes=None):
         *overrides,
     )
     if drafter is not None:
-        overrides += (f"speculation.drafter={drafter}", "speculation.draft_buckets=[3]")
+        overrides += (
+            f"speculation.drafter={drafter}",
+            "speculation.verify_buckets=[16, 32]",
+            "speculation.max_drafts=3",
+        )
     with pytest.MonkeyPatch.context() as patch:
-        if sizes is not None:
-            patch.setattr(speculation, "_PassTimes", lambda: FavouriteSizes(sizes))
-            patch.setattr(
-                speculation.Speculator, "_best_size", lambda self, *choice: self._times.choose(*choice)
-            )
+        if verified is not None:
+            turns = itertools.cycle(verified)
+
+            def choose(self, shape, found):
+                sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
+                return sizes[-1] if next(turns) else 0
+
+            patch.setattr(speculation.Speculator, "_choose", choose)
         return train(directory, *overrides)
 
 
@@ -90,7 +100,7 @@ def plain(world):
 @pytest.fixture(scope="module")
 def srt(world, plain):
     """Every batch is verified."""
-    return run(world, "srt", drafter="srt", sizes=[3])
+    return run(world, "srt", drafter="srt", verified=[True])
 
 
 def check_same(world, name, lines, plain):
@@ -116,7 +126,7 @@ def test_a_run_with_srt_is_the_run_without(world, plain, srt):
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"srt"}))
 def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
-    lines = run(world, name, drafter=name, sizes=[3, 3, 0])
+    lines = run(world, name, drafter=name, verified=[True, True, False])
     check_same(world, name, lines, plain)
     assert all(0 < line["speculation/speculated_share"] < 1 for line in lines[1:])
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
@@ -139,7 +149,7 @@ def test_evaluation_does_not_feed_the_history(srt):
 def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain, drafter, args):
     def resumable(kind, steps):
         options = (f"training.steps={steps}", f"speculation.args={args}")
-        return run(world, f"{drafter} {kind}", *options, drafter=drafter, sizes=[3])
+        return run(world, f"{drafter} {kind}", *options, drafter=drafter, verified=[True])
 
     whole = resumable("whole", 4)
     resumable("resumed", 2)

@@ -1,0 +1,164 @@
+"""How much a forward pass verifies: which nodes of which slots, or none at all.
+
+Before each pass the expected tokens per second of every number of rows that is compiled, and of plain
+decoding, are compared, from
+
+- how likely the drafter says that each of its nodes is, corrected by how often such nodes were accepted so
+  far (`Calibration`);
+- how long a pass of each shape took so far (`PassTimes`).
+
+The rows of a pass go to the most likely nodes of all slots: requests compete for them. So a drafter that is
+wrong, or a batch that is too large for verification to pay, costs little more than the asking.
+"""
+
+import collections
+import dataclasses
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.models.transformer import Params
+
+_PROBABILITY_BINS = 16
+_PRIOR_WEIGHT = 4.0  # nodes that a bin starts with, as the drafter says
+_FORGET = 0.5  # share of the acceptance counts that a new rollout starts with
+_TIMES_KEPT = 9
+_UNWANTED = 1e-6  # what a node of a request that is only sampled ahead is worth: it takes what room is left
+_PLAIN_STEPS = 4  # of a visit that is timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The nodes that the slots of a pass could verify.
+
+    Attributes:
+      probability: float [n, N], of being accepted; 0 for what is no node. Not increasing along a row.
+      wanted: bool [n], False for slots whose requests are only sampled ahead.
+      standing_by: slots with a wanted request that decode only in a plain step, not in this pass.
+    """
+
+    probability: np.ndarray
+    wanted: np.ndarray
+    standing_by: int = 0
+
+    def expected(self, rows: int, nodes: int) -> float:
+        """Wanted tokens from a pass of so many rows, at most `nodes` draft nodes a slot; 0 if none fits."""
+        room = rows - len(self.wanted)
+        if room < 1:
+            return 0.0
+        likely = self.probability[self.wanted, :nodes].ravel()
+        accepted = likely.sum() if likely.size <= room else np.partition(likely, -room)[-room:].sum()
+        return float(self.wanted.sum() + accepted) if accepted > 0 else 0.0
+
+    def take(self, rows: int, nodes: int) -> np.ndarray:
+        """The nodes of that pass, bool [n, N]: with a node, everything before it in its row that is one."""
+        room = rows - len(self.wanted)
+        worth = np.where(self.wanted[:, None], self.probability, _UNWANTED * self.probability)
+        worth[:, nodes:] = 0.0
+        # Of equally likely nodes, those nearer to the root first.
+        order = np.argsort(-worth.T.ravel(), kind="stable")[: max(room, 0)]
+        taken = np.zeros(worth.T.size, bool)
+        taken[order] = True
+        return taken.reshape(worth.T.shape).T & (worth > 0)
+
+
+def candidates(
+    usable: np.ndarray, probability: np.ndarray, wanted: np.ndarray, standing_by: int = 0
+) -> Candidates:
+    """Candidates from a drafter's nodes: usable bool [n, N], probability float [n, N] of those."""
+    # No node is more likely than those that the drafter put before it: its ancestors are among them.
+    falling = np.minimum.accumulate(np.where(usable, probability, 1.0), axis=1)
+    return Candidates(np.where(usable, falling, 0.0), wanted, standing_by)
+
+
+class PassTimes:
+    """Seconds of a forward pass by (batch, cache length, rows; 0 is a plain step): the last ones' median."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int, int], collections.deque[float]] = {}
+
+    def __getitem__(self, shape: tuple[int, int, int]) -> float:
+        return statistics.median(self._seconds[shape])
+
+    def add(self, shape: tuple[int, int, int], seconds: float) -> None:
+        self._seconds.setdefault(shape, collections.deque(maxlen=_TIMES_KEPT)).append(seconds)
+
+
+def best_rows(found: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int) -> int:
+    """Rows of the pass that promises the most tokens per second; 0 is a plain step."""
+    best = 0
+    best_rate = (found.wanted.sum() + found.standing_by) / times[batch, length, 0]
+    for rows, nodes in buckets.passes(batch):
+        rate = found.expected(rows, nodes) / times[batch, length, rows]
+        if rate > best_rate:
+            best, best_rate = rows, rate
+    return best
+
+
+class Calibration:
+    """From the probability that a drafter gives a node to how often such nodes were accepted."""
+
+    def __init__(self) -> None:
+        middle = (np.arange(_PROBABILITY_BINS) + 0.5) / _PROBABILITY_BINS
+        self._prior = _PRIOR_WEIGHT * middle
+        self._accepted = np.zeros(_PROBABILITY_BINS)
+        self._total = np.zeros(_PROBABILITY_BINS)
+
+    def forget(self) -> None:
+        """Old counts weigh less: the policy has moved."""
+        self._accepted *= _FORGET
+        self._total *= _FORGET
+
+    def bins(self, log_probability: np.ndarray) -> np.ndarray:
+        """Which bin each node falls into; what is no number counts as unlikely."""
+        probability = np.nan_to_num(np.exp(np.minimum(log_probability, 0.0)), nan=0.0)
+        return np.minimum((probability * _PROBABILITY_BINS).astype(np.int64), _PROBABILITY_BINS - 1)
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Acceptance of each bin."""
+        return (self._accepted + self._prior) / (self._total + _PRIOR_WEIGHT)
+
+    def add(self, bins: np.ndarray, accepted: np.ndarray) -> None:
+        """Nodes that were verified, by bin."""
+        self._accepted += np.bincount(bins, accepted, _PROBABILITY_BINS)
+        self._total += np.bincount(bins, minlength=_PROBABILITY_BINS)
+
+
+def time_passes(
+    engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int
+) -> dict[int, list[float]]:
+    """Seconds of forward passes over a batch in half-filled caches, by rows; 0 is a plain step, one of a few.
+
+    The shapes take turns, so that a busy machine slows all of them.
+    """
+    state = engine.init_state(batch, length)
+    slots = np.arange(batch)
+    busy = {
+        "active": np.ones(batch, bool),
+        "lengths": np.full(batch, length // 2, np.int32),
+        "remaining": np.full(batch, length, np.int32),
+    }
+    placed = {name: getattr(state, name).sharding for name in busy}
+    widths = {0: 0} | dict(engine.buckets.passes(batch))
+    seconds: dict[int, list[float]] = {rows: [] for rows in widths}
+    for repeat in range(repeats + 1):  # the first may compile
+        for rows, own in seconds.items():
+            # Every time anew: a slot that sampled an end of sequence would be idle.
+            state = state.replace(**{name: jax.device_put(busy[name], placed[name]) for name in busy})
+            start, steps = time.perf_counter(), 1
+            if rows:
+                tree = empty_tree(batch, widths[rows])
+                state, pending = engine.verify(params, state, tree, pack_rows(tree, slots, rows))
+                pending.result()
+            else:
+                state, result = engine.generate(params, state, max_steps=_PLAIN_STEPS)
+                steps = max(result.steps, 1)
+            if repeat:
+                own.append((time.perf_counter() - start) / steps)
+    return seconds
