@@ -52,7 +52,7 @@ SOURCES = 4
 _REMEMBERED = 8  # tokens of the edited context whose agreement is known
 _LEAST_AGREEMENT = 2  # of them; the edited context is given up below
 _LENGTHS = 7  # of the suffix: 0, 1, 2 to 3, 4 to 7, ..., 32 and more
-_EDITS = 1 + 3 * (_REMEMBERED // 2)  # no edited context, or by agreement and by what it says
+_EDITS = 1 + 3 * (_REMEMBERED // 2 + 1)  # no edited context, or by agreement and by what it says
 SITUATIONS = _LENGTHS * _EDITS
 
 
@@ -177,7 +177,7 @@ def _situation(nodes, table, place):
     row *= _EDITS
     if place[EDITED] < 0:
         return row
-    row += 1 + 3 * (_count_ones(place[AGREED]) // 2 - 1)
+    row += 1 + 3 * (_count_ones(place[AGREED]) // 2)
     best, _ = _best_child(nodes, table, place[EDITED])
     if best == place[REPLACED]:
         return row + 2
