@@ -311,15 +311,22 @@ def test_an_edit_that_says_no_more_than_the_suffix_is_given_up():
 
 
 def test_a_state_that_is_split_under_an_edited_context():
-    """The edited context 1 2 3 is one state with 2 3 and 3 until something else follows 3."""
-    forest, request, mixture = _request([[1, 2, 3, 4, 5, 6]], [1, 2, 9])
-    states = forest._header[0]
-    forest.extend(forest.start(ints(0)), *padded([[7, 3, 8], [7, 3, 8]][:1]))
-    assert forest._header[0] > states + 3  # more than the tokens: clones
-    assert _chain(forest, request, mixture, nodes=1) == [4]
-    forest.follow(request, *padded([[4]]), mixture)
-    forest.extend(request, *padded([[4]]))
+    """The edited context 2 3 shares its state with 1 2 3 until something else stands before it."""
+    forest, request, mixture = _request([[1, 2, 3, 4, 5, 6]], [9, 2, 9])
+    forest.extend(forest.start(ints(0)), *padded([[7, 2, 3, 8]]))
+    proposals = forest.propose(request, ints(2), 2, mixture=mixture)
+    assert sorted(proposals.tokens[0].tolist()) == [4, 8]
+    forest.follow(request, *padded([[8]]), mixture)  # now it is the other text that it follows
+    forest.extend(request, *padded([[8]]))
+    forest.extend(forest.start(ints(0)), *padded([[2, 3, 8, 5]]))
     assert _chain(forest, request, mixture, nodes=1) == [5]
+
+
+def test_what_agreed_counts_as_match_for_the_budget():
+    forest, request, mixture = _request([HISTORY] * 3, [*HISTORY[:6], 99])
+    proposals = forest.propose(request, ints(16), 16, mixture=mixture, budget_per_match=0.5)
+    assert proposals.match_lengths.tolist() == [0]
+    assert proposals.counts.tolist() == [math.floor(0.5 * 7) + 1]  # six tokens and the marker
 
 
 def test_the_better_source_is_believed():
