@@ -110,43 +110,48 @@ def _count_ones(bits):
 
 
 @compiled
-def _look_up(nodes, forest_max_match, max_match, states, lengths, edits, sequence, place):
+def _look_up(nodes, forest_max_match, max_match, states, lengths, edits, sequence, places, at):
     """Where a sequence is now: what was inserted since may have followed longer suffixes."""
-    place[STATE], place[MATCHED] = _known_suffix(
+    places[at, STATE], places[at, MATCHED] = _known_suffix(
         nodes, forest_max_match, max_match, np.int64(states[sequence]), np.int64(lengths[sequence])
     )
-    place[EDITED:] = edits[sequence]
-    if place[EDITED] >= 0:
-        place[EDITED], place[EDITED_MATCHED] = _known_suffix(
-            nodes, forest_max_match, forest_max_match, place[EDITED], place[EDITED_MATCHED]
+    for column in range(EDITED, PLACE_WIDTH):
+        places[at, column] = edits[sequence, column - EDITED]
+    if places[at, EDITED] >= 0:
+        places[at, EDITED], places[at, EDITED_MATCHED] = _known_suffix(
+            nodes, forest_max_match, forest_max_match, places[at, EDITED], places[at, EDITED_MATCHED]
         )
-        _drop_shorter(place)
+        _drop_shorter(places, at)
 
 
 @compiled
-def _drop_shorter(place):
+def _drop_shorter(places, at):
     """Gives up an edited context that says no more than the suffix."""
-    if place[EDITED_MATCHED] <= place[MATCHED]:
-        place[EDITED] = -1
+    if places[at, EDITED_MATCHED] <= places[at, MATCHED]:
+        places[at, EDITED] = -1
 
 
 @compiled
-def _step(nodes, table, forest_max_match, before, token, after, with_edits):
-    """Where a request is a token later: `before` and `after` are rows, and may be the same one."""
-    state, matched = before[STATE], before[MATCHED]
-    if with_edits:
-        _step_edited(nodes, table, forest_max_match, before, token, after)
+def _step(nodes, table, forest_max_match, places, before, token, target, after):
+    """Where a request is a token later: `before` and `after` are rows of `places`, and may be one.
+
+    target: the state behind the suffix and the token where it is known, else -1.
+    """
+    state, matched = places[before, STATE], places[before, MATCHED]
+    _step_edited(nodes, table, forest_max_match, places, before, token, after)
+    if target >= 0:
+        places[after, STATE], places[after, MATCHED] = context(nodes, target, matched + 1, forest_max_match)
     else:
-        after[EDITED] = -1
-    after[STATE], after[MATCHED] = _step_suffix(nodes, table, forest_max_match, state, matched, token)
-    if with_edits:
-        _drop_shorter(after)
+        places[after, STATE], places[after, MATCHED] = _step_suffix(
+            nodes, table, forest_max_match, state, matched, token
+        )
+    _drop_shorter(places, after)
 
 
 @compiled
-def _step_edited(nodes, table, forest_max_match, before, token, after):
-    edited, matched, agreed = before[EDITED], before[EDITED_MATCHED], before[AGREED]
-    replaced, replacement = before[REPLACED], before[REPLACEMENT]
+def _step_edited(nodes, table, forest_max_match, places, before, token, after):
+    edited, matched, agreed = places[before, EDITED], places[before, EDITED_MATCHED], places[before, AGREED]
+    replaced, replacement = places[before, REPLACED], places[before, REPLACEMENT]
     target = np.int64(-1)
     if edited >= 0:
         target = find_edge(nodes, table, edited, token)
@@ -158,30 +163,36 @@ def _step_edited(nodes, table, forest_max_match, before, token, after):
         agreed = (agreed << 1 | agrees) & ((1 << _REMEMBERED) - 1)
         if _count_ones(agreed) < _LEAST_AGREEMENT:
             target = np.int64(-1)
-    if target < 0 and before[MATCHED] > 0 and find_edge(nodes, table, before[STATE], token) < 0:
-        replaced, target = _best_child(nodes, table, before[STATE])
-        matched, replacement = before[MATCHED], np.int64(token)
+    if (
+        target < 0
+        and places[before, MATCHED] > 0
+        and find_edge(nodes, table, places[before, STATE], token) < 0
+    ):
+        replaced, target = _best_child(nodes, table, places[before, STATE])
+        matched, replacement = places[before, MATCHED], np.int64(token)
         agreed = (1 << min(matched + 1, _REMEMBERED)) - 2  # all but the last
-    after[EDITED] = -1
+    places[after, EDITED] = -1
     if target >= 0:
-        after[EDITED], after[EDITED_MATCHED] = context(nodes, target, matched + 1, forest_max_match)
-    after[AGREED], after[REPLACED], after[REPLACEMENT] = agreed, replaced, replacement
+        places[after, EDITED], places[after, EDITED_MATCHED] = context(
+            nodes, target, matched + 1, forest_max_match
+        )
+    places[after, AGREED], places[after, REPLACED], places[after, REPLACEMENT] = agreed, replaced, replacement
 
 
 @compiled
-def _situation(nodes, table, place):
+def _situation(nodes, table, places, at):
     """The row of the mixture: by the suffix's length, how far the edit agreed, and what that says now."""
     row = np.int64(0)
-    while row < _LENGTHS - 1 and place[MATCHED] >> row:
+    while row < _LENGTHS - 1 and places[at, MATCHED] >> row:
         row += 1
     row *= _EDITS
-    if place[EDITED] < 0:
+    if places[at, EDITED] < 0:
         return row
-    row += 1 + 3 * (_count_ones(place[AGREED]) // 2)
-    best, _ = _best_child(nodes, table, place[EDITED])
-    if best == place[REPLACED]:
+    row += 1 + 3 * (_count_ones(places[at, AGREED]) // 2)
+    best, _ = _best_child(nodes, table, places[at, EDITED])
+    if best == places[at, REPLACED]:
         return row + 2
-    return row + (best == _best_child(nodes, table, place[STATE])[0])
+    return row + (best == _best_child(nodes, table, places[at, STATE])[0])
 
 
 @compiled
@@ -203,16 +214,16 @@ def _share(nodes, table, state, token):
 
 
 @compiled
-def _learn(nodes, table, min_match, place, token, mixture):
+def _learn(nodes, table, min_match, places, at, token, mixture):
     """Counts each source by its part in what was sampled: a step of expectation maximisation."""
-    weights = mixture[_situation(nodes, table, place)]
+    weights = mixture[_situation(nodes, table, places, at)]
     suffix = edit = replace = 0.0
-    if place[MATCHED] >= min_match:
-        suffix = weights[SUFFIX] * _share(nodes, table, place[STATE], token)
-    if place[EDITED] >= 0:
-        edit = weights[EDIT] * _share(nodes, table, place[EDITED], token)
-        if token == place[REPLACEMENT]:
-            replace = weights[REPLACE] * _share(nodes, table, place[EDITED], place[REPLACED])
+    if places[at, MATCHED] >= min_match:
+        suffix = weights[SUFFIX] * _share(nodes, table, places[at, STATE], token)
+    if places[at, EDITED] >= 0:
+        edit = weights[EDIT] * _share(nodes, table, places[at, EDITED], token)
+        if token == places[at, REPLACEMENT]:
+            replace = weights[REPLACE] * _share(nodes, table, places[at, EDITED], places[at, REPLACED])
     known = suffix + edit + replace
     if known > 0.0:
         weights[SUFFIX] += suffix / known
@@ -227,30 +238,33 @@ def follow(
     nodes, table, forest_max_match, min_match, sequences, tokens, counts, states, lengths, edits, mixture
 ):
     """Moves the edited contexts by tokens that the forest does not hold yet; learns the mixture from them."""
-    place = np.empty(PLACE_WIDTH, np.int64)
+    places = np.empty((1, PLACE_WIDTH), np.int64)
     for row in range(sequences.shape[0]):
         sequence = sequences[row]
-        _look_up(nodes, forest_max_match, forest_max_match, states, lengths, edits, sequence, place)
+        _look_up(nodes, forest_max_match, forest_max_match, states, lengths, edits, sequence, places, 0)
         for column in range(counts[row]):
             token = tokens[row, column]
-            _learn(nodes, table, min_match, place, token, mixture)
-            _step(nodes, table, forest_max_match, place, token, place, True)
-        edits[sequence] = place[EDITED:]
+            _learn(nodes, table, min_match, places, 0, token, mixture)
+            _step(nodes, table, forest_max_match, places, 0, token, -1, 0)
+        for column in range(EDITED, PLACE_WIDTH):
+            edits[sequence, column - EDITED] = places[0, column]
 
 
 # --- candidates ------------------------------------------------------------------------------------------
 
 
 @compiled
-def _children(nodes, weights, table, state, by_weight, tokens, masses):
-    """Lists what followed a state, as far as the arrays reach; returns how many there are."""
-    found = 0
+def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, found):
+    """Lists what followed a state, behind the first `found` and as far as the arrays reach; returns how many
+    there are then.
+    """
     token, target = nodes[state, TOKEN], nodes[state, TARGET]
     following = nodes[state, MORE]
     while token != NONE:
         if token != MARKER:
             if found < tokens.shape[0]:
                 tokens[found] = token
+                targets[found] = target
                 masses[found] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
             found += 1
         token = following
@@ -261,82 +275,81 @@ def _children(nodes, weights, table, state, by_weight, tokens, masses):
 
 
 @compiled
-def _normalize(masses, novelty):
+def _normalize(masses, first, last, novelty):
     """Turns masses into shares, in place; returns the share of what has none."""
     total = novelty
-    for mass in masses:
-        total += mass
-    if total > 0.0:
-        masses /= total
-        return novelty / total
-    return 0.0
+    for child in range(first, last):
+        total += masses[child]
+    if total <= 0.0:
+        return 0.0
+    for child in range(first, last):
+        masses[child] /= total
+    return novelty / total
 
 
 @compiled
-def _mix(nodes, table, place, mixture, tokens, shares, suffixes, edits):
+def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, both):
     """Turns the shares of what followed the suffix and, behind them, of what followed the edited context into
     probabilities, in place, each token once.
 
     Returns:
       How many tokens there are, and the probability of all others.
     """
-    weights = mixture[_situation(nodes, table, place)]
+    weights = mixture[_situation(nodes, table, places, at)]
     replaced = 0.0
-    for child in range(suffixes, suffixes + edits):
-        if tokens[child] == place[REPLACED]:
+    for child in range(suffixes, both):
+        if tokens[child] == places[at, REPLACED]:
             replaced = shares[child]
     total = weights[NOVEL]  # and what the sources are worth that have anything to say
     total += weights[SUFFIX] if suffixes else 0.0
-    total += weights[EDIT] if edits else 0.0
+    total += weights[EDIT] if both > suffixes else 0.0
     total += weights[REPLACE] if replaced > 0.0 else 0.0
-    shares[:suffixes] *= weights[SUFFIX] / total
+    for child in range(suffixes):
+        shares[child] *= weights[SUFFIX] / total
     found = suffixes
-    for child in range(suffixes, suffixes + edits):
-        found = _add(tokens, shares, found, tokens[child], shares[child] * weights[EDIT] / total)
+    for child in range(suffixes, both):
+        found = _add(tokens, targets, shares, found, tokens[child], shares[child] * weights[EDIT] / total)
     if replaced > 0.0:
-        found = _add(tokens, shares, found, place[REPLACEMENT], replaced * weights[REPLACE] / total)
+        found = _add(
+            tokens, targets, shares, found, places[at, REPLACEMENT], replaced * weights[REPLACE] / total
+        )
     return found, weights[NOVEL] / total
 
 
 @compiled
-def _add(tokens, probabilities, found, token, probability):
+def _add(tokens, targets, probabilities, found, token, probability):
     """Adds to the probability of a token; returns how many there are then."""
     for known in range(found):
         if tokens[known] == token:
             probabilities[known] += probability
             return found
     tokens[found] = token
+    targets[found] = -1
     probabilities[found] = probability
     return found + 1
 
 
 @compiled
-def _candidates(nodes, weights, table, place, min_match, by_weight, novelty, mixture, tokens, probabilities):
-    """What may come next, and how likely.
+def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tokens, targets, probabilities):
+    """What may come next by both contexts: tokens, their states behind the suffix (-1 where they never
+    followed that) and probabilities.
 
     Returns:
-      Tokens and probabilities (the arrays given, or larger ones), how many there are, and the probability of
-      all other tokens.
+      How many there are, or minus the room that they need, and the probability of all other tokens.
     """
-    while True:
-        suffixes = edits = 0
-        if place[MATCHED] >= min_match:
-            suffixes = _children(nodes, weights, table, place[STATE], by_weight, tokens, probabilities)
-        if place[EDITED] >= 0:
-            edits = _children(
-                nodes, weights, table, place[EDITED], False, tokens[suffixes:], probabilities[suffixes:]
-            )
-        if suffixes + edits < tokens.shape[0]:  # with room for a replacement
-            break
-        tokens = np.empty(2 * (suffixes + edits), np.int32)
-        probabilities = np.empty(2 * (suffixes + edits), np.float64)
-    if mixture.shape[0] == 0:
-        unseen = _normalize(probabilities[:suffixes], novelty)
-        return tokens, probabilities, suffixes, unseen
-    _normalize(probabilities[:suffixes], 0.0)
-    _normalize(probabilities[suffixes : suffixes + edits], 0.0)
-    found, unseen = _mix(nodes, table, place, mixture, tokens, probabilities, suffixes, edits)
-    return tokens, probabilities, found, unseen
+    suffixes = 0
+    if places[at, MATCHED] >= min_match:
+        state = places[at, STATE]
+        suffixes = _children(nodes, weights, table, state, False, tokens, targets, probabilities, 0)
+    both = suffixes
+    if places[at, EDITED] >= 0:
+        state = places[at, EDITED]
+        both = _children(nodes, weights, table, state, False, tokens, targets, probabilities, suffixes)
+    if both >= tokens.shape[0]:  # a replacement may come on top
+        return -2 * both, 0.0
+    _normalize(probabilities, 0, suffixes, 0.0)
+    _normalize(probabilities, suffixes, both, 0.0)
+    return _mix(nodes, table, places, at, mixture, tokens, targets, probabilities, suffixes, both)
 
 
 @compiled
@@ -370,7 +383,13 @@ def _score(probabilities, found, unseen, tokens, with_noise, key0, key1, tempera
 
 
 @compiled
-def _push(scores, entries, size, capacity, score, parent, token):
+def _copy(entries, place, to):
+    for column in range(3):
+        entries[to, column] = entries[place, column]
+
+
+@compiled
+def _push(scores, entries, size, capacity, score, parent, token, target):
     """Adds to a list in ascending order of score that keeps the best `capacity`; among equals the first."""
     if size == capacity:
         if score <= scores[0]:
@@ -378,18 +397,19 @@ def _push(scores, entries, size, capacity, score, parent, token):
         place = 0
         while place + 1 < size and scores[place + 1] < score:
             scores[place] = scores[place + 1]
-            entries[place, 0], entries[place, 1] = entries[place + 1, 0], entries[place + 1, 1]
+            _copy(entries, place + 1, place)
             place += 1
     else:
         place = size
         while place > 0 and scores[place - 1] >= score:
             scores[place] = scores[place - 1]
-            entries[place, 0], entries[place, 1] = entries[place - 1, 0], entries[place - 1, 1]
+            _copy(entries, place - 1, place)
             place -= 1
         size += 1
     scores[place] = score
     entries[place, 0] = parent
     entries[place, 1] = token
+    entries[place, 2] = target
     return size
 
 
@@ -404,47 +424,53 @@ def propose(
     max_nodes = out_tokens.shape[1]
     with_edits = mixture.shape[0] > 0
     scores = np.empty(max_nodes, np.float64)
-    entries = np.empty((max_nodes, 2), np.int64)
+    entries = np.empty((max_nodes, 3), np.int64)
     # Of the root, at 0, and of node i at i + 1: how deep it is, and where the request would be.
     depths = np.zeros(max_nodes + 1, np.int64)
     places = np.empty((max_nodes + 1, PLACE_WIDTH), np.int64)
     position_keys = np.empty((max_nodes + 1, 2), np.uint32)
-    tokens, probabilities = np.empty(64, np.int32), np.empty(64, np.float64)
+    tokens, targets = np.empty(64, np.int32), np.empty(64, np.int32)
+    probabilities = np.empty(64, np.float64)
     for row in range(sequences.shape[0]):
-        root = places[0]
         _look_up(
             nodes, forest_max_match, min(max_match, forest_max_match), states, lengths, edits,
-            sequences[row], root,
+            sequences[row], places, 0,
         )  # fmt: skip
         if not with_edits:
-            root[EDITED] = -1
-        out_match_lengths[row] = root[MATCHED]
+            places[0, EDITED] = -1
+        out_match_lengths[row] = places[0, MATCHED]
         out_counts[row] = 0
         budget = np.int64(min(budgets[row], max_nodes))
         if budget_per_match < math.inf:
-            match = root[MATCHED]
-            if root[EDITED] >= 0:
-                match = max(match, _count_ones(root[AGREED]))
+            match = places[0, MATCHED]
+            if places[0, EDITED] >= 0:
+                match = max(match, _count_ones(places[0, AGREED]))
             budget = np.int64(min(np.float64(budget), math.floor(budget_per_match * match) + 1.0))
         if budget <= 0:
             continue
 
         emitted, size, known_keys, score = 0, 0, 0, 0.0
         while True:
-            place, depth = places[emitted], depths[emitted]
-            if place[MATCHED] >= min_match or place[EDITED] >= 0:
-                tokens, probabilities, found, unseen = _candidates(
-                    nodes,
-                    weights,
-                    table,
-                    place,
-                    min_match,
-                    by_weight,
-                    novelty,
-                    mixture,
-                    tokens,
-                    probabilities,
-                )
+            at, depth = emitted, depths[emitted]
+            if places[at, MATCHED] >= min_match or places[at, EDITED] >= 0:
+                while True:
+                    if with_edits:
+                        found, unseen = _mixed_candidates(
+                            nodes, weights, table, places, at, min_match, mixture,
+                            tokens, targets, probabilities,
+                        )  # fmt: skip
+                    else:
+                        found = _children(
+                            nodes, weights, table, places[at, STATE], by_weight,
+                            tokens, targets, probabilities, 0,
+                        )  # fmt: skip
+                        if found > tokens.shape[0]:
+                            found = -found
+                        unseen = _normalize(probabilities, 0, found, novelty)
+                    if found >= 0:
+                        break
+                    tokens, targets = np.empty(-found, np.int32), np.empty(-found, np.int32)
+                    probabilities = np.empty(-found, np.float64)
                 if with_noise and depth == known_keys:
                     position_keys[depth, 0], position_keys[depth, 1] = position_key(
                         noise_keys[row, 0], noise_keys[row, 1], positions[row] + depth
@@ -458,7 +484,9 @@ def propose(
                 for child in range(found):
                     new = score + probabilities[child]
                     if new > -math.inf and new >= min_log_probability:
-                        size = _push(scores, entries, size, capacity, new, emitted - 1, tokens[child])
+                        size = _push(
+                            scores, entries, size, capacity, new, emitted - 1, tokens[child], targets[child]
+                        )
             if size == 0:
                 break
             size -= 1
@@ -471,5 +499,11 @@ def propose(
             if emitted == budget:
                 break
             depths[emitted] = depths[parent + 1] + 1
-            _step(nodes, table, forest_max_match, places[parent + 1], token, places[emitted], with_edits)
+            if with_edits:
+                _step(nodes, table, forest_max_match, places, parent + 1, token, entries[size, 2], emitted)
+            else:
+                places[emitted, STATE], places[emitted, MATCHED] = context(
+                    nodes, entries[size, 2], places[parent + 1, MATCHED] + 1, forest_max_match
+                )
+                places[emitted, EDITED] = -1
         out_counts[row] = emitted

@@ -312,10 +312,10 @@ def test_an_edit_that_says_no_more_than_the_suffix_is_given_up():
 
 def test_a_state_that_is_split_under_an_edited_context():
     """The edited context 2 3 shares its state with 1 2 3 until something else stands before it."""
-    forest, request, mixture = _request([[1, 2, 3, 4, 5, 6]], [9, 2, 99])
+    forest, request, mixture = _request([[1, 2, 3, 4, 5, 6]], [90, 91, 2, 92])
     forest.extend(forest.start(ints(0)), *padded([[7, 2, 3, 8, 5]]))
-    proposals = forest.propose(request, ints(2), 2, mixture=mixture)
-    assert sorted(proposals.tokens[0].tolist()) == [4, 8]
+    proposals = forest.propose(request, ints(6), 6, mixture=mixture)
+    assert sorted(path[0] for path in tree_paths(proposals, 0) if len(path) == 1) == [4, 8]
     forest.follow(request, *padded([[8]]), mixture)  # the other text agrees
     forest.extend(request, *padded([[8]]))
     assert _chain(forest, request, mixture, nodes=1) == [5]
