@@ -283,7 +283,8 @@ class SuffixForest:
           min_match: nothing is proposed behind a context whose longest suffix with a continuation is shorter;
             0 allows what is frequent anywhere.
           max_match: the match is cut to so many tokens (the forest's own limit holds besides).
-          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes.
+          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes;
+            with an edited context, what agreed of its last tokens counts as match, too.
           rank: what candidates are weighed by.
           novelty: pseudo-count of all that has not followed a context yet, in units of the mass.
           mixture: from `new_mixture`, as `follow` has taught it: candidates behind the edited context are
