@@ -8,9 +8,12 @@ when one was rejected. Turning speculation off where it does not pay is the spec
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
+from drafters.arguments import MatchArguments, SpillArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import RolloutHistory
 from drafters.suffix import insert_past
@@ -19,33 +22,32 @@ from drafters.suffix_automaton import SuffixForest
 _LEAST_WEIGHT = 1e-3  # a response without reward is still better than no draft
 
 
+class HistoSpecArguments(SpillArguments, MatchArguments):
+    """Arguments of `HistoSpec`."""
+
+    min_match: int = Field(3, ge=0, description="Shortest suffix that is matched.")
+    max_match: int = Field(7, ge=1, description="Longest suffix that is matched.")
+    first_window: int = Field(2, ge=1, description="Draft tokens at first and after a rejection.")
+    window_step: int = Field(2, ge=0, description="More of them after every draft accepted whole.")
+    max_window: int = Field(32, ge=1, description="Most draft tokens. Lower it where verifying is expensive.")
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.first_window > self.max_window:
+            raise ValueError(f"first_window: {self.first_window} is more than max_window {self.max_window}")
+        return self
+
+
 class HistoSpec:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-      history: of the last rollout of each prompt.
-      min_match, max_match: shortest and longest suffix that is matched.
-      first_window, window_step, max_window: of draft tokens.
-    """
-
-    def __init__(
-        self,
-        history: RolloutHistory,
-        min_match: int = 3,
-        max_match: int = 7,
-        first_window: int = 2,
-        window_step: int = 2,
-        max_window: int = 32,
-    ) -> None:
-        if not 1 <= first_window <= max_window:
-            raise ValueError(f"first_window: {first_window}, expected from 1 to max_window {max_window}")
-        self.history = history
-        self._min_match, self._max_match = min_match, max_match
-        self._first_window, self._window_step, self._max_window = first_window, window_step, max_window
-        self._forest = SuffixForest(max_match)
+    def __init__(self, arguments: HistoSpecArguments) -> None:
+        self.history = RolloutHistory(1, arguments.max_tokens, arguments.spill_dir)
+        self._arguments = arguments
+        self._forest = SuffixForest(arguments.max_match)
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
-        self._forest = SuffixForest(self._max_match)
+        self._forest = SuffixForest(self._arguments.max_match)
         roots: dict[tuple[int, ...], int] = {}
         for request in requests:
             if request.prompt_ids in roots:
@@ -57,15 +59,15 @@ class HistoSpec:
         self._sequences = self._forest.track(
             np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
         )
-        self._windows = np.full(len(requests), self._first_window, np.int32)
+        self._windows = np.full(len(requests), self._arguments.first_window, np.int32)
 
     def propose(self, queries: Queries) -> Drafts:
         proposals = self._forest.propose(
             self._sequences[queries.requests],
             np.minimum(queries.budgets, self._windows[queries.requests]),
             queries.nodes,
-            min_match=self._min_match,
-            max_match=self._max_match,
+            min_match=self._arguments.min_match,
+            max_match=self._arguments.max_match,
             rank="weight",
             chain_only=True,
         )
@@ -74,8 +76,8 @@ class HistoSpec:
     def observe(self, sampled: Sampled) -> None:
         self._forest.advance(self._sequences[sampled.requests], sampled.tokens, sampled.counts)
         windows = self._windows[sampled.requests]
-        larger = np.minimum(windows + self._window_step, self._max_window)
-        after = np.where(sampled.accepted == sampled.drafted, larger, self._first_window)
+        larger = np.minimum(windows + self._arguments.window_step, self._arguments.max_window)
+        after = np.where(sampled.accepted == sampled.drafted, larger, self._arguments.first_window)
         self._windows[sampled.requests] = np.where(sampled.drafted > 0, after, windows)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:

@@ -5,21 +5,26 @@
 - `suffix_decoding`: the same over all prompts at once (SuffixDecoding, Oliaro et al., 2025), for comparison.
 - `prompt_lookup`: the request's own prompt and response only (the model-free drafter of TLT, section 5.3).
 
-Candidates behind the longest known suffix are ranked by their share of what followed it, and, where the
-noise is
-known, by how likely they win under it: `argmax(log p + G)` is what will be sampled.
+Candidates behind the longest known suffix are ranked by their share of what followed it. With a history, what
+followed at the same place where the request sampled something else is drafted, too, and how far each of the
+two is to be believed is learned while requests run (`drafters/draft_kernels.py`). Where the noise is known,
+candidates can be ranked by how likely they win under it: `argmax(log p + G)` is what will be sampled.
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
+from drafters.arguments import MatchArguments, MemoryArguments, SpillArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import PastRollout, RolloutHistory
-from drafters.suffix_automaton import SuffixForest
+from drafters.suffix_automaton import SuffixForest, new_mixture
 
 Scope = Literal["request", "prompt", "all"]
+
+_REMEMBERED = 0.9  # share of what was learned of the mixture that a new rollout starts with
 
 
 def insert_past(
@@ -34,56 +39,112 @@ def insert_past(
     forest.extend(sequences, tokens, past.lengths)
 
 
+class SuffixArguments(MatchArguments):
+    """Arguments of `SuffixDrafter`."""
+
+    live: bool = Field(
+        True, description="Also learn from rollouts while they run. Off shows what these are worth."
+    )
+    substitutions: bool = Field(
+        True,
+        description="Also draft what followed in history where a request sampled something else. Off where"
+        " responses repeat each other exactly or not at all, to save host time, and for ablations.",
+    )
+    budget_per_match: float = Field(
+        4.0,
+        ge=0,
+        description="Draft nodes per token of match: SuffixDecoding's alpha, SRT's B(q). Lower it where short"
+        " matches draft badly.",
+    )
+    novelty: float = Field(
+        0.5,
+        ge=0,
+        description="Pseudo-count of tokens that never followed a context (with substitutions: that no source"
+        " knew). Raise it to trust few observations less.",
+    )
+    noise_ranking: bool = Field(
+        False,
+        description="Rank by what wins under the noise. On where shares are close to the policy's"
+        " probabilities.",
+    )
+    noise_temperature: float = Field(
+        1.0, gt=0, description="For noise_ranking. Raise it the less the counts match the policy."
+    )
+
+
+class RememberingArguments(MemoryArguments, SuffixArguments):
+    """Of suffix drafters with a history."""
+
+    rollouts: int = Field(
+        2, ge=1, description="Rollouts kept of each prompt. Raise for more history, from older policies."
+    )
+
+
+class SrtArguments(SpillArguments, RememberingArguments):
+    """Arguments of `srt`."""
+
+
+class SuffixDecodingArguments(RememberingArguments):
+    """Arguments of `suffix_decoding`."""
+
+    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
+
+
+class PromptLookupArguments(MatchArguments):
+    """Arguments of `prompt_lookup`."""
+
+    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
+    max_match: int = Field(16, ge=1, description="Longest suffix that is told apart.")
+    noise_ranking: bool = Field(False, description="Rank by what wins under the noise.")
+
+
+def srt(arguments: SrtArguments) -> "SuffixDrafter":
+    """Continues what was answered to the same prompt, in earlier rollouts and in this one."""
+    history = RolloutHistory(arguments.rollouts, arguments.max_tokens, arguments.spill_dir)
+    return SuffixDrafter("prompt", arguments, history)
+
+
+def suffix_decoding(arguments: SuffixDecodingArguments) -> "SuffixDrafter":
+    """Continues what was answered to any prompt."""
+    return SuffixDrafter("all", arguments, RolloutHistory(arguments.rollouts, arguments.max_tokens))
+
+
+def prompt_lookup(arguments: PromptLookupArguments) -> "SuffixDrafter":
+    """Continues what stands in the request's own prompt and response."""
+    return SuffixDrafter("request", SuffixArguments(substitutions=False, **dict(arguments)))
+
+
 class SuffixDrafter:
-    """Proposes what followed the longest known suffix of each context.
+    """Proposes what followed the longest known suffix of each context, and of each edited context.
 
     Args:
       scope: whose tokens are searched: the request's own, all of its prompt's, or everybody's.
+      arguments: see there.
       history: where earlier rollouts are kept; None for none.
-      live: also learn from rollouts while they run.
-      min_match: shortest suffix to draft from.
-      max_match: longest suffix that is told apart.
-      budget_per_match: draft nodes per token of match, SuffixDecoding's alpha: SRT's B(q).
-      novelty: pseudo-count of tokens that never followed a context.
-      noise_ranking: rank by what wins under the noise.
-      noise_temperature: how far the counts are from the policy; see `SuffixForest.propose`.
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        history: RolloutHistory | None = None,
-        live: bool = True,
-        min_match: int = 1,
-        max_match: int = 48,
-        budget_per_match: float = 4.0,
-        novelty: float = 0.5,
-        noise_ranking: bool = False,
-        noise_temperature: float = 1.0,
+        self, scope: Scope, arguments: SuffixArguments, history: RolloutHistory | None = None
     ) -> None:
-        if not (noise_temperature > 0 and novelty >= 0 and budget_per_match >= 0):
-            raise ValueError(
-                "novelty and budget_per_match must be at least 0, noise_temperature above 0; got"
-                f" {novelty}, {budget_per_match}, {noise_temperature}"
-            )
         self.history = history
         self._scope = scope
-        self._live = live
-        self._max_match = max_match
+        self._live = arguments.live
+        self._max_match = arguments.max_match
         self._options = {
-            "min_match": min_match,
-            "budget_per_match": budget_per_match,
-            "novelty": novelty,
-            "noise_temperature": noise_temperature,
+            name: getattr(arguments, name)
+            for name in ("min_match", "budget_per_match", "novelty", "noise_temperature")
         }
-        self._noise_ranking = noise_ranking
-        self._forest = SuffixForest(max_match)
+        self._noise_ranking = arguments.noise_ranking
+        self._mixture = new_mixture(arguments.novelty) if arguments.substitutions else None
+        self._forest = SuffixForest(self._max_match)
         self._learned = True  # whether the last rollout was
-        self._everybody: int | None = (
-            None  # the root of scope "all", which outlives a rollout if that is learned
-        )
+        # The root of scope "all", which outlives a rollout if that is learned.
+        self._everybody: int | None = None
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
+        if self._mixture is not None:  # old counts weigh less: the policy has moved
+            prior = new_mixture(self._options["novelty"])
+            self._mixture[:] = prior + _REMEMBERED * (self._mixture - prior)
         roots = self._plant(requests)
         self._sequences = (self._forest.start if self._live else self._forest.track)(roots)
         self._keys = None
@@ -123,13 +184,23 @@ class SuffixDrafter:
         if self._keys is not None:
             noise = {"noise_keys": self._keys[queries.requests], "positions": queries.positions}
         proposals = self._forest.propose(
-            self._sequences[queries.requests], queries.budgets, queries.nodes, **self._options, **noise
+            self._sequences[queries.requests],
+            queries.budgets,
+            queries.nodes,
+            mixture=self._mixture,
+            **self._options,
+            **noise,
         )
         return Drafts(proposals.tokens, proposals.parents, proposals.log_probability, proposals.counts)
 
     def observe(self, sampled: Sampled) -> None:
-        follow = self._forest.extend if self._live else self._forest.advance
-        follow(self._sequences[sampled.requests], sampled.tokens, sampled.counts)
+        sequences = self._sequences[sampled.requests]
+        if self._mixture is not None:
+            self._forest.follow(
+                sequences, sampled.tokens, sampled.counts, self._mixture, self._options["min_match"]
+            )
+        append = self._forest.extend if self._live else self._forest.advance
+        append(sequences, sampled.tokens, sampled.counts)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if self.history is None:
@@ -137,18 +208,20 @@ class SuffixDrafter:
         self.history.record(outcomes)
         self._learned = True
         if self._scope == "all" and (not self._live or self._forest.num_tokens > 2 * self.history.num_tokens):
-            self._forest, self._everybody = (
-                SuffixForest(self._max_match),
-                None,
-            )  # planted anew from the history
+            # Planted anew from the history.
+            self._forest, self._everybody = SuffixForest(self._max_match), None
 
     def state(self) -> dict[str, np.ndarray]:
-        return {} if self.history is None else self.history.state()
+        state = {} if self.history is None else self.history.state()
+        return state if self._mixture is None else {**state, "mixture": self._mixture.copy()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         if self.history is not None:
             self.history.load_state(state)
             self._everybody = None
+        learned = state.get("mixture")
+        if self._mixture is not None and learned is not None and learned.shape == self._mixture.shape:
+            self._mixture[:] = learned
 
     def metrics(self) -> dict[str, float]:
         metrics = {"automaton_bytes": self._forest.nbytes, "automaton_tokens": self._forest.num_tokens}

@@ -13,11 +13,24 @@ from typing import Literal
 
 import numpy as np
 
+from drafters import draft_kernels
 from drafters import suffix_kernels as kernels
 
 _UNLIMITED = np.iinfo(np.int32).max
 _GROWTH = 1.5
 _INSERTED, _FOLLOWED = 0, 1
+_NO_MIXTURE = np.empty((0, draft_kernels.SOURCES))
+
+
+def new_mixture(novelty: float) -> np.ndarray:
+    """What `SuffixForest.follow` learns, before it has seen anything: float64 [situations, sources].
+
+    Args:
+      novelty: pseudo-count of tokens that no source knows; that of every source is 1.
+    """
+    mixture = np.ones((draft_kernels.SITUATIONS, draft_kernels.SOURCES))
+    mixture[:, draft_kernels.NOVEL] = novelty
+    return mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +112,12 @@ class SuffixForest:
         self._table = self._empty_table(16)
         self._roots = np.empty(4, np.int32)
         self._num_roots = 0
-        # By sequence: its state, the length of what it matched there, its weight, root and kind.
+        # By sequence: its state, the length of what it matched there, its weight, kind and edited context.
         self._states = np.empty(16, np.int32)
         self._lengths = np.empty(16, np.int32)
         self._weights = np.empty(16, np.float32)
         self._kinds = np.empty(16, np.int8)
+        self._edits = np.empty((16, draft_kernels.PLACE_WIDTH - draft_kernels.EDITED), np.int32)
         self._num_sequences = 0
 
     @property
@@ -124,7 +138,7 @@ class SuffixForest:
     def used_bytes(self) -> int:
         """Bytes that states, edges and sequences fill; the rest of `nbytes` is room to grow."""
         states, edges = int(self._header[kernels.STATES]), int(self._header[kernels.EDGES])
-        per_sequence = sum(array.itemsize for array in self._sequence_arrays())
+        per_sequence = sum(array[:1].nbytes for array in self._sequence_arrays())
         return (
             states * kernels.STATE_WIDTH * 4
             + edges * kernels.EDGE_WIDTH * 4
@@ -206,6 +220,32 @@ class SuffixForest:
         sequences, tokens, counts = self._batch(sequences, tokens, counts, _FOLLOWED)
         kernels.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
 
+    def follow(
+        self,
+        sequences: np.ndarray,
+        tokens: np.ndarray,
+        counts: np.ndarray,
+        mixture: np.ndarray,
+        min_match: int = 1,
+    ) -> None:
+        """Moves the edited contexts of sequences, begun with `start` or `track`, by tokens, and learns from
+        them what each source of candidates is worth.
+
+        To be called before `extend` or `advance` with the same tokens: they are compared with what was known
+        when drafts for them were proposed.
+
+        Args:
+          sequences, tokens, counts: as for `extend`.
+          mixture: from `new_mixture`; updated in place.
+          min_match: as for `propose`.
+        """
+        _check_mixture(mixture)
+        sequences, tokens, counts = self._batch(sequences, tokens, counts, None)
+        draft_kernels.follow(
+            self._nodes, self._table, self._limit, min_match, sequences, tokens, counts,
+            self._states, self._lengths, self._edits, mixture,
+        )  # fmt: skip
+
     # --- proposals ---------------------------------------------------------------------------------------
 
     def propose(
@@ -219,6 +259,7 @@ class SuffixForest:
         budget_per_match: float = math.inf,
         rank: Literal["count", "weight"] = "count",
         novelty: float = 0.5,
+        mixture: np.ndarray | None = None,
         min_probability: float = 0.0,
         chain_only: bool = False,
         noise_keys: np.ndarray | None = None,
@@ -242,9 +283,13 @@ class SuffixForest:
           min_match: nothing is proposed behind a context whose longest suffix with a continuation is shorter;
             0 allows what is frequent anywhere.
           max_match: the match is cut to so many tokens (the forest's own limit holds besides).
-          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes.
+          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes;
+            with an edited context, what agreed of its last tokens counts as match, too.
           rank: what candidates are weighed by.
           novelty: pseudo-count of all that has not followed a context yet, in units of the mass.
+          mixture: from `new_mixture`, as `follow` has taught it: candidates behind the edited context are
+            proposed, too, and probabilities are interpolated (`drafters/draft_kernels.py`) instead of
+            smoothed by `novelty`; only for the rank "count".
           min_probability: candidates whose path is less probable are left out.
           chain_only: follow only the best candidate of each node.
           noise_keys: request keys of `rljax.engine.noise`, uint32 [B, 2]; None ranks without noise.
@@ -266,6 +311,10 @@ class SuffixForest:
                 "novelty, budget_per_match and min_probability must be at least 0, noise_temperature above "
                 f"0; got {novelty}, {budget_per_match}, {min_probability}, {noise_temperature}"
             )
+        if mixture is not None:
+            _check_mixture(mixture)
+            if rank != "count":
+                raise ValueError(f"rank: {rank!r}, expected 'count' with a mixture")
         with_noise = noise_keys is not None
         if with_noise != (positions is not None):
             raise ValueError("noise_keys and positions: expected both or neither")
@@ -283,10 +332,12 @@ class SuffixForest:
             counts=np.empty(batch, np.int32),
             match_lengths=np.empty(batch, np.int32),
         )
-        kernels.propose(
+        draft_kernels.propose(
             self._nodes, self._node_weights, self._table, self._limit, self._states, self._lengths,
-            sequences, budgets, self._limit if max_match is None else min(max_match, self._limit), min_match,
+            self._edits, sequences, budgets,
+            self._limit if max_match is None else min(max_match, self._limit), min_match,
             float(budget_per_match), rank == "weight", float(novelty),
+            _NO_MIXTURE if mixture is None else mixture,
             math.log(min_probability) if min_probability > 0 else -math.inf, chain_only,
             with_noise, noise_keys, positions, float(noise_temperature),
             proposals.tokens, proposals.parents, proposals.log_probability,
@@ -297,7 +348,7 @@ class SuffixForest:
     # --- arrays ------------------------------------------------------------------------------------------
 
     def _sequence_arrays(self) -> tuple[np.ndarray, ...]:
-        return self._states, self._lengths, self._weights, self._kinds
+        return self._states, self._lengths, self._weights, self._kinds, self._edits
 
     def _set_nodes(self, nodes: np.ndarray) -> None:
         self._nodes, self._node_weights = nodes, nodes.view(np.float32)
@@ -323,11 +374,12 @@ class SuffixForest:
     def _new_sequences(self, weights: np.ndarray, kind: int) -> np.ndarray:
         first = self._num_sequences
         self._num_sequences += len(weights)
-        self._states, self._lengths, self._weights, self._kinds = (
+        self._states, self._lengths, self._weights, self._kinds, self._edits = (
             _with_room(array, self._num_sequences) for array in self._sequence_arrays()
         )
         self._weights[first : self._num_sequences] = weights
         self._kinds[first : self._num_sequences] = kind
+        self._edits[first : self._num_sequences] = -1
         return np.arange(first, self._num_sequences, dtype=np.int32)
 
     def _root_states(self, roots: np.ndarray) -> np.ndarray:
@@ -336,9 +388,9 @@ class SuffixForest:
         return self._roots[roots]
 
     def _batch(
-        self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int
+        self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The arguments of `extend` and `advance`, checked before anything changes."""
+        """The arguments of `extend`, `advance` and `follow`, checked before anything changes."""
         sequences = _row(sequences, "sequences", np.int32)
         counts = _row(counts, "counts", np.int32, len(sequences))
         tokens = np.asarray(tokens)
@@ -346,7 +398,12 @@ class SuffixForest:
             raise ValueError(f"tokens: shape {list(tokens.shape)}, expected [{len(sequences)}, T]")
         tokens = _cast(tokens, "tokens", np.int32)
         problem, row, column = kernels.check_batch(
-            sequences, tokens, counts, self._kinds, self._num_sequences, kind
+            sequences,
+            tokens,
+            counts,
+            self._kinds,
+            self._num_sequences,
+            kernels.ANY_KIND if kind is None else kind,
         )
         if problem == kernels.WRONG_ID:
             raise ValueError(f"sequences: {sequences[row]} is not known, there are {self._num_sequences}")
@@ -364,9 +421,15 @@ def _with_room(array: np.ndarray, size: int) -> np.ndarray:
     """The array, or a larger copy that holds `size` entries."""
     if size <= len(array):
         return array
-    larger = np.empty(max(size, int(len(array) * _GROWTH)), array.dtype)
+    larger = np.empty((max(size, int(len(array) * _GROWTH)), *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger
+
+
+def _check_mixture(mixture: np.ndarray) -> None:
+    expected = (draft_kernels.SITUATIONS, draft_kernels.SOURCES)
+    if mixture.shape != expected or mixture.dtype != np.float64 or not mixture.flags.c_contiguous:
+        raise ValueError(f"mixture: {mixture.dtype} {list(mixture.shape)}, expected float64 {list(expected)}")
 
 
 def _check_ids(ids: np.ndarray, known: int, name: str) -> None:

@@ -16,12 +16,9 @@ at most `max_match` + 1 tokens are counted: states whose suffix link is at most 
 first such one along the links; if clones were put above it since, the way goes on from there.
 """
 
-import math
-
 import numpy as np
 
 from drafters.compilation import compiled
-from drafters.host_noise import gumbel_at, position_key
 
 # Columns of a state.
 LENGTH, LINK, COUNT, WEIGHT, TOKEN, TARGET, MORE, TOP = range(8)
@@ -36,6 +33,7 @@ MARKER = -1  # the token before every sequence
 NONE = -2  # no token: no edge, or the end of a list of edges
 FREE = -1  # the source of an unused row of the table
 MAX_LOAD = 0.7  # of the table; probes get long beyond
+ANY_KIND = -1  # of sequence, for `check_batch`
 # Outcomes of `check_batch`.
 FINE, WRONG_ID, WRONG_KIND, WRONG_COUNT, WRONG_TOKEN = range(5)
 
@@ -53,7 +51,7 @@ def _slot(source, token, slots):
 
 
 @compiled
-def _find_further(table, state, token):
+def find_further(table, state, token):
     """Row of a further edge, or -1."""
     slots = table.shape[0]
     slot = _slot(state, token, slots)
@@ -75,7 +73,7 @@ def find_edge(nodes, table, state, token):
         return np.int64(nodes[state, TARGET])
     if nodes[state, MORE] == NONE:
         return np.int64(-1)
-    slot = _find_further(table, state, token)
+    slot = find_further(table, state, token)
     return np.int64(table[slot, EDGE_TARGET]) if slot >= 0 else np.int64(-1)
 
 
@@ -109,7 +107,7 @@ def _redirect_edge(nodes, table, state, token, target):
     if nodes[state, TOKEN] == token:
         nodes[state, TARGET] = target
     else:
-        table[_find_further(table, state, token), EDGE_TARGET] = target
+        table[find_further(table, state, token), EDGE_TARGET] = target
 
 
 @compiled
@@ -131,7 +129,7 @@ def check_batch(sequences, tokens, counts, kinds, num_sequences, kind):
     for row in range(sequences.shape[0]):
         if sequences[row] < 0 or sequences[row] >= num_sequences:
             return WRONG_ID, row, 0
-        if kinds[sequences[row]] != kind:
+        if kind != ANY_KIND and kinds[sequences[row]] != kind:
             return WRONG_KIND, row, 0
         if counts[row] < 0 or counts[row] > tokens.shape[1]:
             return WRONG_COUNT, row, 0
@@ -145,7 +143,7 @@ def check_batch(sequences, tokens, counts, kinds, num_sequences, kind):
 
 
 @compiled
-def _top(nodes, state, max_match):
+def top(nodes, state, max_match):
     """The first state from here along the suffix links whose count is kept."""
     state = nodes[state, TOP]
     while True:
@@ -207,7 +205,7 @@ def _append(nodes, weights, table, header, max_match, last, token):
         further = nodes[target, MORE]
         while further != NONE:
             needed += 1
-            further = table[_find_further(table, target, further), NEXT]
+            further = table[find_further(table, target, further), NEXT]
     if header[STATES] + 2 > nodes.shape[0] or header[EDGES] + needed > MAX_LOAD * table.shape[0]:
         return np.int64(-1 - needed)
 
@@ -229,18 +227,18 @@ def _append(nodes, weights, table, header, max_match, last, token):
         nodes[link, TARGET] = nodes[target, TARGET]
         further = nodes[target, MORE]
         while further != NONE:
-            slot = _find_further(table, target, further)
+            slot = find_further(table, target, further)
             _add_edge(nodes, table, header, link, further, table[slot, EDGE_TARGET])
             further = table[slot, NEXT]
         if nodes[nodes[link, LINK], LENGTH] > max_match:
-            nodes[link, TOP] = _top(nodes, nodes[link, LINK], max_match)
+            nodes[link, TOP] = top(nodes, nodes[link, LINK], max_match)
         nodes[target, LINK] = link
         while above >= 0 and find_edge(nodes, table, above, token) == target:
             _redirect_edge(nodes, table, above, token, link)
             above = np.int64(nodes[above, LINK])
     nodes[state, LINK] = link
     if nodes[link, LENGTH] > max_match:
-        nodes[state, TOP] = _top(nodes, link, max_match)
+        nodes[state, TOP] = top(nodes, link, max_match)
     return state
 
 
@@ -252,7 +250,7 @@ def _count(nodes, weights, max_match, states, added, pending):
     Counting late is sound: a split in between copies what is counted, and the walks then pass the new state.
     """
     for i in range(pending):
-        states[i] = _top(nodes, states[i], max_match)
+        states[i] = top(nodes, states[i], max_match)
     while pending > 0:
         kept = 0
         for i in range(pending):
@@ -318,7 +316,7 @@ def extend(
 
 
 @compiled
-def _settle(nodes, state, length):
+def settle(nodes, state, length):
     """The state that holds the string of this length now: clones since may have taken it over."""
     while True:
         link = nodes[state, LINK]
@@ -332,7 +330,7 @@ def advance(nodes, table, sequences, tokens, counts, states, lengths):
     """Moves (state, length) of contexts that are not in the forest to their longest suffix that is."""
     for row in range(sequences.shape[0]):
         length = np.int64(lengths[sequences[row]])
-        state = _settle(nodes, np.int64(states[sequences[row]]), length)
+        state = settle(nodes, np.int64(states[sequences[row]]), length)
         for column in range(counts[row]):
             target = find_edge(nodes, table, state, tokens[row, column])
             while target < 0 and nodes[state, LINK] >= 0:
@@ -346,7 +344,7 @@ def advance(nodes, table, sequences, tokens, counts, states, lengths):
 
 
 @compiled
-def _context(nodes, state, length, limit):
+def context(nodes, state, length, limit):
     """State and length of the longest suffix of at most `limit` tokens that something has followed.
 
     The string of this length belongs to the state, so the links, whose lengths lie elsewhere in memory, need
@@ -359,167 +357,3 @@ def _context(nodes, state, length, limit):
             return state, limit
         state, length = np.int64(link), shorter
     return state, length
-
-
-# --- proposing -------------------------------------------------------------------------------------------
-
-
-@compiled
-def _children(nodes, weights, table, state, by_weight, tokens, targets, masses):
-    """Lists what followed a state, as far as the arrays reach; returns how many there are."""
-    found = 0
-    token, target = nodes[state, TOKEN], nodes[state, TARGET]
-    following = nodes[state, MORE]
-    while token != NONE:
-        if token != MARKER:
-            if found < tokens.shape[0]:
-                tokens[found] = token
-                targets[found] = target
-                masses[found] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
-            found += 1
-        token = following
-        if token != NONE:
-            slot = _find_further(table, state, token)
-            target, following = table[slot, EDGE_TARGET], table[slot, NEXT]
-    return found
-
-
-@compiled
-def _local_log_probabilities(masses, found, novelty, tokens, with_noise, key0, key1, temperature):
-    """Turns the masses of a state's children into log probabilities, in place.
-
-    Without noise: mass / (total + novelty). With it, x = log of that + noise: softmax(x / temperature) among
-    the children, times exp(-q e^-x), which is the probability that no token unseen here, of mass
-    q = novelty / (total + novelty) together, exceeds x under its own noise.
-    """
-    total = novelty
-    for child in range(found):
-        total += masses[child]
-    for child in range(found):
-        masses[child] = math.log(masses[child] / total) if masses[child] > 0.0 else -math.inf
-    if not with_noise:
-        return
-    best = -math.inf
-    for child in range(found):
-        if masses[child] > -math.inf:
-            masses[child] += gumbel_at(key0, key1, tokens[child])
-            best = max(best, masses[child])
-    normalizer = 0.0
-    for child in range(found):
-        normalizer += math.exp((masses[child] - best) / temperature) if masses[child] > -math.inf else 0.0
-    log_normalizer = math.log(normalizer) if normalizer > 0.0 else 0.0
-    for child in range(found):
-        x = masses[child]
-        if x > -math.inf:
-            unseen = novelty / total * math.exp(-x)
-            masses[child] = (x - best) / temperature - log_normalizer - unseen
-
-
-@compiled
-def _move(scores, entries, place, to):
-    scores[to] = scores[place]
-    for column in range(4):
-        entries[to, column] = entries[place, column]
-
-
-@compiled
-def _push(scores, entries, size, capacity, score, parent, token, state, length):
-    """Adds to a list in ascending order of score that keeps the best `capacity`; among equals the first."""
-    if size == capacity:
-        if score <= scores[0]:
-            return size
-        place = 0
-        while place + 1 < size and scores[place + 1] < score:
-            _move(scores, entries, place + 1, place)
-            place += 1
-    else:
-        place = size
-        while place > 0 and scores[place - 1] >= score:
-            _move(scores, entries, place - 1, place)
-            place -= 1
-        size += 1
-    scores[place] = score
-    entries[place, 0] = parent
-    entries[place, 1] = token
-    entries[place, 2] = state
-    entries[place, 3] = length
-    return size
-
-
-@compiled
-def propose(
-    nodes, weights, table, forest_max_match, states, lengths, sequences, budgets,
-    max_match, min_match, budget_per_match, by_weight, novelty, min_log_probability, chain_only,
-    with_noise, noise_keys, positions, temperature,
-    out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths,
-):  # fmt: skip
-    """Grows candidate trees best first; `SuffixForest.propose` says what the arguments are."""
-    max_nodes = out_tokens.shape[1]
-    scores = np.empty(max_nodes, np.float64)
-    entries = np.empty((max_nodes, 4), np.int64)
-    depths = np.empty(max_nodes, np.int64)
-    position_keys = np.empty((max_nodes, 2), np.uint32)
-    child_tokens, child_targets = np.empty(64, np.int32), np.empty(64, np.int32)
-    masses = np.empty(64, np.float64)
-    for row in range(sequences.shape[0]):
-        length = np.int64(lengths[sequences[row]])
-        state = _settle(nodes, np.int64(states[sequences[row]]), length)
-        if length > forest_max_match:
-            state = _top(nodes, state, forest_max_match)
-            length = min(length, np.int64(nodes[state, LENGTH]))
-        state, length = _context(nodes, state, length, min(max_match, forest_max_match))
-        out_match_lengths[row] = length
-        out_counts[row] = 0
-        budget = np.int64(min(budgets[row], max_nodes))
-        if budget_per_match < math.inf:
-            budget = np.int64(min(np.float64(budget), math.floor(budget_per_match * length) + 1.0))
-        if length < min_match or budget <= 0:
-            continue
-
-        emitted, size, depth, known_keys, parent, score = 0, 0, 0, 0, -1, 0.0
-        expands = True
-        while True:
-            if expands:
-                found = _children(
-                    nodes, weights, table, state, by_weight, child_tokens, child_targets, masses
-                )
-                if found > child_tokens.shape[0]:
-                    child_tokens, child_targets = np.empty(2 * found, np.int32), np.empty(2 * found, np.int32)
-                    masses = np.empty(2 * found, np.float64)
-                    _children(nodes, weights, table, state, by_weight, child_tokens, child_targets, masses)
-                key0 = key1 = np.uint32(0)
-                if with_noise:
-                    if depth == known_keys:
-                        key0, key1 = position_key(
-                            noise_keys[row, 0], noise_keys[row, 1], positions[row] + depth
-                        )
-                        position_keys[depth, 0], position_keys[depth, 1] = key0, key1
-                        known_keys += 1
-                    key0, key1 = position_keys[depth, 0], position_keys[depth, 1]
-                _local_log_probabilities(
-                    masses, found, novelty, child_tokens, with_noise, key0, key1, temperature
-                )
-                capacity = 1 if chain_only else budget - emitted
-                for child in range(found):
-                    new = score + masses[child]
-                    if new > -math.inf and new >= min_log_probability:
-                        size = _push(
-                            scores, entries, size, capacity, new, parent, child_tokens[child],
-                            child_targets[child], length + 1,
-                        )  # fmt: skip
-            if size == 0:
-                break
-            size -= 1
-            score = scores[size]
-            out_tokens[row, emitted] = entries[size, 1]
-            out_parents[row, emitted] = entries[size, 0]
-            out_log_probabilities[row, emitted] = score
-            depth = depths[entries[size, 0]] + 1 if entries[size, 0] >= 0 else 1
-            depths[emitted] = depth
-            parent = emitted
-            emitted += 1
-            if emitted == budget:
-                break
-            state, length = _context(nodes, entries[size, 2], entries[size, 3], forest_max_match)
-            expands = length >= min_match
-        out_counts[row] = emitted

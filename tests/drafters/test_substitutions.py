@@ -1,0 +1,369 @@
+"""Drafts behind substitutions, against the same rule on lists and brute-force substring counts."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import draft_kernels
+from drafters.suffix_automaton import SuffixForest, new_mixture
+from rljax.engine import noise
+from tests.drafters.test_suffix_automaton import KEY, Reference, ints, padded, tree_paths
+
+SUFFIX, EDIT, REPLACE, NOVEL = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a request is: its longest known suffix, the edited one (or None), what is remembered of that."""
+
+    suffix: tuple[int, ...]
+    edited: tuple[int, ...] | None = None
+    agreed: tuple[bool, ...] = ()
+    replaced: int | None = None
+    replacement: int | None = None
+
+
+@dataclasses.dataclass
+class Follower:
+    """What `follow` should have learned, and what should be proposed."""
+
+    reference: Reference
+    novelty: float
+    min_match: int
+    edits: dict[int, Place] = dataclasses.field(default_factory=dict)
+    mixture: dict[tuple, list[float]] = dataclasses.field(default_factory=dict)
+    memory: dict = dataclasses.field(default_factory=dict)
+
+    def continuations(self, root, text, limit):
+        """The reference's, remembered until something is inserted."""
+        found = self.reference.substrings(root)
+        if self.memory.get(root, (None,))[0] is not found:
+            self.memory[root] = found, {}
+        memory = self.memory[root][1]
+        if (text, limit) not in memory:
+            memory[text, limit] = self.reference.continuations(root, list(text), limit)
+        return memory[text, limit]
+
+    def known(self, root, text):
+        """The longest suffix that something has followed."""
+        text = tuple(text)
+        length, _ = self.continuations(root, text, self.reference.max_match or 10**9)
+        return text[len(text) - length :]
+
+    def following(self, root, text):
+        """Counts of what followed exactly this text."""
+        length, counts = self.continuations(root, text, len(text))
+        return {token: count for token, (count, _) in counts.items()} if length == len(text) else {}
+
+    def best(self, root, text):
+        counts = self.following(root, text)
+        return min(counts, key=lambda token: (-counts[token], token), default=None)
+
+    def place(self, sequence):
+        root = self.reference.root_of[sequence]
+        suffix = self.known(root, self.reference.context(sequence))
+        past = self.edits.get(sequence)
+        if past is None or past.edited is None:
+            return Place(suffix)
+        return self.checked(dataclasses.replace(past, suffix=suffix, edited=self.known(root, past.edited)))
+
+    @staticmethod
+    def checked(place):
+        if place.edited is not None and len(place.edited) <= len(place.suffix):
+            return Place(place.suffix)
+        return place
+
+    def step(self, root, place, token):
+        after = Place(())
+        if place.edited is not None:
+            text, agrees, replaced, replacement = place.edited, True, place.replaced, place.replacement
+            if token in self.following(root, text):
+                text = (*text, token)
+            else:
+                best = self.best(root, text)
+                agrees = (best, token) == (replaced, replacement)
+                text, replaced, replacement = (*text, best), best, token
+            agreed = (*place.agreed, agrees)[-8:]
+            if sum(agreed) >= 2:
+                after = Place((), text, agreed, replaced, replacement)
+        if after.edited is None and place.suffix and token not in self.following(root, place.suffix):
+            best = self.best(root, place.suffix)
+            agreed = ((True,) * len(place.suffix) + (False,))[-8:]
+            after = Place((), (*place.suffix, best), agreed, best, token)
+        suffix = self.known(root, (*place.suffix, token))
+        edited = None if after.edited is None else self.known(root, after.edited)
+        return self.checked(dataclasses.replace(after, suffix=suffix, edited=edited))
+
+    def weights(self, root, place):
+        length = min(len(place.suffix).bit_length(), 6)
+        situation = (length,)
+        if place.edited is not None:
+            best = self.best(root, place.edited)
+            same = best == self.best(root, place.suffix)
+            says = "replaced" if best == place.replaced else "same" if same else "other"
+            situation = (length, sum(place.agreed) // 2, says)
+        return self.mixture.setdefault(situation, [1.0, 1.0, 1.0, self.novelty])
+
+    def sources(self, root, place):
+        """Shares of tokens by source."""
+
+        def shares(counts):
+            total = sum(counts.values())
+            return {token: count / total for token, count in counts.items()}
+
+        suffix = shares(self.following(root, place.suffix)) if len(place.suffix) >= self.min_match else {}
+        edit = {} if place.edited is None else shares(self.following(root, place.edited))
+        replace = {place.replacement: edit[place.replaced]} if place.replaced in edit else {}
+        return suffix, edit, replace
+
+    def follow(self, sequence, tokens):
+        root, place = self.reference.root_of[sequence], self.place(sequence)
+        for token in tokens:
+            weights = self.weights(root, place)
+            parts = [w * s.get(token, 0) for w, s in zip(weights, self.sources(root, place), strict=False)]
+            if sum(parts):
+                for source, part in enumerate(parts):
+                    weights[source] += part / sum(parts)
+            else:
+                weights[NOVEL] += 1
+            place = self.step(root, place, token)
+        self.edits[sequence] = place
+
+    def all_paths(self, sequence, depth, key=None, position=0):
+        """Log probability of every path of up to `depth` tokens."""
+        root, paths = self.reference.root_of[sequence], {}
+
+        def expand(path, score, place):
+            sources, weights = self.sources(root, place), self.weights(root, place)
+            total = weights[NOVEL] + sum(w for w, s in zip(weights, sources, strict=False) if s)
+            p = {}
+            for weight, shares in zip(weights, sources, strict=False):
+                for token, share in shares.items():
+                    p[token] = p.get(token, 0.0) + weight * share / total
+            local = {token: math.log(value) for token, value in p.items()}
+            if key is not None and local:
+                tokens = jnp.asarray([list(local)], jnp.int32)
+                where = jnp.asarray([position + len(path)])
+                g = np.asarray(noise.gumbel(jnp.asarray(key), where, tokens), np.float64)[0]
+                x = {token: value + float(g[i]) for i, (token, value) in enumerate(local.items())}
+                normalizer = sum(math.exp(value) for value in x.values())
+                unseen = weights[NOVEL] / total
+                local = {t: v - math.log(normalizer) - unseen * math.exp(-v) for t, v in x.items()}
+            for token, value in local.items():
+                paths[(*path, token)] = score + value
+                if len(path) + 1 < depth:
+                    expand((*path, token), score + value, self.step(root, place, token))
+
+        expand((), 0.0, self.place(sequence))
+        return paths
+
+
+@st.composite
+def followed(draw):
+    """A forest, what it learned, and its follower after the same calls: histories and requests interleaved,
+    so that states are split while requests stand at them.
+    """
+    max_match = draw(st.sampled_from([None, None, 2, 5]))
+    novelty, min_match = draw(st.sampled_from([0.5, 2.0])), draw(st.integers(0, 2))
+    forest, reference = SuffixForest(max_match), Reference(max_match)
+    follower, mixture = Follower(reference, novelty, min_match), new_mixture(novelty)
+    for _ in range(draw(st.integers(1, 2))):
+        forest.add_root()
+        reference.roots.append([])
+    alphabet = draw(st.sampled_from([[0, 1], [0, 1, 2], [0, 1, 2, 3, 4]]))
+    line = draw(st.lists(st.sampled_from(alphabet), min_size=3, max_size=10))
+
+    def text(places):
+        """Part of the line, with a few tokens replaced."""
+        first = draw(st.integers(0, len(line) - 1)) if places is None else places
+        tokens = line[first : first + draw(st.integers(0, 7))]
+        for _ in range(draw(st.integers(0, 2))):
+            if tokens:
+                tokens[draw(st.integers(0, len(tokens) - 1))] = draw(st.sampled_from(alphabet))
+        return tokens
+
+    requests = []
+    for _ in range(draw(st.integers(2, 8))):
+        root = draw(st.integers(0, len(reference.roots) - 1))
+        action = draw(st.sampled_from(["past", "request", "sample", "sample", "sample"]))
+        if action == "past":
+            (new,) = forest.start(ints(root))
+            reference.begin(root, 1.0)
+            tokens = text(0)
+            forest.extend(ints(new), *padded([tokens]))
+            reference.append(int(new), tokens)
+        elif action == "request" or not requests:
+            live = draw(st.booleans())
+            (new,) = forest.start(ints(root)) if live else forest.track(ints(root))
+            reference.begin(root, 1.0 if live else None)
+            requests.append(int(new))
+        else:
+            live = draw(st.booleans())
+            own = [request for request in requests if (reference.matches[request] is None) == live]
+            if not own:
+                continue
+            some = draw(st.lists(st.sampled_from(own), unique=True, min_size=1, max_size=3))
+            rows = [
+                text(
+                    len(reference.texts[request]) - 1 if len(reference.texts[request]) <= len(line) else None
+                )
+                for request in some
+            ]
+            forest.follow(ints(*some), *padded(rows), mixture, min_match)
+            (forest.extend if live else forest.advance)(ints(*some), *padded(rows))
+            for request, tokens in zip(some, rows, strict=True):
+                follower.follow(request, tokens)
+            for request, tokens in zip(some, rows, strict=True):
+                reference.append(request, tokens)
+    return forest, mixture, follower
+
+
+def _check(forest, mixture, follower, budget, key=None):
+    learned = sorted(map(tuple, mixture[(mixture != new_mixture(follower.novelty)).any(axis=1)].tolist()))
+    wanted = [weights for weights in follower.mixture.values() if weights != [1, 1, 1, follower.novelty]]
+    np.testing.assert_allclose(learned, sorted(map(tuple, wanted)))
+    for sequence in range(len(follower.reference.texts)):
+        with_noise = {} if key is None else {"noise_keys": key, "positions": ints(7)}
+        proposals = forest.propose(
+            ints(sequence), ints(budget), 6, mixture=mixture, min_match=follower.min_match, **with_noise
+        )
+        found = tree_paths(proposals, 0)  # refuses a sibling twice, and children before their parents
+        expected = follower.all_paths(sequence, budget, key, 7)
+        scores = proposals.log_probability[0, : len(found)]
+        assert (np.diff(scores) <= 0).all()
+        for path, score in found.items():
+            assert score == pytest.approx(expected[path], abs=1e-3, rel=1e-3), path
+        best = sorted(expected.values(), reverse=True)[:budget]
+        assert scores.tolist() == pytest.approx(best, abs=1e-3, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(followed(), st.integers(1, 4))
+def test_drafts_and_what_is_learned_follow_the_rule(history, budget):
+    _check(*history, budget)
+
+
+@settings(deadline=None, max_examples=40)
+@given(followed())
+def test_drafts_behind_substitutions_are_ranked_under_the_noise(history):
+    _check(*history, 3, KEY)
+
+
+HISTORY = [10, 11, 12, 52, 13, 52, 14, 60, 15, 60, 16, 69, 17, 69, 18]
+
+
+def _request(history, tokens, live=True, **options):
+    """The forest after a history and a request that sampled `tokens` one at a time."""
+    forest, mixture = SuffixForest(), new_mixture(0.5)
+    root = forest.add_root()
+    for text in history:
+        forest.extend(forest.start(ints(root)), *padded([text]))
+    request = forest.start(ints(root)) if live else forest.track(ints(root))
+    for token in tokens:
+        forest.follow(request, *padded([[token]]), mixture)
+        (forest.extend if live else forest.advance)(request, *padded([[token]]))
+    return forest, request, mixture
+
+
+def _chain(forest, request, mixture, nodes=8):
+    return forest.propose(request, ints(nodes), nodes, chain_only=True, mixture=mixture).tokens[0].tolist()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_drafting_goes_on_behind_a_substitution(live):
+    forest, request, mixture = _request([HISTORY] * 3, [10, 11, 12, 99], live)
+    assert forest.propose(request, ints(4), 4).counts.tolist() == [0]  # nothing ever followed 99
+    assert _chain(forest, request, mixture, nodes=1) == [13]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_what_was_replaced_once_is_replaced_again(live):
+    sampled = [10, 11, 12, 53, 13]
+    forest, request, mixture = _request([HISTORY] * 3, sampled, live)
+    proposals = forest.propose(request, ints(8), 8, mixture=mixture)
+    first = proposals.tokens[0][: proposals.counts[0]][proposals.parents[0][: proposals.counts[0]] == -1]
+    assert sorted(first.tolist()) == [52, 53]
+    assert len(set(tree_paths(proposals, 0))) == proposals.counts[0]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_it_survives_repeated_substitutions(live):
+    forest, request, mixture = _request([HISTORY] * 3, [10, 11, 12, 53, 13, 53, 14, 61, 15, 61, 16, 70], live)
+    assert _chain(forest, request, mixture, nodes=1) == [17]
+
+
+def test_an_edit_that_does_not_agree_is_given_up():
+    forest, request, mixture = _request([HISTORY] * 3, [10, 11, 12, 99, *range(80, 88)])
+    assert forest._edits[request[0], 0] == -1
+    assert forest.propose(request, ints(4), 4, mixture=mixture).counts.tolist() == [0]
+
+
+def test_an_edit_that_says_no_more_than_the_suffix_is_given_up():
+    """The request is at a text it shares with history, longer than what was edited."""
+    other = [40, 41, 42, 43, 44, 45, 46]
+    forest, request, _ = _request([[7, 8], other], [7, 9, *other[:5]])
+    assert forest._edits[request[0], 0] == -1
+
+
+def test_a_state_that_is_split_under_an_edited_context():
+    """The edited context 2 3 shares its state with 1 2 3 until something else stands before it."""
+    forest, request, mixture = _request([[1, 2, 3, 4, 5, 6]], [90, 91, 2, 92])
+    forest.extend(forest.start(ints(0)), *padded([[7, 2, 3, 8, 5]]))
+    proposals = forest.propose(request, ints(6), 6, mixture=mixture)
+    assert sorted(path[0] for path in tree_paths(proposals, 0) if len(path) == 1) == [4, 8]
+    forest.follow(request, *padded([[8]]), mixture)  # the other text agrees
+    forest.extend(request, *padded([[8]]))
+    assert _chain(forest, request, mixture, nodes=1) == [5]
+
+
+def test_what_agreed_counts_as_match_for_the_budget():
+    forest, request, mixture = _request([HISTORY] * 3, [*HISTORY[:6], 99])
+    proposals = forest.propose(request, ints(16), 16, mixture=mixture, budget_per_match=0.5)
+    assert proposals.match_lengths.tolist() == [0]
+    assert proposals.counts.tolist() == [math.floor(0.5 * 7) + 1]  # six tokens and the marker
+
+
+def test_the_better_source_is_believed():
+    """Totals change in every response and structure does not: the edited context earns its weight."""
+    rng = np.random.default_rng(0)
+    forest, mixture = SuffixForest(48), new_mixture(0.5)
+    root = forest.add_root()
+
+    def response():
+        slots = rng.integers(100, 130, 20).tolist()
+        return [token for i, slot in enumerate(slots) for token in (i, slot, 50)]
+
+    accepted = {"with": 0, "without": 0}
+    for _ in range(30):
+        request, text = forest.start(ints(root)), response()
+        for token in text:
+            for name, learned in (("with", mixture), ("without", None)):
+                drafts = forest.propose(request, ints(1), 1, mixture=learned)
+                accepted[name] += int(drafts.counts[0] > 0 and drafts.tokens[0, 0] == token)
+            forest.follow(request, *padded([[token]]), mixture)
+            forest.extend(request, *padded([[token]]))
+    predictable = 30 * 20 * 2  # what is no total
+    assert accepted["with"] > 0.9 * predictable > accepted["without"]
+    edited = mixture - new_mixture(0.5)
+    assert edited[:, draft_kernels.EDIT].sum() > edited[:, draft_kernels.REPLACE].sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, m: f.follow(ints(7), np.array([[1]]), ints(1), m), "sequences: 7 is not known"),
+        (lambda f, m: f.follow(ints(0), np.array([[-1]]), ints(1), m), r"tokens\[0, 0\]: -1"),
+        (lambda f, m: f.follow(ints(0), np.array([[1]]), ints(1), m[1:]), "mixture: float64"),
+        (lambda f, m: f.propose(ints(0), ints(1), 1, mixture=m.astype(int)), "mixture: int64"),
+        (lambda f, m: f.propose(ints(0), ints(1), 1, mixture=m, rank="weight"), "rank: 'weight'"),
+    ],
+)
+def test_what_is_wrong_is_refused(call, message):
+    forest, _, mixture = _request([[1, 2]], [])
+    with pytest.raises(ValueError, match=message):
+        call(forest, mixture)
