@@ -146,16 +146,13 @@ class SuffixDrafter:
             prior = new_mixture(self._options["novelty"])
             self._mixture[:] = prior + _REMEMBERED * (self._mixture - prior)
         roots = self._plant(requests)
+        self._insert_ahead(requests, roots)
         self._sequences = (self._forest.start if self._live else self._forest.track)(roots)
         self._keys = None
         if self._noise_ranking and requests and requests[0].noise_key is not None:
             self._keys = np.stack([request.noise_key for request in requests])
         if self._scope == "request":
-            lengths = np.asarray([len(request.prompt_ids) for request in requests], np.int32)
-            prompts = np.zeros((len(requests), lengths.max(initial=0)), np.int32)
-            for row, request in enumerate(requests):
-                prompts[row, : lengths[row]] = request.prompt_ids
-            self._forest.extend(self._sequences, prompts, lengths)
+            self._forest.extend(self._sequences, *_padded([request.prompt_ids for request in requests]))
 
     def _plant(self, requests: Sequence[DraftRequest]) -> np.ndarray:
         """The automaton of every request, holding what is known: root ids, int32 [n]."""
@@ -178,6 +175,13 @@ class SuffixDrafter:
                 for past in self.history.recall(request.prompt_ids):
                     insert_past(self._forest, root, past)
         return np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
+
+    def _insert_ahead(self, requests: Sequence[DraftRequest], roots: np.ndarray) -> None:
+        """What was sampled ahead for a request tells of its group's others, and where it was wrong of it."""
+        known = [i for i, request in enumerate(requests) if request.ahead is not None]
+        if known and self._scope != "request":
+            sequences = self._forest.start(roots[known])
+            self._forest.extend(sequences, *_padded([requests[i].ahead for i in known]))
 
     def propose(self, queries: Queries) -> Drafts:
         noise = {}
@@ -228,3 +232,12 @@ class SuffixDrafter:
         if self.history is not None:
             metrics |= {"history_bytes": self.history.nbytes, "history_tokens": self.history.num_tokens}
         return metrics
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n, T], filled up with 0, and the lengths, int32 [n]."""
+    lengths = np.asarray([len(tokens) for tokens in sequences], np.int32)
+    padded = np.zeros((len(sequences), lengths.max(initial=0)), np.int32)
+    for row, tokens in enumerate(sequences):
+        padded[row, : lengths[row]] = tokens
+    return padded, lengths

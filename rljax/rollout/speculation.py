@@ -288,13 +288,13 @@ class Speculator:
             drafts, usable = chains(drafts, usable)
         bins = self._calibration.bins(drafts.log_probability)
         found = candidates(usable, self._calibration.rates[bins], active.wanted, active.standing_by)
-        rows = self._choose(shape, found)
+        rows = self.choose(shape, found)
         if not rows:
             return 0, None, bins
         nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
         return rows, _tree(drafts, found.take(rows, nodes), active.slots, shape[0], nodes), bins
 
-    def _choose(self, shape: tuple[int, int], found: Candidates) -> int:
+    def choose(self, shape: tuple[int, int], found: Candidates) -> int:
         return best_rows(found, self.engine.buckets, self._times, *shape)
 
     def _account(self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, bins: np.ndarray) -> None:

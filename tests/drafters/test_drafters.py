@@ -482,3 +482,21 @@ def test_a_drafters_defaults_are_accepted(name):
 
 def test_a_whole_number_is_a_number_and_null_is_no_directory():
     assert make_drafter("srt", novelty=1, spill_dir=None)
+
+
+@pytest.mark.parametrize("name", ["srt", "suffix_decoding", "prompt_lookup"])
+def test_what_was_sampled_ahead_for_one_request_serves_its_group(name):
+    """But not requests that are drafted from their own tokens only."""
+    drafter = make_drafter(name)
+    ahead = np.asarray(RESPONSE, np.int32)
+    drafter.begin([DraftRequest(A, None, ahead), DraftRequest(A, None), DraftRequest(B, None)])
+    row = np.asarray([RESPONSE[:4]], np.int32)
+    for request in (1, 2):
+        drafter.observe(Sampled(np.asarray([request]), row, np.asarray([4]), np.zeros(1), np.zeros(1)))
+    positions = np.asarray([7, 8], np.int32)
+    drafts = drafter.propose(
+        Queries(np.asarray([1, 2], np.int32), positions, np.asarray([5, 5], np.int32), 5)
+    )
+    assert drafts.counts.tolist() == {"srt": [5, 0], "suffix_decoding": [5, 5], "prompt_lookup": [0, 0]}[name]
+    if drafts.counts[0]:
+        assert drafts.tokens[0].tolist() == RESPONSE[4:9]

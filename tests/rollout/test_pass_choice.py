@@ -32,11 +32,11 @@ def choose(probability, times, **others):
 
 
 def test_passes_have_room_for_a_draft_and_no_more_than_there_can_be():
-    assert BUCKETS.passes(4) == [(8, 7), (16, 7), (32, 7)]
+    assert BUCKETS.passes(4) == [(8, 3), (16, 7), (32, 7)]
     assert BUCKETS.passes(2) == [(8, 7), (16, 7)]
     many = Buckets((4, 16), (64,), (8, 16, 24, 64, 512), 15)
-    assert many.passes(16) == [(24, 5), (64, 15), (256, 15)]
-    assert many.passes(4) == [(8, 7), (16, 15), (24, 15), (64, 15)]
+    assert many.passes(16) == [(24, 2), (64, 7), (256, 15)]
+    assert many.passes(4) == [(8, 3), (16, 7), (24, 11), (64, 15)]
     assert Buckets((4,), (64,)).passes(4) == []
 
 
@@ -50,11 +50,11 @@ def test_the_pass_of_the_most_tokens_per_second_is_chosen():
     assert choose(useless, [1, 1.1, 1.2, 1.4]) == 0
     assert choose(falling, [1, 1.1, 1.2, 1.8]) == 16  # (4 + 9.6) / 1.2 against (4 + 11.2) / 1.8
     assert choose(falling, [1, 1.1, 1.2, 1.3]) == 32
-    # One slot in four is sure, and takes all it needs of a small pass: 4 + 4 tokens, or 4 + 7.
+    # One slot in four is sure, and takes more than its share of a small pass: 4 + 3 tokens, or 4 + 7.
     one = [*useless[:3], sure[0]]
-    assert choose(one, [1, 1.3, 1.9, 2.6]) == 8
-    assert choose(one, [1, 1.3, 1.7, 2.6]) == 16
-    assert choose(one, [1, 2.1, 2.8, 9]) == 0
+    assert choose(one, [1, 1.3, 2.1, 2.6]) == 8
+    assert choose(one, [1, 1.3, 2.0, 2.6]) == 16
+    assert choose(one, [1, 1.8, 2.8, 9]) == 0
     # Where nothing is gained, nothing is verified.
     assert choose(useless, [1, 0.9, 0.8, 0.7]) == 0  # whatever the clock says: there is nothing to verify
     assert choose(sure, [1, 2, 4, 8]) == 0

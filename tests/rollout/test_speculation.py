@@ -109,7 +109,7 @@ def speculate(
     speculator = Speculator(engine, drafter, name, max_batch)
     speculator._times = FavouriteRows(ALL_ROWS) if times is None else times
     if isinstance(speculator._times, FavouriteRows):
-        speculator._choose = speculator._times.choose
+        speculator.choose = speculator._times.choose
     completions, statistics = Scheduler(engine, SLOTS, stop, speculator, overlap).run(params, requests)
     return completions, statistics, speculator
 
@@ -379,7 +379,7 @@ def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, reques
     setattr(Broken, method, raises)
     speculator = Speculator(engine, Broken(), "broken", SLOTS)
     speculator._times = FavouriteRows(ALL_ROWS)
-    speculator._choose = speculator._times.choose
+    speculator.choose = speculator._times.choose
     call, arguments = {
         "learn": (speculator.learn, ([],)),
         "state": (speculator.state, ()),

@@ -67,7 +67,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
                 sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
                 return sizes[-1] if next(turns) else 0
 
-            patch.setattr(speculation.Speculator, "_choose", choose)
+            patch.setattr(speculation.Speculator, "choose", choose)
         return train(directory, *overrides)
 
 

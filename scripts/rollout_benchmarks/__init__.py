@@ -1,0 +1,1 @@
+"""What `scripts/bench_rollout.py` measures, a module a section."""

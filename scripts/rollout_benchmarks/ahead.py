@@ -1,0 +1,177 @@
+"""How much of a response is known before its step: sampled ahead with its own noise, with other noise, or in
+earlier epochs; after updates of several sizes.
+
+The policy is not grown: what a draft is worth does not depend on what a pass costs. Every slot verifies as
+many drafts as it may, on recorded responses, so nothing but the drafts differs.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from drafters.aligned import AlignedDrafter
+from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.registry import make_drafter
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig
+from rljax.rollout.collector import TRAINING, Group
+from rljax.rollout.records import Completion, Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.training.loop import TrainingRun
+from rollout_benchmarks.variants import open_run
+
+_OTHER_NOISE = 1000  # a purpose that nothing samples for
+
+
+def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps: int) -> list[Row]:
+    """Tokens a pass from drafts sampled ahead, against drafts from the history alone."""
+    rows = []
+    for rate in learning_rates:
+        chosen = config.model_copy(
+            update={
+                "policy": config.policy.model_copy(update={"growth": None}),
+                "optimizer": config.optimizer.model_copy(update={"learning_rate": rate}),
+                "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": (2, 8, 64)}),
+                "training": config.training.model_copy(update={"steps": steps}),
+            }
+        )
+        with open_run(chosen) as (run, progress):
+            progress.stage("bench", steps)
+            counts = {name: np.zeros(2, int) for name in ("history", "other noise", "own noise")}
+            shares = {name: np.zeros(2, int) for name in ("own noise", "other noise")}
+            drafters = {name: make_drafter("srt", rollouts=4) for name in counts}
+            ahead: dict[str, list[Completion]] = {}
+            for step in range(steps):
+                requests, completions, groups = _sample(run, step)
+                for name, drafter in drafters.items():
+                    asked = [
+                        DraftRequest(request.prompt_ids, None, known)
+                        for request, known in zip(requests, _known(name, ahead, requests), strict=True)
+                    ]
+                    follows = AlignedDrafter(drafter) if name == "own noise" else drafter
+                    if name == "other noise" and ahead:  # SRT: into the cache, whatever the noise
+                        drafter.learn(_outcomes(requests, ahead["other noise"]))
+                    passes = replay(follows, asked, completions, config.speculation.max_drafts)
+                    if step:
+                        counts[name] += passes
+                    drafter.learn(_outcomes(requests, completions))
+                if step:
+                    for name, share in shares.items():
+                        share += _agreement(ahead[name], completions)
+                upcoming = _requests(run, step + 1)
+                ahead = {
+                    "own noise": _decode(run, upcoming),
+                    "other noise": _decode(run, _requests(run, step + 1, _OTHER_NOISE)),
+                }
+                minibatches, _ = run.minibatches(groups)
+                run.update(minibatches, run.reference_logprobs(minibatches))
+                progress.step(step + 1, {"tokens_per_second": 0.0})
+        lengths = {name: tokens / passes for name, (tokens, passes) in counts.items()}
+        for name in ("own noise", "other noise"):
+            rows.append(
+                Row(
+                    name=f"ahead/learning rate {rate:g}/{name}",
+                    value=lengths[name],
+                    unit="tokens a pass",
+                    baseline="history alone",
+                    baseline_value=lengths["history"],
+                    ratio=lengths[name] / lengths["history"],
+                    details={
+                        "tokens": int(counts[name][0]),
+                        "steps": steps - 1,
+                        "share_before_the_first_difference": shares[name][0] / shares[name][1],
+                    },
+                )
+            )
+    return rows
+
+
+def replay(
+    drafter: Drafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
+) -> np.ndarray:
+    """(tokens, passes) of verifying up to `width` drafts of every request in every pass."""
+    drafter.begin(asked)
+    known = np.zeros(len(asked), np.int32)
+    lengths = np.asarray([len(each.response_ids) for each in completions])
+    tokens = passes = 0
+    while (active := np.flatnonzero(known < lengths)).size:
+        positions = np.asarray([len(asked[i].prompt_ids) for i in active]) + known[active]
+        budgets = np.full(len(active), width, np.int32)
+        drafts = drafter.propose(Queries(active.astype(np.int32), positions.astype(np.int32), budgets, width))
+        sampled = np.zeros((len(active), width + 1), np.int32)
+        accepted = np.zeros(len(active), np.int32)
+        for row, index in enumerate(active):
+            left = completions[index].response_ids[known[index] :]
+            accepted[row] = min(_accepted(drafts, row, left), len(left) - 1)
+            sampled[row, : accepted[row] + 1] = left[: accepted[row] + 1]
+        drafter.observe(Sampled(active.astype(np.int32), sampled, accepted + 1, drafts.counts, accepted))
+        known[active] += accepted + 1
+        tokens += int((accepted + 1).sum())
+        passes += len(active)
+    return np.asarray([tokens, passes])
+
+
+def _accepted(drafts: Drafts, row: int, tokens: np.ndarray) -> int:
+    """Nodes of a tree on the path that `tokens` take."""
+    node, depth = -1, 0
+    while depth < len(tokens):
+        children = np.flatnonzero(drafts.parents[row, : drafts.counts[row]] == node)
+        right = children[drafts.tokens[row, children] == tokens[depth]]
+        if not right.size:
+            break
+        node, depth = right[0], depth + 1
+    return depth
+
+
+def _requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
+    prompts = run.config.rollout.prompts_per_step
+    indices = range(step * prompts, (step + 1) * prompts)
+    return run.collector.requests("train", indices, run.config.rollout.samples_per_prompt, purpose, step)
+
+
+def _decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
+    scheduler = Scheduler(run.engine, run.config.engine.max_slots, run.collector.scheduler.stop_strings)
+    return scheduler.run(run.engine.load_params(run.state.params), requests)[0]
+
+
+def _sample(run: TrainingRun, step: int) -> tuple[list[Request], list[Completion], list[Group]]:
+    """The step's requests, what they are answered, and the groups to learn from."""
+    prompts = run.config.rollout.prompts_per_step
+    run.collector.scheduler = Scheduler(
+        run.engine, run.config.engine.max_slots, run.collector.scheduler.stop_strings
+    )
+    groups, _, _ = run.collector.collect(
+        run.engine.load_params(run.state.params),
+        "train",
+        range(step * prompts, (step + 1) * prompts),
+        run.config.rollout.samples_per_prompt,
+        TRAINING,
+        step,
+    )
+    completions = [completion for group in groups for completion in group.completions]
+    return _requests(run, step), completions, groups
+
+
+def _known(
+    name: str, ahead: dict[str, list[Completion]], requests: Sequence[Request]
+) -> list[np.ndarray | None]:
+    if name != "own noise" or not ahead:
+        return [None] * len(requests)
+    return [completion.response_ids for completion in ahead[name]]
+
+
+def _outcomes(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:
+    return [
+        Outcome(request.prompt_ids, completion.response_ids, 0.0)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+
+
+def _agreement(drafts: Sequence[Completion], completions: Sequence[Completion]) -> np.ndarray:
+    """(tokens before the first one that was sampled otherwise ahead of time, all tokens)."""
+    same = 0
+    for draft, completion in zip(drafts, completions, strict=True):
+        length = min(len(draft.response_ids), len(completion.response_ids))
+        agree = draft.response_ids[:length] == completion.response_ids[:length]
+        same += length if agree.all() else int(np.argmin(agree))
+    return np.asarray([same, sum(len(completion.response_ids) for completion in completions)])

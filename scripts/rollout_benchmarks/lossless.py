@@ -1,0 +1,122 @@
+"""Is speculation lossless? Counts tokens and logprobs that differ from those of plain decoding.
+
+Every drafter, batches that shrink bucket by bucket, passes of every size in turn whether they promise
+anything or not, responses that come and go, half of them drafted while the others are verified, with and
+without run-ahead; in float32 and in bfloat16. The policy is not grown: bits do not depend on what a pass
+costs.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from drafters.registry import make_drafter
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig
+from rljax.rollout.collector import TRAINING
+from rljax.rollout.pass_choice import Candidates
+from rljax.rollout.records import Completion, DecodeStatistics, Request, accumulate
+from rljax.rollout.run_ahead import RunAhead
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Outcome, Speculator
+from rljax.training.loop import TrainingRun
+from rollout_benchmarks.variants import open_run
+
+_DRAFTERS = ("prompt_lookup", "suffix_decoding", "histospec", "srt", "srt with run-ahead")
+_SLOTS = (6, 24)  # of 64 requests
+_BATCHES = (2, 6, 24, 64)
+_SIZES = (16, 32, 64, 128)
+
+
+class EveryPass(Speculator):
+    """Verifies passes of every size in turn, and now and then decodes plainly."""
+
+    turns: Iterator[int]
+
+    def choose(self, shape: tuple[int, int], found: Candidates) -> int:
+        sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
+        return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
+
+
+def lossless_rows(config: ExperimentConfig, dtypes: Sequence[str], steps: int) -> list[Row]:
+    """Tokens and logprobs that differ, of how many."""
+    rows = []
+    for dtype in dtypes:
+        chosen = config.model_copy(
+            update={
+                "policy": config.policy.model_copy(update={"growth": None, "compute_dtype": dtype}),
+                "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": _BATCHES}),
+                "speculation": config.speculation.model_copy(
+                    update={"verify_buckets": _SIZES, "max_drafts": 15, "max_batch": 64}
+                ),
+            }
+        )
+        with open_run(chosen) as (run, progress):
+            progress.stage("bench", steps * len(_DRAFTERS))
+            for name in _DRAFTERS:
+                rows.append(_compare(run, f"lossless/{dtype}/{name}", name, steps))
+                progress.update("bench", rows[-1].name)
+    return rows
+
+
+def _compare(run: TrainingRun, label: str, name: str, steps: int) -> Row:
+    engine, params = run.engine, run.engine.load_params(run.state.params)
+    run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
+    speculator = EveryPass(engine, make_drafter(name.split()[0]), name, 64, run_ahead)
+    speculator.turns = itertools.count()
+    total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
+    for step in range(steps):
+        slots, overlap = _SLOTS[step % 2], step % 3 == 2
+        requests = _requests(run, step)
+        if run_ahead is not None:
+            run_ahead.plan(_requests(run, step + 1))
+        plain, _ = Scheduler(engine, len(requests)).run(params, requests)
+        drafted, statistics = Scheduler(engine, slots, None, speculator, overlap).run(params, requests)
+        for one, other in zip(plain, drafted, strict=True):
+            difference = _differing(one, other)
+            tokens, logprobs = tokens + difference[0], logprobs + difference[1]
+        speculator.learn(
+            [
+                Outcome(request.prompt_ids, completion.response_ids, 1.0)
+                for request, completion in zip(requests, drafted, strict=True)
+            ]
+        )
+        if run_ahead is not None:
+            ahead += int(speculator.metrics(statistics)["speculation/ahead_agreed"])
+        accumulate(total, statistics)
+    return Row(
+        name=label,
+        value=tokens,
+        unit="tokens that differ",
+        baseline="tokens",
+        baseline_value=total.tokens,
+        ratio=1 - tokens / total.tokens,
+        details={
+            "logprobs_that_differ": logprobs,
+            "requests": steps * len(requests),
+            "verifying_passes": total.verified,
+            "plain_steps": total.steps - total.verified,
+            "drafted": total.drafted,
+            "accepted": total.accepted,
+            "sampled_ahead": total.ahead_tokens,
+            "sampled_ahead_and_again": ahead,
+        },
+    )
+
+
+def _requests(run: TrainingRun, step: int) -> list[Request]:
+    prompts = run.config.rollout.prompts_per_step
+    indices = range(step * prompts, (step + 1) * prompts)
+    samples = run.config.rollout.samples_per_prompt
+    return run.collector.requests("train", indices, samples, TRAINING, step)
+
+
+def _differing(one: Completion, other: Completion) -> tuple[int, int]:
+    """Tokens and logprobs of two completions that are not the same; what only one of them has counts."""
+    length = min(len(one.response_ids), len(other.response_ids))
+    longer = max(len(one.response_ids), len(other.response_ids)) - length
+    return (
+        int(np.sum(one.response_ids[:length] != other.response_ids[:length])) + longer,
+        int(np.sum(one.logprobs[:length] != other.logprobs[:length])) + longer,
+    )

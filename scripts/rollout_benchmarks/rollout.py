@@ -1,0 +1,76 @@
+"""Tokens per second with and without drafts, on a workload whose prompts come back."""
+
+from collections.abc import Sequence
+
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig
+from rljax.rollout.collector import Group
+from rljax.rollout.records import DecodeStatistics, accumulate
+from rollout_benchmarks.variants import (
+    PLAIN,
+    RUN_AHEAD,
+    Variant,
+    check_same,
+    make_variants,
+    open_run,
+    roll_out,
+)
+
+
+def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
+    """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
+    with open_run(config) as (run, progress):
+        run.compile(late_inserts=RUN_AHEAD in names)
+        variants = make_variants(run, names)
+        progress.stage("bench", config.training.steps)
+        for step in range(config.training.steps):
+            by_name: dict[str, list[Group]] = {}
+            for variant in reversed(variants) if step % 2 else variants:
+                by_name[variant.name] = roll_out(run, variant, step)
+                progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
+            for name, groups in by_name.items():
+                check_same(by_name[PLAIN], groups, name)
+            minibatches, _ = run.minibatches(by_name[PLAIN])
+            run.update(minibatches, run.reference_logprobs(minibatches))
+            progress.step(
+                step + 1, {"tokens_per_second": variants[0].statistics[-1].tokens / variants[0].seconds[-1]}
+            )
+    per_epoch = max(config.task.problems // config.rollout.prompts_per_step, 1)
+    rows = []
+    for first in range(0, config.training.steps, per_epoch):
+        steps = slice(first, first + per_epoch)
+        for variant in variants[1:]:
+            rows.append(_row(first // per_epoch + 1, variants[0], variant, steps))
+    return rows
+
+
+def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
+    own, baseline = variant.seconds[steps], plain.seconds[steps]
+    total = DecodeStatistics()
+    for one in variant.statistics[steps]:
+        accumulate(total, one)
+    ratios = [b / a for a, b in zip(own, baseline, strict=True)]
+    return Row(
+        name=f"rollout/epoch {epoch}/{variant.name}",
+        value=total.tokens / sum(own),
+        unit="tokens/s",
+        baseline="plain decoding",
+        baseline_value=total.tokens / sum(baseline),
+        ratio=sum(baseline) / sum(own),
+        details={
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "rounds": len(ratios),
+            "seconds": sum(own),
+            "baseline_seconds": sum(baseline),
+            "tokens": total.tokens,
+            "accept_length": total.accept_length,
+            "acceptance": total.accepted / max(total.drafted, 1),
+            "verified_per_token": total.rows / total.tokens,
+            "passes": total.steps,
+            "verifying_passes": total.verified,
+            "ahead_tokens": total.ahead_tokens,
+            "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
+            "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
+        },
+    )

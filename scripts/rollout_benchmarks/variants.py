@@ -1,0 +1,133 @@
+"""The ways to roll out that are compared: plain decoding, and every drafter."""
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters.registry import make_drafter
+from rljax.config import ExperimentConfig
+from rljax.errors import UserError
+from rljax.rollout.collector import TRAINING, Collector, Group
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.run_ahead import RunAhead
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.loop import TrainingRun, outcomes
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+
+PLAIN = "plain"
+VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    PLAIN: None,
+    "prompt lookup": ("prompt_lookup", {}),
+    "suffix decoding": ("suffix_decoding", {}),
+    "HistoSpec": ("histospec", {}),
+    "SRT": ("srt", {}),
+    "SRT ranked by the noise": ("srt", {"noise_ranking": True}),
+    "SRT without running rollouts": ("srt", {"live": False}),
+    "SRT with run-ahead": ("srt", {}),
+}
+RUN_AHEAD = "SRT with run-ahead"
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to roll out.
+
+    Attributes:
+      name: for the rows.
+      collector: rolls out.
+      speculator: None for plain decoding.
+      seconds: of decoding, a step.
+      statistics: of the rollouts, a step.
+    """
+
+    name: str
+    collector: Collector
+    speculator: Speculator | None
+    seconds: list[float]
+    statistics: list[DecodeStatistics]
+
+
+@contextlib.contextmanager
+def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]:
+    """The config's run, in a directory that is deleted at the end."""
+    with tempfile.TemporaryDirectory() as directory, Progress() as progress:
+        config = config.model_copy(update={"run_dir": directory})
+        checkpoints = RunCheckpoints(Path(directory) / "checkpoints", config.checkpoint.keep)
+        try:
+            yield (
+                TrainingRun(config, RunDirectory(directory), checkpoints, progress, time.perf_counter()),
+                progress,
+            )
+        finally:
+            checkpoints.close()
+
+
+def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
+    """All ways to roll out, on the run's engine; plain decoding first."""
+    config, variants = run.config, []
+    for name in names:
+        speculator = None
+        if VARIANTS[name] is not None:
+            drafter, args = VARIANTS[name]
+            run_ahead = None
+            if name == RUN_AHEAD:
+                run_ahead = RunAhead(config.engine.max_slots, config.speculation.run_ahead_share)
+            speculator = Speculator(
+                run.engine, make_drafter(drafter, **args), name, config.speculation.max_batch, run_ahead
+            )
+            speculator.warm_up(run.engine.load_params(run.state.params))
+        scheduler = Scheduler(
+            run.engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator
+        )
+        collector = Collector(
+            run.collector.task,
+            run.collector.tokenizer,
+            scheduler,
+            config.seed,
+            config.rollout.max_prompt_length,
+            config.rollout.max_response_length,
+        )
+        variants.append(Variant(name, collector, speculator, [], []))
+    return variants
+
+
+def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
+    """One step's groups by one variant, which learns from them."""
+    wanted, samples = run.config.rollout.prompts_per_step, run.config.rollout.samples_per_prompt
+    if variant.speculator is not None and variant.speculator.run_ahead is not None:
+        upcoming = range((step + 1) * wanted, (step + 2) * wanted)
+        variant.speculator.run_ahead.plan(
+            variant.collector.requests("train", upcoming, samples, TRAINING, step + 1)
+        )
+    groups, statistics, timing = variant.collector.collect(
+        run.engine.load_params(run.state.params),
+        "train",
+        range(step * wanted, (step + 1) * wanted),
+        samples,
+        TRAINING,
+        step,
+    )
+    variant.seconds.append(timing.decode)
+    variant.statistics.append(statistics)
+    if variant.speculator is not None:
+        variant.speculator.learn(outcomes(groups))
+    return groups
+
+
+def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> None:
+    """Raises a UserError unless tokens and logprobs are the same bits."""
+    for ours, theirs in zip(other, plain, strict=True):
+        for a, b in zip(ours.completions, theirs.completions, strict=True):
+            if not np.array_equal(a.response_ids, b.response_ids) or not np.array_equal(
+                a.logprobs, b.logprobs
+            ):
+                raise UserError(f"{name}: sampled other tokens than plain decoding for {ours.problem.id}")
