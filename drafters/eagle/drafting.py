@@ -1,4 +1,4 @@
-"""Drafting with a head: a chain or a dynamic tree for every slot, on the device, with the head's own KV cache.
+"""Drafting with a head: a chain or a dynamic tree for every slot, on the device, with its own KV cache.
 
 EAGLE-2 (Li et al., 2024, arXiv 2406.16858): every level expands its `top_k` most promising nodes, and of all
 candidates the `nodes` most promising are verified (section 4.2's reranking). TLT calls the three numbers
@@ -11,9 +11,9 @@ multiplied along a path and compared between branches. Without noise keys it is 
 
 **The cache.** Entry i of a slot is pair i (see `model.py`), from states that the policy verified. Drafting
 reads it and writes nothing: the entries of draft nodes live in arrays of their own, so there is nothing
-provisional to be hidden or put right. `absorb` brings in what was verified. A head may begin late (speculation
-switched on in the middle of a response): it then simply knows nothing of the pairs before, and its positions
-count from the first pair it was given, which RoPE does not mind.
+provisional to be hidden or put right. `absorb` brings in what was verified. A head may begin late
+(speculation switched on in the middle of a response): it then simply knows nothing of the pairs before, and
+its positions count from the first pair it was given, which RoPE does not mind.
 
     state = empty_state(config, batch, length, dtype)
     state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
@@ -213,7 +213,7 @@ def _children(
     Returns:
       tokens int32 [B, n, k], log-probabilities float32 [B, n, k].
     """
-    batch, count, vocab_size = logits.shape
+    vocab_size = logits.shape[-1]
     if not sampling.greedy:
         logits = transform_logits(logits, sampling, numerics)
         if noise_keys is not None:

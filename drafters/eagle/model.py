@@ -22,7 +22,8 @@ layer, without biases and query/key norms, whatever the policy is: that is what 
                   x = fc (e ; h); the layer attends from x itself, without a norm; its output is a hidden
                   state like those it was given, and the LM head reads it as it is
     eagle3        fc [d, 3d]
-                  layer: q [H*D, 2d]  k, v [Hk*D, 2d]  o  mlp_norm  gate  up  down  embed_norm, hidden_norm [d]
+                  layer: q [H*D, 2d]  k, v [Hk*D, 2d]  o  mlp_norm  gate  up  down  embed_norm [d]
+                  hidden_norm [d]
                   norm [d]
                   h = fc (low ; middle ; high), or the head's own output; the layer attends from
                   (norm e ; norm h) and adds to h; the LM head reads the output after `norm`

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from drafters.eagle.drafting import (
-    DraftStrategy,
     DrafterState,
+    DraftStrategy,
     empty_state,
     forget,
     jitted_absorb,
@@ -50,9 +50,7 @@ def sequences(variant):
 
 def absorbed(variant, counts=COMMITTED, first=None):
     """A state that has absorbed the first pairs of both sequences (from `first` on)."""
-    config, params = head(variant)
-    tokens, states = sequences(variant)
-    state = empty_state(config, 2, 64, jnp.float32)
+    state = empty_state(head(variant)[0], 2, 64, jnp.float32)
     return more(variant, state, (0, 0) if first is None else first, counts)
 
 
