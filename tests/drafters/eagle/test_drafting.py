@@ -17,10 +17,11 @@ from drafters.eagle.drafting import (
     jitted_draft,
 )
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
-from drafters.eagle.training import HeadBatch, unroll
+from drafters.eagle.training import HeadBatch, head_loss, published_training, unroll
 from rljax.engine.draft_tree import with_root
 from rljax.engine.noise import gumbel, request_key
 from rljax.engine.sampling import SamplingParams
+from rljax.models.numerics import Numerics
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
 
 PLAIN = SamplingParams()
@@ -252,3 +253,32 @@ def test_impossible_trees_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         DraftStrategy(depth=0, top_k=2, nodes=1)
     assert isinstance(empty_state(head("eagle")[0], 1, 64, jnp.float32), DrafterState)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+def test_bfloat16(variant):
+    """The engine's own numerics on an accelerator: a chain close to float32's."""
+    config, params = head(variant)
+    tokens, states = sequences(variant)
+    numerics = Numerics(compute_dtype="bfloat16")
+    state = empty_state(config, 2, 64, jnp.bfloat16)
+    counts = jnp.asarray(COMMITTED, jnp.int32)
+    args = (states[:, :20].astype(jnp.bfloat16), tokens[:, 1:21], counts, ROPE)
+    state = jitted_absorb(params, config, shared(), state, *args, numerics=numerics)
+    strategy = DraftStrategy(3, 2, 6)
+    tree = jitted_draft(
+        params, config, shared(), state, counts, KEYS, ROPE,
+        strategy=strategy, sampling=PLAIN, numerics=numerics,
+    )  # fmt: skip
+    exact = drafted(variant, absorbed(variant), strategy, KEYS)
+    np.testing.assert_allclose(tree.log_probability[:, 0], exact.log_probability[:, 0], atol=0.2)
+    assert np.all(tree.tree.valid)
+    batch = HeadBatch(
+        tokens, jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32)[None], tokens.shape),
+        jnp.ones_like(tokens), tokens >= 0, states.astype(jnp.bfloat16),
+    )  # fmt: skip
+    training = dataclasses.replace(published_training(variant), steps=2)
+    losses = [
+        head_loss(params, config, training, shared(), batch, ROPE, each)[0] for each in (NUMERICS, numerics)
+    ]
+    np.testing.assert_allclose(*losses, rtol=0.05)
