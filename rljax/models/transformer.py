@@ -91,7 +91,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     )
 
 
-def _layer(
+def decoder_layer(
     layer: Params,
     index: int,
     x: Array,
@@ -99,9 +99,28 @@ def _layer(
     attention: Attention,
     config: ModelConfig,
     numerics: Numerics,
+    attention_input: Array | None = None,
 ) -> tuple[Array, Any]:
+    """One decoder layer.
+
+    Args:
+      layer: its weights, see the module's docstring.
+      index: what `attention` is told.
+      x: residual stream, [N, T, d].
+      angles: rows of the RoPE table, float32 [N, T, 2, D/2].
+      attention: the attention structure.
+      config: heads and norms; the widths are those of the weights.
+      numerics: see `Numerics`.
+      attention_input: what queries, keys and values are computed from, [N, T, any]; None for x after
+        `attention_norm`. (A drafter's layer attends from something else than its residual stream.)
+
+    Returns:
+      the residual stream behind the layer, [N, T, d], and what the attention kept.
+    """
     batch, length, _ = x.shape
-    h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, numerics)
+    h = attention_input
+    if h is None:
+        h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, numerics)
     heads = (batch, length, -1, config.head_dim)
     q = linear(h, layer["q"], layer.get("q_bias")).reshape(heads)
     k = linear(h, layer["k"], layer.get("k_bias")).reshape(heads)
@@ -146,7 +165,7 @@ def forward(
     for index, layer in enumerate(params["layers"]):
 
         def run(layer, x, index=index):
-            return _layer(layer, index, x, angles, attention, config, numerics)
+            return decoder_layer(layer, index, x, angles, attention, config, numerics)
 
         x, kept_here = (jax.checkpoint(run) if remat else run)(layer, x)
         kept.append(kept_here)

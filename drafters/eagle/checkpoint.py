@@ -1,0 +1,244 @@
+"""Heads out and in, in the layout that SGLang's and vLLM's EAGLE and EAGLE-3 loaders read.
+
+A directory with `config.json` and `model.safetensors`. Only what is trained is stored: both engines take
+embeddings and LM head from the policy (`tie_word_embeddings` as in the policy; EAGLE-3's `draft_vocab_size`
+null means the policy's whole vocabulary). What the two disagree about:
+
+- the architecture of EAGLE: SGLang wants `LlamaForCausalLMEagle`; vLLM puts "Eagle" in front of
+  `LlamaForCausalLM` itself. Both read EAGLE-3 as `LlamaForCausalLMEagle3`.
+- the layers of EAGLE-3: SGLang reads `eagle_config.eagle_aux_hidden_state_layer_ids` and counts layers from
+  0; vLLM reads the same name at the top level and counts the layers before the state.
+
+HASS is EAGLE trained otherwise: the same files.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (safetensors.numpy reads bfloat16 only where ml_dtypes has registered it)
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from drafters.eagle.model import HeadConfig, head_shapes
+from rljax.errors import CheckpointError
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params
+
+ServingEngine = Literal["sglang", "vllm"]
+
+_WEIGHTS = "model.safetensors"
+_LAYER_TENSORS = {
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "embed_norm": "input_layernorm.weight",
+    "hidden_norm": "hidden_norm.weight",
+}
+_FROM_THE_POLICY = ("embed_tokens.weight", "lm_head.weight")
+_VOCAB_MAPS = ("d2t", "t2d")
+_CONFIG_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "mlp_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}
+
+
+def _tensor_names(config: HeadConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Tensor name -> (place in the params pytree, shape)."""
+    shapes = head_shapes(config)
+    prefix = "midlayer" if config.fused else "layers.0"
+    names = {"fc.weight": (("fc",), shapes["fc"])}
+    for key, shape in shapes["layer"].items():
+        names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (("layer", key), shape)
+    if config.fused:
+        names["norm.weight"] = (("norm",), shapes["norm"])
+    return names
+
+
+def _config_json(config: HeadConfig, dtype: np.dtype, engine: ServingEngine) -> dict[str, Any]:
+    policy = config.policy
+    scaling = policy.rope_scaling
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle" if engine == "sglang" else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": dtype.name,
+        **{key: getattr(policy, field) for key, field in _CONFIG_KEYS.items()},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": policy.max_positions,
+        "rms_norm_eps": policy.norm_epsilon,
+        "rope_theta": policy.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        },
+        "tie_word_embeddings": policy.tie_embeddings,
+    }
+    if config.fused:
+        content |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None}
+        if engine == "sglang":
+            layers = [layer - 1 for layer in config.layers]
+            content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
+        else:
+            content["eagle_aux_hidden_state_layer_ids"] = list(config.layers)
+    return content
+
+
+def save_head(
+    directory: str | Path,
+    config: HeadConfig,
+    params: Params,
+    dtype: str = "bfloat16",
+    engine: ServingEngine = "sglang",
+) -> None:
+    """Writes a directory that the serving engine loads as a draft model.
+
+    Args:
+      directory: the destination; must not exist, or be empty. If writing fails, nothing is left there.
+      config: the head's shape.
+      params: the head's weights, on any device.
+      dtype: type of the weights in the file: "float32", "bfloat16" or "float16".
+      engine: who will load it.
+    """
+    directory = Path(directory).resolve()
+    if engine not in ("sglang", "vllm"):
+        raise CheckpointError(f"{directory}: engine {engine!r} is unknown; use sglang or vllm")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} exists and is not an empty directory; choose another one")
+    if config.fused:
+        _check_layers(directory, config)
+    stored_as = np.dtype(dtype)
+    tensors = {}
+    for name, (path, shape) in _tensor_names(config).items():
+        array = np.asarray(_at(params, path))
+        if array.shape != shape:
+            raise CheckpointError(f"{directory}: {name} is {array.shape}, but this head has {shape} there")
+        tensors[name] = np.ascontiguousarray(array.astype(stored_as))
+    if not config.fused:
+        # SGLang's layer has a bias whether a file brings one or not.
+        bias = params.get("fc_bias", np.zeros(config.policy.hidden_size))
+        tensors["fc.bias"] = np.ascontiguousarray(np.asarray(bias).astype(stored_as))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+    try:
+        partial.chmod(0o755)  # mkdtemp's directories are for their owner alone
+        content = json.dumps(_config_json(config, stored_as, engine), indent=2) + "\n"
+        (partial / "config.json").write_text(content, encoding="utf-8")
+        safetensors.numpy.save_file(tensors, partial / _WEIGHTS, metadata={"format": "pt"})
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_layers(directory: Path, config: HeadConfig) -> None:
+    """The engines collect a state where a layer begins, each once."""
+    if len(set(config.layers)) < 3 or not all(0 < each < config.policy.num_layers for each in config.layers):
+        raise CheckpointError(
+            f"{directory}: a head over the states behind layers {list(config.layers)} of"
+            f" {config.policy.num_layers} cannot be served; it needs three different ones from 1 to"
+            f" {config.policy.num_layers - 1}"
+        )
+
+
+def _at(params: Params, path: tuple[str, ...]) -> Any:
+    for key in path:
+        params = params[key]
+    return params
+
+
+def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
+    """A head and its float32 weights, from `save_head` or from elsewhere in the same layout.
+
+    An EAGLE head is loaded as `eagle`; to train it as HASS, replace `variant`.
+
+    Raises:
+      CheckpointError: it is no such head, or not one for this policy.
+    """
+    directory = Path(directory)
+    content = _read_config(directory / "config.json")
+    for key, field in _CONFIG_KEYS.items():
+        if content.get(key) is not None and content[key] != getattr(policy, field):
+            raise CheckpointError(
+                f"{directory / 'config.json'}: {key} is {content[key]}, but the policy's is"
+                f" {getattr(policy, field)}; a head fits only the policy it was made for"
+            )
+    try:
+        tensors = safetensors.numpy.load_file(directory / _WEIGHTS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{directory / _WEIGHTS} cannot be read as safetensors: {error}") from error
+    if any(name in tensors for name in _VOCAB_MAPS):
+        raise CheckpointError(
+            f"{directory / _WEIGHTS}: the head has a vocabulary of its own (d2t); here heads share the"
+            " policy's"
+        )
+    config = _head_config(directory / "config.json", content, tensors, policy)
+    expected = _tensor_names(config)
+    params: Params = {"layer": {}}
+    for name, (path, shape) in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{directory / _WEIGHTS}: {name} {list(shape)} is missing")
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{directory / _WEIGHTS}: {name} is {list(tensors[name].shape)}, but a {config.variant} head"
+                f" of this policy has {list(shape)} there"
+            )
+        parent = params["layer"] if path[0] == "layer" else params
+        parent[path[-1]] = jnp.asarray(tensors[name].astype(np.float32))
+    bias = tensors.get("fc.bias")
+    if bias is not None and np.any(bias):
+        params["fc_bias"] = jnp.asarray(bias.astype(np.float32))
+    surplus = sorted(set(tensors) - set(expected) - {"fc.bias", *_FROM_THE_POLICY})
+    if surplus:
+        raise CheckpointError(
+            f"{directory / _WEIGHTS}: {surplus[0]} is not part of a {config.variant} head, whose layer has no"
+            " biases and query/key norms"
+        )
+    return config, jax.block_until_ready(params)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} should hold a JSON object")
+    return content
+
+
+def _head_config(
+    file: Path, content: dict[str, Any], tensors: dict[str, np.ndarray], policy: ModelConfig
+) -> HeadConfig:
+    """Which head it is: EAGLE-3's layer is called `midlayer`."""
+    if not any(name.startswith("midlayer.") for name in tensors):
+        return HeadConfig("eagle", policy)
+    if content.get("eagle_aux_hidden_state_layer_ids"):
+        layers = tuple(content["eagle_aux_hidden_state_layer_ids"])
+    else:
+        nested = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
+        layers = tuple(layer + 1 for layer in nested)
+    try:
+        return HeadConfig("eagle3", policy, layers)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: eagle_aux_hidden_state_layer_ids: {error}") from error

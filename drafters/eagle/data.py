@@ -1,0 +1,254 @@
+"""What heads are trained on: tokens and hidden states that RL's own passes computed, kept on the host.
+
+TLT, section 4.2 ("Spot Training with DataBuffer", "Sequence Packing"). A head is trained while a rollout is
+still running, on the responses that have finished: those are short. So the buffer is kept across steps with a
+**one-step offset**: the sequences of the step before are there too, and its *long* ones come first, because
+that is what the current, partial set has not got yet. What is older is dropped: it is from older policies.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
+
+from drafters.eagle.training import HeadBatch
+from rljax.training.packing import Packing, pack_sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSequence:
+    """A sequence that a head learns from; NumPy arrays.
+
+    Attributes:
+      tokens: int32 [n], prompt and response.
+      states: [n, S, d], the policy's (`model.py`), in the type they are kept in.
+      response_mask: bool [n], the token is of the response.
+      step: the RL step that sampled it.
+    """
+
+    tokens: np.ndarray
+    states: np.ndarray
+    response_mask: np.ndarray
+    step: int
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens.nbytes + self.states.nbytes + self.response_mask.nbytes
+
+
+class DataBuffer:
+    """Sequences of the current step and the one before, within bounded host memory.
+
+    Args:
+      max_bytes: of tokens, states and masks. Beyond it sequences of the step before go first, then the
+        shorter ones of the current step.
+      state_shape: (S, d).
+      dtype: type that states are kept in: "float32", "bfloat16" or "float16".
+      previous_share: share of the tokens drawn that is left to the step before for as long as there are
+        others.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        state_shape: tuple[int, int],
+        dtype: str = "bfloat16",
+        previous_share: float = 0.5,
+    ) -> None:
+        if not 0 <= previous_share <= 1:
+            raise ValueError(f"previous_share: should be from 0 to 1, got {previous_share}")
+        self.max_bytes = max_bytes
+        self.previous_share = previous_share
+        self._state_shape = tuple(state_shape)
+        self._dtype = np.dtype(dtype)
+        self._step = 0
+        self._sequences: list[HeadSequence] = []
+        self.refused = 0
+        """Sequences that were larger than the whole buffer."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def bytes(self) -> int:
+        """Held now; never more than `max_bytes`."""
+        return sum(sequence.bytes for sequence in self._sequences)
+
+    def begin_step(self, step: int) -> None:
+        """RL step `step` begins: what is older than the one before is dropped."""
+        self._step = step
+        self._sequences = [sequence for sequence in self._sequences if sequence.step >= step - 1]
+
+    def add(self, tokens: np.ndarray, states: np.ndarray, response_mask: np.ndarray) -> None:
+        """Keeps a finished sequence of the current step.
+
+        Args:
+          tokens: int [n].
+          states: [n, S, d].
+          response_mask: bool [n].
+        """
+        length = len(tokens)
+        if states.shape != (length, *self._state_shape) or response_mask.shape != (length,):
+            raise ValueError(
+                f"states {states.shape} and response_mask {response_mask.shape} should be"
+                f" {(length, *self._state_shape)} and {(length,)}"
+            )
+        sequence = HeadSequence(
+            np.array(tokens, np.int32),
+            np.array(states, self._dtype),
+            np.array(response_mask, bool),
+            self._step,
+        )
+        if sequence.bytes > self.max_bytes:
+            self.refused += 1
+            return
+        self._sequences.append(sequence)
+        excess = self.bytes - self.max_bytes
+        if excess <= 0:
+            return
+        # The step before first, and the shorter ones first: long ones are what is scarce.
+        order = sorted(
+            range(len(self)), key=lambda i: (self._sequences[i].step, self._sequences[i].length, i)
+        )
+        dropped = set()
+        for index in order:
+            if excess <= 0:
+                break
+            dropped.add(index)
+            excess -= self._sequences[index].bytes
+        self._sequences = [each for index, each in enumerate(self._sequences) if index not in dropped]
+
+    def draw(self, seed: int) -> list[HeadSequence]:
+        """All sequences in the order to train on them: a function of what is held and of the seed.
+
+        Those of the step before by length, longest first; those of the current step shuffled; mixed so that
+        `previous_share` of the tokens, as nearly as whole sequences allow, come from the step before.
+        """
+        previous = [each for each in self._sequences if each.step < self._step]
+        current = [each for each in self._sequences if each.step == self._step]
+        previous.sort(key=lambda sequence: -sequence.length)  # stable: equals in the order they came in
+        order = np.random.default_rng((seed, self._step)).permutation(len(current))
+        current = [current[i] for i in order]
+        drawn: list[HeadSequence] = []
+        tokens = {"previous": 0, "current": 0}
+        while previous or current:
+            due = tokens["previous"] * (1 - self.previous_share) <= tokens["current"] * self.previous_share
+            from_previous = not current or (bool(previous) and due and self.previous_share > 0)
+            sequence = (previous if from_previous else current).pop(0)
+            tokens["previous" if from_previous else "current"] += sequence.length
+            drawn.append(sequence)
+        return drawn
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps: flat arrays, states as unsigned integers of their width."""
+        held = self._sequences
+        states = [each.states.reshape(-1) for each in held]
+        flat = np.concatenate(states) if held else np.zeros(0, self._dtype)
+        return {
+            "step": np.asarray(self._step, np.int64),
+            "refused": np.asarray(self.refused, np.int64),
+            "lengths": np.asarray([each.length for each in held], np.int64),
+            "steps": np.asarray([each.step for each in held], np.int64),
+            "tokens": np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in held)]),
+            "response_mask": np.concatenate([np.zeros(0, bool), *(each.response_mask for each in held)]),
+            "states": flat.view(f"u{self._dtype.itemsize}"),
+        }
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Takes up what `state` returned.
+
+        Raises:
+          ValueError: it is of another policy, or of another type.
+        """
+        lengths = np.asarray(state["lengths"])
+        size = int(np.prod(self._state_shape))
+        stored = np.asarray(state["states"])
+        if stored.dtype.itemsize != self._dtype.itemsize or len(stored) != int(lengths.sum()) * size:
+            raise ValueError(
+                f"states: {len(stored)} numbers of {stored.dtype.itemsize} bytes should be"
+                f" {int(lengths.sum()) * size} of {self._dtype.itemsize}: they are of another policy"
+            )
+        states = stored.view(self._dtype).reshape(-1, *self._state_shape)
+        self._step, self.refused = int(state["step"]), int(state["refused"])
+        self._sequences = []
+        start = 0
+        for length, step in zip(lengths.tolist(), np.asarray(state["steps"]).tolist(), strict=True):
+            here = slice(start, start + length)
+            self._sequences.append(
+                HeadSequence(
+                    np.array(state["tokens"][here]),
+                    np.array(states[here]),
+                    np.array(state["response_mask"][here]),
+                    step,
+                )
+            )
+            start += length
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Sequences laid out in rows.
+
+    Attributes:
+      sequences: the sequences.
+      packing: where each lies.
+    """
+
+    sequences: Sequence[HeadSequence]
+    packing: Packing
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the rows' positions that hold a token."""
+        return 1.0 - self.packing.padding_fraction()
+
+    @property
+    def padded_efficiency(self) -> float:
+        """The same if every sequence had a row of its own, as long as the longest."""
+        lengths = self.packing.lengths
+        return float(lengths.sum()) / (len(lengths) * int(lengths.max())) if len(lengths) else 0.0
+
+    @property
+    def gain(self) -> float:
+        """Positions that padding would compute, over those that packing does (TLT's Figure 17b)."""
+        return self.efficiency / self.padded_efficiency if len(self.packing.lengths) else 1.0
+
+    def batches(self, rows: int) -> Iterator[HeadBatch]:
+        """Batches of one shape, `rows` rows each; the last is filled up with empty rows."""
+        for first in range(0, self.packing.num_rows, rows):
+            yield self._build(range(first, first + rows))
+
+    def _build(self, rows: range) -> HeadBatch:
+        shape = (len(rows), self.packing.pack_length)
+        tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+        mask = np.zeros(shape, bool)
+        states = np.zeros((*shape, *self.sequences[0].states.shape[1:]), self.sequences[0].states.dtype)
+        filled = [0] * len(rows)
+        for i in np.argsort(self.packing.start, kind="stable"):
+            row = int(self.packing.row[i]) - rows.start
+            if not 0 <= row < len(rows):
+                continue
+            sequence, start = self.sequences[i], int(self.packing.start[i])
+            filled[row] += 1
+            here = np.s_[row, start : start + sequence.length]
+            tokens[here], states[here] = sequence.tokens, sequence.states
+            positions[here], segments[here] = np.arange(sequence.length), filled[row]
+            mask[row, start : start + sequence.length - 1] = sequence.response_mask[1:]
+        return HeadBatch(tokens, positions, segments, mask, states)
+
+
+def pack(sequences: Sequence[HeadSequence], pack_length: int) -> PackedRows:
+    """Lays sequences out in rows of `pack_length` tokens, none across a row's end; the real masks come from
+    the segment ids.
+
+    Raises:
+      UserError: a sequence is longer than a row.
+    """
+    # One chunk a row: the head does not need the decoder's bits, so sequences may lie anywhere.
+    packing = pack_sequences([each.length for each in sequences], pack_length, chunk=pack_length)
+    return PackedRows(sequences, packing)

@@ -1,0 +1,301 @@
+"""Drafting with a head: a chain or a dynamic tree for every slot, on the device, with its own KV cache.
+
+EAGLE-2 (Li et al., 2024, arXiv 2406.16858): every level expands its `top_k` most promising nodes, and of all
+candidates the `nodes` most promising are verified (section 4.2's reranking). TLT calls the three numbers
+topK, Draft_Depth and Tokens_to_Verify.
+
+**Ranking under the noise.** What will be sampled is argmax(log p + G), and G is known: a head with q close to
+p should offer what wins under *this* noise (`docs/speculation.md`). A token's chance behind its parent is
+taken as softmax(log q + G): among siblings that is the order of log q + G, and, being normalised, it can be
+multiplied along a path and compared between branches. Without noise keys it is q.
+
+**The cache.** Entry i of a slot is pair i (see `model.py`), from states that the policy verified. Drafting
+reads it and writes nothing: the entries of draft nodes live in arrays of their own, so there is nothing
+provisional to be hidden or put right. `absorb` brings in what was verified. A head may begin late
+(speculation switched on in the middle of a response): it then simply knows nothing of the pairs before, and
+its positions count from the first pair it was given, which RoPE does not mind.
+
+    state = empty_state(config, batch, length, dtype)
+    state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
+    tree = draft(params, config, shared, state, positions, noise_keys, rope, strategy, sampling, numerics)
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
+from rljax.engine.draft_tree import MAX_NODES, DraftTree
+from rljax.engine.kv_cache import KVCache, block_scores, commit, empty_cache
+from rljax.engine.noise import gumbel
+from rljax.engine.sampling import SamplingParams, transform_logits
+from rljax.models.attention import MASKED, scale_queries, softmax_terms
+from rljax.models.numerics import Numerics, log_normalizer, row_max
+from rljax.models.transformer import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftStrategy:
+    """The shape of a draft tree; static in a compiled program.
+
+    Attributes:
+      depth: levels, the tokens that can be accepted at most (TLT's Draft_Depth).
+      top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
+      nodes: draft nodes that are returned, N (TLT's Tokens_to_Verify, without the slot's last token).
+    """
+
+    depth: int
+    top_k: int
+    nodes: int
+
+    def __post_init__(self):
+        if self.depth < 1 or self.top_k < 1:
+            raise ValueError(f"depth and top_k must be at least 1, got {self}")
+        most = min(self.top_k + (self.depth - 1) * self.top_k**2, MAX_NODES - 1)
+        if not 1 <= self.nodes <= most:
+            raise ValueError(f"nodes: a tree of depth {self.depth} and top_k {self.top_k} has 1 to {most}")
+
+
+@struct.dataclass
+class DrafterState:
+    """What a head knows of B slots.
+
+    Attributes:
+      cache: keys and values of the absorbed pairs, one layer.
+      lengths: int32 [B], absorbed pairs.
+      outputs: [B, d], the head's output at the last of them; zeros before the first.
+    """
+
+    cache: KVCache
+    lengths: Array
+    outputs: Array
+
+
+@struct.dataclass
+class ScoredTree:
+    """A draft tree with what the head thinks of it, the most promising nodes first.
+
+    Attributes:
+      tree: `DraftTree`, N nodes a slot.
+      log_probability: float32 [B, N], of a node and all its ancestors; -inf where there is no node.
+    """
+
+    tree: DraftTree
+    log_probability: Array
+
+
+def empty_state(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DrafterState:
+    """Slots that know nothing yet, with room for `length` pairs (a multiple of KEY_BLOCK)."""
+    return DrafterState(
+        cache=empty_cache(config.layer, batch, length, dtype),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        outputs=jnp.zeros((batch, config.policy.hidden_size), dtype),
+    )
+
+
+def forget(state: DrafterState, slots: Array) -> DrafterState:
+    """Nothing is known of the slots marked in bool [B] any more: another request, or pairs were missed."""
+    return dataclasses.replace(
+        state,
+        lengths=jnp.where(slots, 0, state.lengths),
+        outputs=jnp.where(slots[:, None], 0, state.outputs),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Attention of T new entries per slot against the cache and P + T entries outside of it.
+
+    Attributes:
+      cache: of the absorbed pairs.
+      lengths: int32 [B], how many there are.
+      keys, values: [B, P, Hk, D], earlier entries outside the cache.
+      visible: bool [B, T, P + T], which of the earlier and the new entries each new one sees.
+      numerics: see `Numerics`.
+    """
+
+    cache: KVCache
+    lengths: Array
+    keys: Array
+    values: Array
+    visible: Array
+    numerics: Numerics
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        """q [B, T, H, D], k and v [B, T, Hk, D] -> ([B, T, H, D], (k, v) in the cache's type)."""
+        cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
+        batch, new, heads, dim = q.shape
+        kv_heads, capacity = cached_values.shape[1:3]
+        k, v = k.astype(cached_keys.dtype), v.astype(cached_values.dtype)
+        keys = jnp.concatenate([self.keys, k], axis=1).astype(jnp.float32)
+        values = jnp.concatenate([self.values, v], axis=1).astype(jnp.float32)
+        group = heads // kv_heads
+        queries = scale_queries(q).reshape(batch, new, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+        scores = block_scores(queries.reshape(batch, kv_heads, group * new, dim), cached_keys, self.numerics)
+        scores = scores.reshape(batch, kv_heads, group, new, capacity)
+        absorbed = jnp.arange(capacity, dtype=jnp.int32)[None] < self.lengths[:, None]
+        scores = jnp.where(absorbed[:, None, None, None], scores, MASKED)
+        own_scores = jnp.einsum("bhgtd,bshd->bhgts", queries, keys)
+        own_scores = jnp.where(self.visible[:, None, None], own_scores, MASKED)
+        top = jnp.maximum(row_max(scores), row_max(own_scores))
+        terms, own_terms = softmax_terms(scores, top), softmax_terms(own_scores, top)
+        total = jnp.sum(terms, axis=-1, keepdims=True) + jnp.sum(own_terms, axis=-1, keepdims=True)
+        out = jnp.einsum("bhgts,bhsd->bhgtd", terms, cached_values.astype(jnp.float32))
+        out = (out + jnp.einsum("bhgts,bshd->bhgtd", own_terms, values)) / total
+        return out.transpose(0, 3, 1, 2, 4).reshape(batch, new, heads, dim).astype(q.dtype), (k, v)
+
+
+def absorb(
+    params: Params,
+    config: HeadConfig,
+    shared: Params,
+    state: DrafterState,
+    states: Array,
+    tokens: Array,
+    counts: Array,
+    rope: Array,
+    numerics: Numerics,
+) -> DrafterState:
+    """Brings in verified pairs, after prefill, a decoding step, or a verifying pass.
+
+    Args:
+      params: the head's.
+      config: its shape.
+      shared: the policy's embeddings and LM head.
+      state: before. Pairs must come without gaps (else `forget` first), and fit into the cache: what does
+        not is left out.
+      states: the policy's states at W positions, [B, W, S, d]; of a verifying pass, along the accepted path,
+        beginning with the slot's last token (node 0).
+      tokens: int32 [B, W], the token behind each: the next of the prompt, or what was sampled there.
+      counts: int32 [B], how many of the W are real.
+      rope: `rope_table(config.policy, length)`, at least as long as the cache.
+      numerics: see `Numerics`.
+    """
+    batch, width = tokens.shape
+    counts = jnp.minimum(counts, state.cache.length - state.lengths)
+    order = jnp.arange(width, dtype=jnp.int32)
+    cached = state.cache.values[0]
+    none = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
+    causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
+    attention = _Attention(state.cache, state.lengths, none, none, causal, numerics)
+    angles = rope[state.lengths[:, None] + order[None]]
+    hidden = hidden_inputs(params, config, states.astype(numerics.dtype))
+    outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
+    path = jnp.broadcast_to(order[None], (batch, width))
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
+    return DrafterState(
+        cache=commit(state.cache, [entries], path, counts, state.lengths),
+        lengths=state.lengths + counts,
+        outputs=jnp.where(counts[:, None] > 0, newest, state.outputs),
+    )
+
+
+def _children(
+    logits: Array,
+    positions: Array,
+    noise_keys: Array | None,
+    sampling: SamplingParams,
+    numerics: Numerics,
+    top_k: int,
+) -> tuple[Array, Array]:
+    """The most promising tokens behind every node, best first.
+
+    Args:
+      logits: float32 [B, n, V].
+      positions: int32 [B], where those tokens would stand.
+      noise_keys: uint32 [B, 2], or None.
+
+    Returns:
+      tokens int32 [B, n, k], log-probabilities float32 [B, n, k].
+    """
+    vocab_size = logits.shape[-1]
+    if not sampling.greedy:
+        logits = transform_logits(logits, sampling, numerics)
+        if noise_keys is not None:
+            entries = jnp.arange(vocab_size, dtype=jnp.uint32)[None]
+            logits = logits + gumbel(noise_keys, positions, entries)[:, None]
+    best, tokens = lax.top_k(logits, top_k)
+    # At most 0, in spite of rounding: no child may seem likelier than its parent.
+    return tokens.astype(jnp.int32), jnp.minimum(best - log_normalizer(logits, numerics), 0.0)
+
+
+def draft(
+    params: Params,
+    config: HeadConfig,
+    shared: Params,
+    state: DrafterState,
+    positions: Array,
+    noise_keys: Array | None,
+    rope: Array,
+    strategy: DraftStrategy,
+    sampling: SamplingParams,
+    numerics: Numerics,
+) -> ScoredTree:
+    """A draft tree below every slot's last token.
+
+    Args:
+      params, config, shared, rope, numerics: as for `absorb`.
+      state: all pairs up to the slot's last token absorbed. Slots without any get no nodes.
+      positions: int32 [B], of the slots' last tokens (`DecodeState.lengths`).
+      noise_keys: request keys, uint32 [B, 2] (`DecodeState.noise_keys`); None ranks without noise, as every
+        verification rule but `coupled` needs.
+      strategy: static.
+      sampling: static; the policy's sampling distribution. Greedy sampling ranks by the logits as they are.
+    """
+    batch = positions.shape[0]
+    top_k = strategy.top_k
+    take = functools.partial(jnp.take_along_axis, axis=1)
+    known = state.lengths > 0
+
+    def children(outputs: Array, level: int) -> tuple[Array, Array]:
+        logits = head_logits(params, config, shared, outputs, numerics)
+        return _children(logits, positions + level, noise_keys, sampling, numerics, top_k)
+
+    tokens, scores = children(state.outputs.astype(numerics.dtype)[:, None], 1)
+    scores = jnp.where(known[:, None, None], scores, -jnp.inf)
+    # Candidates of all levels so far: [B, C]. The frontier are the k of the newest level to be continued.
+    all_tokens, all_scores = tokens[:, 0], scores[:, 0]
+    all_parents = jnp.full((batch, top_k), -1, jnp.int32)
+    frontier = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32)[None], (batch, top_k))
+    hidden = jnp.repeat(state.outputs.astype(numerics.dtype)[:, None], top_k, axis=1)
+    itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
+    ancestors = jnp.zeros((batch, top_k, 0), bool)  # which expanded nodes lie above each of the frontier
+    cached = state.cache.values[0]
+    keys = values = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
+    for level in range(1, strategy.depth):
+        visible = jnp.concatenate([ancestors, itself], axis=2)
+        attention = _Attention(state.cache, state.lengths, keys, values, visible, numerics)
+        # The pair of a node at this level: the output above it, and its own token.
+        angles = jnp.broadcast_to(rope[state.lengths + level - 1][:, None], (batch, top_k, *rope.shape[1:]))
+        outputs, (k, v) = apply_head(
+            params, config, shared, hidden, take(all_tokens, frontier), angles, attention, numerics
+        )
+        keys, values = jnp.concatenate([keys, k], axis=1), jnp.concatenate([values, v], axis=1)
+        tokens, scores = children(outputs, level + 1)
+        scores = (take(all_scores, frontier)[:, :, None] + scores).reshape(batch, top_k * top_k)
+        first = all_tokens.shape[1]
+        all_tokens = jnp.concatenate([all_tokens, tokens.reshape(batch, -1)], axis=1)
+        all_scores = jnp.concatenate([all_scores, scores], axis=1)
+        all_parents = jnp.concatenate([all_parents, jnp.repeat(frontier, top_k, axis=1)], axis=1)
+        _, best = lax.top_k(scores, top_k)
+        parent = best // top_k
+        frontier = first + best.astype(jnp.int32)
+        hidden = take(outputs, parent[:, :, None])
+        ancestors = take(visible, parent[:, :, None])
+    # Best first; of equals the earlier candidate, which is the parent.
+    best, chosen = lax.top_k(all_scores, strategy.nodes)
+    place = jnp.full((batch, all_scores.shape[1]), -1, jnp.int32)
+    place = place.at[jnp.arange(batch)[:, None], chosen].set(jnp.arange(strategy.nodes, dtype=jnp.int32))
+    parents = take(all_parents, chosen)
+    parents = jnp.where(parents < 0, -1, take(place, jnp.maximum(parents, 0)))
+    tree = DraftTree(tokens=take(all_tokens, chosen), parents=parents, valid=jnp.isfinite(best))
+    return ScoredTree(tree=tree, log_probability=best)
+
+
+jitted_absorb = jax.jit(absorb, static_argnames=("config", "numerics"), donate_argnames=("state",))
+jitted_draft = jax.jit(draft, static_argnames=("config", "strategy", "sampling", "numerics"))

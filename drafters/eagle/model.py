@@ -1,0 +1,208 @@
+"""The head: one decoder layer over (hidden state at t, embedding of token t + 1), as pure functions.
+
+EAGLE (Li et al., 2024, arXiv 2401.15077), HASS (Zhang et al., 2025, arXiv 2408.15766), EAGLE-3 (Li et al.,
+2025, arXiv 2503.01840); TLT, section 4.1. The policy's embeddings and LM head are passed in wherever they are
+needed: never copied, never trained. The layer is the policy's own `decoder_layer`.
+
+**Pairs.** Pair t is the policy's hidden state at position t with the embedding of token t + 1, at RoPE
+position t. Its output predicts token t + 2, so what it should match is the policy at position t + 1. Pairing
+hidden t with token t instead silently halves acceptance.
+
+**States.** What the policy hands over for every token (`HeadConfig.states`), [..., S, d]:
+
+    eagle, hass   S = 1: the hidden state after the final norm, which the LM head reads
+    eagle3        S = 4: the residual stream behind `layers` (low, middle, high; no norm), then, for the
+                  training target only, the hidden state after the final norm
+
+**Params** (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size). The layer is always a Llama
+layer, without biases and query/key norms, whatever the policy is: that is what SGLang and vLLM load.
+
+    eagle, hass   fc [d, 2d] and, in heads from elsewhere, fc_bias [d]
+                  layer: q [H*D, d]  k, v [Hk*D, d]  o  mlp_norm  gate  up  down
+                  x = fc (e ; h); the layer attends from x itself, without a norm; its output is a hidden
+                  state like those it was given, and the LM head reads it as it is
+    eagle3        fc [d, 3d]
+                  layer: q [H*D, 2d]  k, v [Hk*D, 2d]  o  mlp_norm  gate  up  down  embed_norm [d]
+                  hidden_norm [d]
+                  norm [d]
+                  h = fc (low ; middle ; high), or the head's own output; the layer attends from
+                  (norm e ; norm h) and adds to h; the LM head reads the output after `norm`
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics, linear, rms_norm
+from rljax.models.transformer import Attention, Params, decoder_layer
+
+Variant = Literal["eagle", "hass", "eagle3"]
+VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """The shape of a head.
+
+    Attributes:
+      variant: "eagle", "hass" (the same head, trained otherwise) or "eagle3".
+      policy: the policy's architecture.
+      layers: for eagle3, behind how many of the policy's layers the low, middle and high states are taken;
+        empty for SGLang's and vLLM's default (see `default_layers`).
+    """
+
+    variant: Variant
+    policy: ModelConfig
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant: {self.variant!r} is unknown; use {', '.join(VARIANTS)}")
+        if self.variant != "eagle3" and self.layers:
+            raise ValueError(f"layers: {self.variant} reads the last hidden state only")
+        if self.variant == "eagle3":
+            layers = self.layers or default_layers(self.policy.num_layers)
+            if len(layers) != 3 or not all(0 <= layer <= self.policy.num_layers for layer in layers):
+                raise ValueError(f"layers: expected 3 from 0 to {self.policy.num_layers}, got {layers}")
+            object.__setattr__(self, "layers", tuple(layers))
+
+    @property
+    def fused(self) -> bool:
+        """Reads three states of the policy, fused by a linear layer."""
+        return self.variant == "eagle3"
+
+    @property
+    def states(self) -> int:
+        """States per token that the policy hands over, S; the last is the one after the final norm."""
+        return 4 if self.fused else 1
+
+    @property
+    def layer(self) -> ModelConfig:
+        """The decoder layer as an architecture of its own (also of its KV cache)."""
+        return dataclasses.replace(
+            self.policy, architecture="llama", num_layers=1, attention_bias=False, qk_norm=False
+        )
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """Low, middle and high: behind 2, L / 2 and L - 3 layers, as SGLang and vLLM take them; closer to the
+    ends in policies with fewer than 7 layers.
+    """
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return 1, max(num_layers // 2, 1), max(num_layers - 1, 1)
+
+
+def head_shapes(config: HeadConfig) -> Params:
+    """The params pytree with a shape tuple in the place of every array."""
+    d = config.policy.hidden_size
+    layer = transformer.param_shapes(config.layer)["layers"][0]
+    del layer["attention_norm"]
+    if not config.fused:
+        return {"fc": (d, 2 * d), "layer": layer}
+    layer |= {name: (layer[name][0], 2 * d) for name in ("q", "k", "v")}
+    layer |= {"embed_norm": (d,), "hidden_norm": (d,)}
+    return {"fc": (d, 3 * d), "layer": layer, "norm": (d,)}
+
+
+def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
+    """Float32 weights that start from what is known: the hidden state goes through.
+
+    `fc` passes the hidden state on (eagle3: the mean of the three) and adds a little of the embedding, and
+    the layer adds little to it, so an untrained EAGLE head answers with the hidden state one token late: the
+    L1 loss begins near, not at noise. `norm` begins as the policy's final norm, which the LM head was trained
+    behind. Everything else is normal with standard deviation input^-0.5.
+    """
+    rng = np.random.default_rng(seed)
+    d = config.policy.hidden_size
+
+    def init(path, shape):
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape, jnp.float32)
+        scale = shape[1] ** -0.5 * (0.1 if name in ("o", "down") else 1.0)
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+
+    params = jax.tree_util.tree_map_with_path(
+        init, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    identity = jnp.eye(d, dtype=jnp.float32)
+    if config.fused:
+        params["fc"] = 0.1 * params["fc"] + jnp.concatenate([identity / 3.0] * 3, axis=1)
+        # A copy: the head's arrays are given up to its updates, the policy's are not.
+        params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True)
+    else:
+        params["fc"] = params["fc"].at[:, d:].set(identity)
+    return params
+
+
+def shared_params(policy_params: Params, config: ModelConfig) -> Params:
+    """The policy's own embeddings and LM head, which the head shares: the same arrays."""
+    names = ("embed",) if config.tie_embeddings else ("embed", "lm_head")
+    return {name: policy_params[name] for name in names}
+
+
+def hidden_inputs(params: Params, config: HeadConfig, states: Array) -> Array:
+    """What the head reads as "the hidden state", [..., d], of the policy's states [..., S, d]."""
+    if not config.fused:
+        return states[..., 0, :]
+    low_middle_high = states[..., :3, :]
+    return linear(low_middle_high.reshape(*states.shape[:-2], -1), params["fc"])
+
+
+def apply_head(
+    params: Params,
+    config: HeadConfig,
+    shared: Params,
+    hidden: Array,
+    tokens: Array,
+    angles: Array,
+    attention: Attention,
+    numerics: Numerics,
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """The head over pairs.
+
+    Args:
+      params: the head's.
+      config: its shape.
+      shared: from `shared_params`.
+      hidden: [N, T, d], from `hidden_inputs`, or the head's own outputs.
+      tokens: int32 [N, T], the token behind each hidden state.
+      angles: rows of the RoPE table for the pairs' positions, float32 [N, T, 2, D/2].
+      attention: which pairs see which.
+      numerics: see `Numerics`.
+
+    Returns:
+      the head's outputs [N, T, d]: hidden states for `head_logits` and for further pairs; and what the
+      attention kept.
+    """
+    embedded = shared["embed"][tokens].astype(numerics.dtype)
+    hidden = hidden.astype(numerics.dtype)
+    layer, epsilon = params["layer"], config.policy.norm_epsilon
+    if config.fused:
+        normed = [
+            rms_norm(embedded, layer["embed_norm"], epsilon, numerics),
+            rms_norm(hidden, layer["hidden_norm"], epsilon, numerics),
+        ]
+        attention_input = jnp.concatenate(normed, axis=-1)
+    else:
+        hidden = linear(jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias"))
+        attention_input = hidden
+    return decoder_layer(
+        layer, 0, hidden, angles, attention, config.layer, numerics, attention_input=attention_input
+    )
+
+
+def head_logits(
+    params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
+) -> Array:
+    """Float32 logits [..., V] of the head's outputs [..., d]."""
+    if config.fused:
+        outputs = rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
+    return transformer.logits(shared, config.policy, outputs)

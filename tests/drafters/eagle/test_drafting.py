@@ -1,0 +1,284 @@
+"""Drafting against training's unrolled head, the reference that knows no cache and no tree."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.eagle.drafting import (
+    DrafterState,
+    DraftStrategy,
+    empty_state,
+    forget,
+    jitted_absorb,
+    jitted_draft,
+)
+from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
+from drafters.eagle.training import HeadBatch, head_loss, published_training, unroll
+from rljax.engine.draft_tree import with_root
+from rljax.engine.noise import gumbel, request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.models.numerics import Numerics
+from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
+
+PLAIN = SamplingParams()
+COMMITTED = (20, 9)  # the policy's committed tokens, of two slots
+KEYS = jnp.asarray(np.stack([request_key(1, 2), request_key(1, 3)]))
+
+
+@functools.cache
+def head(variant):
+    """A head with opinions: noise on everything."""
+    config = HeadConfig(variant, POLICY)
+    params = init_head(config, policy_params(), 5)
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(6)
+    leaves = [leaf + jnp.asarray(0.15 * rng.standard_normal(leaf.shape), jnp.float32) for leaf in leaves]
+    return config, jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def sequences(variant):
+    """Tokens int32 [2, 32] and states [2, 32, S, d]."""
+    tokens = jnp.asarray(rollouts(2, 32, 11))
+    positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32)[None], tokens.shape)
+    states = policy_states(policy_params(), tokens, positions, jnp.ones_like(tokens), head(variant)[0])
+    return tokens, states
+
+
+def absorbed(variant, counts=COMMITTED, first=None):
+    """A state that has absorbed the first pairs of both sequences (from `first` on)."""
+    state = empty_state(head(variant)[0], 2, 64, jnp.float32)
+    return more(variant, state, (0, 0) if first is None else first, counts)
+
+
+def more(variant, state, begins, ends):
+    """Absorbs pairs begins .. ends - 1 of each sequence."""
+    config, params = head(variant)
+    tokens, states = sequences(variant)
+    width = max(end - begin for begin, end in zip(begins, ends, strict=True))
+    columns = jnp.minimum(jnp.asarray(begins)[:, None] + jnp.arange(width)[None], 30)
+    rows = jnp.arange(2)[:, None]
+    counts = jnp.asarray(ends, jnp.int32) - jnp.asarray(begins, jnp.int32)
+    args = (states[rows, columns], tokens[rows, columns + 1], counts, ROPE)
+    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
+
+
+def drafted(variant, state, strategy, keys=None, sampling=PLAIN):
+    config, params = head(variant)
+    return jitted_draft(
+        params, config, shared(), state, jnp.asarray(COMMITTED, jnp.int32), keys, ROPE,
+        strategy=strategy, sampling=sampling, numerics=NUMERICS,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("variant", "steps"))
+def _unrolled(tokens, states, variant, steps):
+    config, params = head(variant)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    ones = jnp.ones_like(tokens)
+    batch = HeadBatch(tokens, positions, ones, ones > 0, states)
+    outputs = jnp.stack(unroll(params, config, shared(), batch, ROPE, NUMERICS, steps))
+    return head_logits(params, config, shared(), outputs, NUMERICS)
+
+
+def reference(variant, slot, path, steps=6):
+    """Logits [len(path) + 1, V] behind a slot's last token and behind each token of a drafted path, by one
+    uncached pass of the training code over the sequence with that path in it. What the policy's states are
+    beyond the committed tokens is not to be known: they are poison.
+    """
+    tokens, states = sequences(variant)
+    n = COMMITTED[slot]
+    row = jnp.zeros((1, 40), jnp.int32).at[0, : n + 1].set(tokens[slot, : n + 1])
+    row = row.at[0, n + 1 : n + 1 + len(path)].set(jnp.asarray(path, jnp.int32))
+    known = jnp.full((1, 40, *states.shape[2:]), 1e3).at[0, :n].set(states[slot, :n])
+    return np.asarray(_unrolled(row, known, variant, steps))[: len(path) + 1, 0, n - 1]
+
+
+def scores(logits, slot, depth, keys):
+    """log softmax(log q + G) of the token `depth` behind the last one, or log q."""
+    if keys is not None:
+        position = jnp.asarray(COMMITTED[slot] + depth)
+        logits = logits + gumbel(keys[slot], position, jnp.arange(POLICY.vocab_size, dtype=jnp.uint32))
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
+
+
+def paths(tree, slot):
+    """Every node's tokens from the first level on."""
+    tokens, parents = np.asarray(tree.tree.tokens)[slot], np.asarray(tree.tree.parents)[slot]
+    found = []
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), int(token)])
+    return found
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_chain_is_what_training_unrolls(variant, noise):
+    """Step j of the training-time test is the j-th token drafted: same tokens, same probabilities."""
+    keys = KEYS if noise else None
+    tree = drafted(variant, absorbed(variant), DraftStrategy(depth=6, top_k=1, nodes=6), keys)
+    for slot in range(2):
+        chain = np.asarray(tree.tree.tokens)[slot]
+        np.testing.assert_array_equal(tree.tree.parents[slot], np.arange(6) - 1)
+        logits, total = reference(variant, slot, chain[:5]), 0.0
+        for depth, token in enumerate(chain):
+            expected = scores(logits[depth], slot, depth + 1, keys)
+            assert token == expected.argmax()
+            total += expected[token]
+            np.testing.assert_allclose(tree.log_probability[slot, depth], total, atol=2e-4)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tree_against_recomputation(variant, noise):
+    """Every node's probability, and that the tree is EAGLE-2's: grown and reranked in plain Python."""
+    keys, k, depth, nodes = KEYS if noise else None, 3, 4, 12
+    tree = drafted(variant, absorbed(variant), DraftStrategy(depth, k, nodes), keys)
+    for slot in range(2):
+        candidates, frontier = {}, {(): 0.0}
+        for level in range(depth):
+            grown = {}
+            for path, score in frontier.items():
+                behind = scores(reference(variant, slot, path)[-1], slot, level + 1, keys)
+                for token in np.argsort(-behind)[:k]:
+                    grown[(*path, int(token))] = score + behind[token]
+            candidates |= grown
+            frontier = dict(sorted(grown.items(), key=lambda item: -item[1])[:k])
+        expected = sorted(candidates.items(), key=lambda item: -item[1])[:nodes]
+        found = dict(zip(map(tuple, paths(tree, slot)), np.asarray(tree.log_probability)[slot], strict=True))
+        assert set(found) == {path for path, _ in expected}
+        for path, score in expected:
+            np.testing.assert_allclose(found[path], score, atol=5e-4)
+    assert np.all(np.diff(np.asarray(tree.log_probability)) <= 0)
+    assert np.all(np.asarray(tree.tree.parents) < np.arange(nodes))
+    with_root(tree.tree, jnp.zeros((2,), jnp.int32))  # what verification makes of it
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_absorbing_in_pieces(variant):
+    """Prompt, single steps and verified paths of any length: the same state as all at once."""
+    whole = absorbed(variant)
+    state = absorbed(variant, (7, 2))
+    drafted(variant, state, DraftStrategy(3, 2, 4))  # and nobody remembers what was drafted in between
+    for begins, ends in [((7, 2), (8, 3)), ((8, 3), (13, 3)), ((13, 3), (20, 9))]:
+        state = more(variant, state, begins, ends)
+    np.testing.assert_array_equal(state.lengths, whole.lengths)
+    np.testing.assert_allclose(state.outputs, whole.outputs, atol=2e-5)
+    for slot, n in enumerate(COMMITTED):
+        np.testing.assert_allclose(
+            state.cache.values[0][slot, :, :n], whole.cache.values[0][slot, :, :n], atol=2e-5
+        )
+
+
+def test_what_lies_behind_the_absorbed_pairs_is_invisible():
+    state = absorbed("eagle3")
+    behind = jnp.arange(64)[None, None, :, None] >= state.lengths[:, None, None, None]
+    keys = state.cache.keys[0].swapaxes(3, 4).reshape(2, 2, 64, 16)
+    keys = jnp.where(behind, 1e3, keys).reshape(2, 2, 1, 64, 16).swapaxes(3, 4)
+    values = jnp.where(behind, 1e3, state.cache.values[0])
+    poisoned = dataclasses.replace(
+        state, cache=dataclasses.replace(state.cache, keys=[keys], values=[values])
+    )
+    strategy = DraftStrategy(4, 2, 8)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        drafted("eagle3", state, strategy, KEYS),
+        drafted("eagle3", poisoned, strategy, KEYS),
+    )
+
+
+def test_slots_do_not_see_each_other():
+    state, strategy = absorbed("eagle"), DraftStrategy(4, 2, 8)
+    other = dataclasses.replace(
+        state, outputs=state.outputs.at[1].set(7.0), lengths=state.lengths.at[1].set(1)
+    )
+    first, second = drafted("eagle", state, strategy), drafted("eagle", other, strategy)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), first, second)
+    assert not np.array_equal(first.tree.tokens[1], second.tree.tokens[1])
+
+
+def test_beginning_late_is_beginning():
+    """A head that missed the first pairs drafts as one for which the response began there."""
+    tokens, states = sequences("hass")
+    state = absorbed("hass", first=(5, 5))
+    np.testing.assert_array_equal(state.lengths, [15, 4])
+    tree = drafted("hass", state, DraftStrategy(1, 1, 1))
+    config, params = head("hass")
+    batch = HeadBatch(
+        tokens[:1, 5:], jnp.arange(27, dtype=jnp.int32)[None], jnp.ones((1, 27), jnp.int32),
+        jnp.ones((1, 27), bool), states[:1, 5:],
+    )  # fmt: skip
+    (outputs,) = unroll(params, config, shared(), batch, ROPE, NUMERICS, 1)
+    logits = head_logits(params, config, shared(), outputs[:, 14], NUMERICS)
+    assert tree.tree.tokens[0, 0] == jnp.argmax(logits[0])
+
+
+def test_forgotten_slots_draft_nothing():
+    state = forget(absorbed("eagle"), jnp.asarray([False, True]))
+    tree = drafted("eagle", state, DraftStrategy(3, 2, 5), KEYS)
+    np.testing.assert_array_equal(tree.tree.valid, [[True] * 5, [False] * 5])
+    assert np.all(np.isneginf(tree.log_probability[1]))
+
+
+def test_filters_apply_to_the_draft():
+    """Nothing is proposed that the policy's sampling filter would leave out of the head's distribution."""
+    tree = drafted("eagle", absorbed("eagle"), DraftStrategy(2, 4, 8), KEYS, SamplingParams(top_k=2))
+    first_level = np.asarray(tree.tree.valid & (tree.tree.parents == -1))
+    assert np.all(first_level.sum(axis=1) <= 2)
+    for slot in range(2):
+        allowed = set(np.argsort(-reference("eagle", slot, [])[0])[:2].tolist())
+        assert set(np.asarray(tree.tree.tokens)[slot, first_level[slot]].tolist()) <= allowed
+
+
+def test_greedy_ignores_the_noise():
+    state, strategy = absorbed("eagle"), DraftStrategy(3, 2, 5)
+    greedy = drafted("eagle", state, strategy, KEYS, SamplingParams(temperature=0.0))
+    jax.tree.map(np.testing.assert_array_equal, greedy, drafted("eagle", state, strategy))
+
+
+def test_a_full_cache_takes_no_more():
+    state = absorbed("eagle")
+    full = dataclasses.replace(state, lengths=jnp.asarray([64, 9], jnp.int32))
+    after = more("eagle", full, (20, 9), (23, 12))
+    np.testing.assert_array_equal(after.lengths, [64, 12])
+
+
+def test_impossible_trees_are_refused():
+    with pytest.raises(ValueError, match="1 to 6"):
+        DraftStrategy(depth=2, top_k=2, nodes=7)
+    with pytest.raises(ValueError, match="at least 1"):
+        DraftStrategy(depth=0, top_k=2, nodes=1)
+    assert isinstance(empty_state(head("eagle")[0], 1, 64, jnp.float32), DrafterState)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+def test_bfloat16(variant):
+    """The engine's own numerics on an accelerator: a chain close to float32's."""
+    config, params = head(variant)
+    tokens, states = sequences(variant)
+    numerics = Numerics(compute_dtype="bfloat16")
+    state = empty_state(config, 2, 64, jnp.bfloat16)
+    counts = jnp.asarray(COMMITTED, jnp.int32)
+    args = (states[:, :20].astype(jnp.bfloat16), tokens[:, 1:21], counts, ROPE)
+    state = jitted_absorb(params, config, shared(), state, *args, numerics=numerics)
+    strategy = DraftStrategy(3, 2, 6)
+    tree = jitted_draft(
+        params, config, shared(), state, counts, KEYS, ROPE,
+        strategy=strategy, sampling=PLAIN, numerics=numerics,
+    )  # fmt: skip
+    exact = drafted(variant, absorbed(variant), strategy, KEYS)
+    np.testing.assert_allclose(tree.log_probability[:, 0], exact.log_probability[:, 0], atol=0.2)
+    assert np.all(tree.tree.valid)
+    batch = HeadBatch(
+        tokens, jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32)[None], tokens.shape),
+        jnp.ones_like(tokens), tokens >= 0, states.astype(jnp.bfloat16),
+    )  # fmt: skip
+    training = dataclasses.replace(published_training(variant), steps=2)
+    losses = [
+        head_loss(params, config, training, shared(), batch, ROPE, each)[0] for each in (NUMERICS, numerics)
+    ]
+    np.testing.assert_allclose(*losses, rtol=0.05)

@@ -1,0 +1,274 @@
+"""Training: masks, what is differentiated, what is learned."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from drafters.eagle import training as training_module
+from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, head_shapes, init_head
+from drafters.eagle.training import (
+    HeadTraining,
+    head_loss,
+    init_state,
+    jitted_train_step,
+    published_training,
+    unroll,
+)
+from rljax.models import transformer
+from rljax.training.optimizer import make_optimizer
+from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
+
+STEPS = 3
+ROWS = [[2 * r, 2 * r + 1] for r in range(8)]
+
+
+def optimizer(rate=3e-3):
+    return make_optimizer(
+        name="adamw",
+        learning_rate=rate,
+        schedule="constant",
+        warmup_steps=0,
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=1.0,
+        total_updates=1000,
+    )
+
+
+def head_of(variant, seed=0):
+    config = HeadConfig(variant, POLICY)
+    return config, init_head(config, policy_params(), seed)
+
+
+@functools.cache
+def loss_of(config, training):
+    """(params, batch) -> (loss, metrics), compiled."""
+    return jax.jit(lambda params, batch: head_loss(params, config, training, shared(), batch, ROPE, NUMERICS))
+
+
+@functools.cache
+def gradient_of(config, training):
+    """(params, batch, shared weights) -> gradients of the first and the last, compiled."""
+
+    def loss(params, batch, shared):
+        return head_loss(params, config, training, shared, batch, ROPE, NUMERICS)[0]
+
+    return jax.jit(jax.grad(loss, argnums=(0, 2)))
+
+
+@functools.cache
+def unrolled(config, steps):
+    """(params, batch) -> outputs, compiled."""
+    return jax.jit(lambda params, batch: unroll(params, config, shared(), batch, ROPE, NUMERICS, steps))
+
+
+def sequences():
+    return [row[:n] for row, n in zip(rollouts(6, 40), (40, 33, 21, 40, 12, 5), strict=True)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_init_has_the_documented_shapes(variant):
+    config, params = head_of(variant)
+    assert jax.tree.map(jnp.shape, params) == head_shapes(config)
+    assert config.states == (4 if variant == "eagle3" else 1)
+
+
+def test_an_untrained_head_answers_one_token_late():
+    """The hidden state goes through: step 0 at s is near the policy's own state at s."""
+    config, params = head_of("eagle")
+    batch = packed_batch(config, sequences(), [[0, 2]], 64)
+    (output,) = unrolled(config, 1)(params, batch)
+    inside = np.asarray(batch.segment_ids > 0)
+    here, later = (
+        np.abs(np.asarray(output - jnp.roll(batch.states[:, :, 0], -shift, axis=1)))[inside].mean()
+        for shift in (0, 1)
+    )
+    assert here < 0.7 * later
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_segments_do_not_see_each_other(variant):
+    """Poison one segment, tokens and states; outputs and gradients of the others stay the same bits."""
+    config, params = head_of(variant)
+    batch = packed_batch(config, sequences(), [[0, 2], [1, 4, 5]], 64)
+    poisoned = np.asarray((batch.segment_ids == 1) & (jnp.arange(2)[:, None] == 0))  # sequence 0
+    poisoned = poisoned | np.asarray((batch.segment_ids == 2) & (jnp.arange(2)[:, None] == 1))  # sequence 4
+    other = dataclasses.replace(
+        batch,
+        tokens=jnp.where(poisoned, (batch.tokens + 7) % 48, batch.tokens),
+        states=jnp.where(poisoned[:, :, None, None], 1e4, batch.states),
+        response_mask=batch.response_mask & ~poisoned,
+    )
+    batch = dataclasses.replace(batch, response_mask=batch.response_mask & ~poisoned)
+    mine = ~poisoned & np.asarray(batch.segment_ids > 0)
+    run = functools.partial(unrolled(config, STEPS), params)
+    for before, after in zip(run(batch), run(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(before)[mine], np.asarray(after)[mine])
+        assert not np.array_equal(np.asarray(before)[poisoned], np.asarray(after)[poisoned])
+    gradients = [
+        gradient_of(config, HeadTraining(steps=STEPS))(params, b, shared())[0] for b in (batch, other)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *gradients)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_a_sequence_lies_does_not_matter(variant):
+    config, params = head_of(variant)
+    alone = packed_batch(config, sequences(), [[2]], 64)
+    packed = packed_batch(config, sequences(), [[4, 2, 5]], 64)
+    first = len(sequences()[4])
+    for a, b in zip(*(unrolled(config, STEPS)(params, each) for each in (alone, packed)), strict=True):
+        n = len(sequences()[2]) - STEPS
+        np.testing.assert_allclose(a[0, :n], b[0, first : first + n], atol=2e-4)
+
+
+def test_the_head_does_not_see_what_it_should_predict():
+    """Step j at s knows tokens up to s + j + 1 and states up to s."""
+    config, params = head_of("hass")
+    batch = packed_batch(config, sequences(), [[0]], 64)
+    s = 10
+    run = functools.partial(unrolled(config, STEPS), params)
+    reference = run(batch)
+    later_states = batch.states.at[:, s + 1 :].add(3.0)
+    for j in range(STEPS):
+        later_tokens = batch.tokens.at[:, s + j + 2 :].set(0)
+        changed = run(dataclasses.replace(batch, tokens=later_tokens, states=later_states))
+        np.testing.assert_array_equal(reference[j][:, s], changed[j][:, s])
+        known = batch.tokens.at[:, s + j + 1].add(1)
+        changed = run(dataclasses.replace(batch, tokens=known % 48))
+        assert not np.array_equal(reference[j][:, s], changed[j][:, s])
+
+
+def log_probabilities(config, params, batch, outputs):
+    """Of the policy at every position, and of the head at every start, one array a step."""
+    logits = [transformer.logits(shared(), POLICY, batch.states[:, :, -1])]
+    logits += [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
+    policys, *heads = (np.asarray(jax.nn.log_softmax(each), np.float64) for each in logits)
+    return policys, heads
+
+
+def test_the_loss_by_a_plain_loop():
+    """Masks, targets, chunks, decay and metrics against numpy, position by position."""
+    config, params = head_of("hass")
+    training = HeadTraining(
+        steps=2, step_decay=0.5, hidden_weight=1.0, cross_entropy_weight=0.1, logit_chunk=37
+    )
+    members = [[0, 4], [1]]
+    batch = packed_batch(config, sequences(), members, 60)
+    value, metrics = loss_of(config, training)(params, batch)
+    outputs = unrolled(config, 2)(params, batch)
+    log_p, log_q = log_probabilities(config, params, batch, outputs)
+    expected, lengths = 0.0, {}
+    for j, output in enumerate(outputs):
+        terms, agrees = [], []
+        for r, row in enumerate(members):
+            start = 0
+            for member in row:
+                n = len(sequences()[member])
+                for s in range(n - j - 1):
+                    target = s + j + 1  # the policy there predicts token target + 1
+                    if not 2 <= target + 1 < n:
+                        continue
+                    out, hidden = output[r, start + s], batch.states[r, start + target, -1]
+                    p, q = log_p[r, start + target], log_q[j][r, start + s]
+                    x = np.abs(np.asarray(out - hidden, np.float64))
+                    l1 = np.where(x < 1, 0.5 * x * x, x - 0.5).mean()
+                    terms.append(l1 - 0.1 * (np.exp(p) * q).sum())
+                    agrees.append(p.argmax() == q.argmax())
+                    lengths.setdefault((r, start + s), []).append(np.minimum(np.exp(p), np.exp(q)).sum())
+                start += n
+        expected += 0.5**j * np.mean(terms)
+        np.testing.assert_allclose(metrics[f"agreement/{j + 1}"], np.mean(agrees), rtol=1e-5)
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    accept = np.mean([1 + np.cumprod(each).sum() for each in lengths.values()])
+    np.testing.assert_allclose(metrics["accept_length"], accept, rtol=1e-4)
+    assert metrics["starts"] == len(lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_policy_is_not_touched(variant):
+    """All of the head learns, no gradient reaches the shared weights, a step leaves their bits alone."""
+    config, params = head_of(variant)
+    training = dataclasses.replace(published_training(variant), steps=2, reverse_kl_weight=0.5, lk_weight=0.5)
+    batch = packed_batch(config, sequences(), [[0, 2]], 64)
+    own, policys = gradient_of(config, training)(params, batch, shared())
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(own))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(policys))
+    before = jax.tree.map(np.array, policy_params())
+    tx = optimizer()
+    state, metrics = jitted_train_step(
+        init_state(params, tx), batch, shared(), ROPE, config, training, tx, NUMERICS
+    )
+    jax.tree.map(np.testing.assert_array_equal, before, policy_params())
+    assert jax.tree.map(jnp.shape, state.params) == head_shapes(config)
+    assert np.isfinite(metrics["loss"]) and int(state.updates) == 1
+
+
+def train(config, params, training, updates):
+    """The state after some updates on four batches of rollouts in turn, and the metrics of the last."""
+    tx = optimizer(1e-2)
+    state = init_state(params, tx)
+    batches = [packed_batch(config, list(rollouts(16, 48, seed)), ROWS, 96) for seed in range(4)]
+    for update in range(updates):
+        batch = batches[update % 4]
+        state, metrics = jitted_train_step(state, batch, shared(), ROPE, config, training, tx, NUMERICS)
+    return state, metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_head_learns_its_policy(variant):
+    """On rollouts it has not seen: the next token, and as many behind it as it was trained for."""
+    config, params = head_of(variant)
+    steps = {"eagle": 1, "hass": 2, "eagle3": 2}[variant]
+    training = dataclasses.replace(published_training(variant), steps=steps)
+    state, _ = train(config, params, training, 80)
+    held_out = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
+    after = loss_of(config, training)(state.params, held_out)[1]
+    before = loss_of(config, training)(params, held_out)[1]
+    for step in range(1, steps + 1):
+        assert after[f"agreement/{step}"] > before[f"agreement/{step}"] + 0.15
+    assert after["accept_length"] > before["accept_length"] + 0.15
+
+
+def test_training_is_deterministic():
+    config, params = head_of("eagle")
+    first, second = (train(config, params, published_training("eagle"), 3) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("block", [16, 24])
+def test_blocks_of_queries_change_nothing(block, monkeypatch):
+    config, params = head_of("hass")
+    batch = packed_batch(config, sequences(), [[0, 2]], 64)
+    run = functools.partial(unroll, config=config, rope=ROPE, numerics=NUMERICS, steps=2)
+    whole = run(params, shared=shared(), batch=batch)[1]
+    monkeypatch.setattr(training_module, "_QUERY_BLOCK", block)
+    np.testing.assert_allclose(whole, run(params, shared=shared(), batch=batch)[1], atol=2e-5)
+
+
+def test_eagle3_has_no_hidden_loss():
+    config, params = head_of("eagle3")
+    batch = packed_batch(config, sequences(), [[0]], 64)
+    with pytest.raises(ValueError, match="hidden_weight"):
+        head_loss(params, config, HeadTraining(hidden_weight=1.0), shared(), batch, ROPE, NUMERICS)
+
+
+def test_optax_is_what_updates():
+    """With plain SGD, the update is the gradient."""
+    config, params = head_of("eagle")
+    tx, training = optax.sgd(1.0), published_training("eagle")
+    batch = packed_batch(config, sequences(), [[0]], 64)
+    gradient, _ = gradient_of(config, training)(params, batch, shared())
+    expected = jax.tree.map(lambda p, g: p - g, params, gradient)
+    state, _ = jitted_train_step(
+        init_state(params, tx), batch, shared(), ROPE, config, training, tx, NUMERICS
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
