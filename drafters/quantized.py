@@ -84,13 +84,12 @@ def clipped(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
     """Round to nearest on the grid with the least squared error, of those that span a part of the range."""
     groups = _grouped(weight, fmt)
     low, high = _ranges(groups)
-    real = _grouped(jnp.ones_like(weight), fmt, fill="constant")
     best_error = jnp.full(low.shape, jnp.inf, jnp.float32)
     best_scale, best_zero = _grid(low, high, fmt.bits)
     for shrink in _SHRINKS:
         scale, zero = _grid(shrink * low, shrink * high, fmt.bits)
         restored = (_round(groups, scale, zero, fmt.bits) - zero[..., None]) * scale[..., None]
-        error = jnp.sum(real * jnp.square(restored - groups), axis=-1)
+        error = jnp.sum(jnp.square(restored - groups), axis=-1)
         better = error < best_error
         best_error = jnp.where(better, error, best_error)
         best_scale, best_zero = jnp.where(better, scale, best_scale), jnp.where(better, zero, best_zero)
@@ -101,13 +100,13 @@ def clipped(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
 QUANTIZERS: dict[str, Quantizer] = {"rtn": rtn, "clipped": clipped}
 
 
-def _grouped(weight: Array, fmt: WeightFormat, fill: str = "edge") -> Array:
-    """[out, in] -> [out, G, group]; a last group with fewer inputs repeats its last one, so that its range is
-    its own.
+def _grouped(weight: Array, fmt: WeightFormat) -> Array:
+    """[out, in] -> [out, G, group]; a last group with fewer inputs is filled up with zeros, which every grid
+    holds exactly, so that they change neither a range nor an error.
     """
     outputs, inputs = weight.shape
     size = fmt.group or inputs
-    padded = jnp.pad(weight, ((0, 0), (0, -inputs % size)), mode=fill)
+    padded = jnp.pad(weight, ((0, 0), (0, -inputs % size)))
     return padded.reshape(outputs, -1, size)
 
 
