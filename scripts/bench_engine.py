@@ -15,6 +15,7 @@ import jax
 from engine_benchmarks.bandwidth import bandwidth_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
+from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
 from engine_benchmarks.update import update_rows
 from rljax.benchmark_runs import Benchmark, Measurement
@@ -40,6 +41,14 @@ def measurements() -> list[Measurement]:
             Measurement("startup", name, lambda name=name: startup_rows(name, POLICIES[name], repeats=3))
             for name in ("25M", "140M")
         ),
+        *(
+            Measurement(
+                "self_draft",
+                name,
+                lambda name=name: self_draft_rows(name, POLICIES[name], (1, 8), repeats=5),
+            )
+            for name in ("25M", "98M")
+        ),
     ]
 
 
@@ -52,6 +61,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("bandwidth", "25M", lambda: bandwidth_rows("25M", small, steps=32, repeats=3)),
         Measurement("update", "2M", lambda: update_rows("2M", tiny, num_sequences=32, repeats=3)),
         Measurement("startup", "25M", lambda: startup_rows("25M", small, repeats=1)),
+        Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
     ]
 
 

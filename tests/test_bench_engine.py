@@ -21,6 +21,7 @@ bench_engine = load_script("bench_engine")
 bandwidth = load_script("engine_benchmarks.bandwidth")
 decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
+self_draft = load_script("engine_benchmarks.self_draft")
 startup = load_script("engine_benchmarks.startup")
 update = load_script("engine_benchmarks.update")
 
@@ -36,7 +37,10 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    assert error == "error: --only: 'sped' is not a section; they are decode,bandwidth,update,startup\n"
+    assert (
+        error
+        == "error: --only: 'sped' is not a section; they are decode,bandwidth,update,startup,self_draft\n"
+    )
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
@@ -84,6 +88,23 @@ def test_bandwidth_rows(tiny, monkeypatch):
     for row in rows:
         assert row.baseline_value == 4.0
         assert row.ratio == pytest.approx(row.value / 4.0)
+
+
+def test_self_draft_rows(tiny):
+    rows = {row.name: row for row in self_draft.self_draft_rows("tiny", tiny, (1,), repeats=1)}
+    labels = ("W4", "W8", "W8, float activations")
+    assert set(rows) == {
+        f"self_draft/tiny/{dtype}/{name}"
+        for dtype in ("float32", "bfloat16")
+        for label in labels
+        for name in (f"batch 1/{label}", f"{label}/bytes")
+    }
+    for label in labels:
+        assert rows[f"self_draft/tiny/float32/batch 1/{label}"].details["computed_rows"] == 2
+    stored = [
+        rows[f"self_draft/tiny/float32/{label}/bytes"].details["stored_beside_policy_mb"] for label in labels
+    ]
+    assert stored[0] < stored[1] == stored[2]
 
 
 def test_a_second_process_gets_the_first_ones_cache(tiny, monkeypatch):

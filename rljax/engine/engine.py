@@ -31,6 +31,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
 from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
@@ -299,6 +300,32 @@ class DecodeEngine:
         state, packed = program(*args)
         return state, Pending(packed, tree.nodes + 1, rows.rows)
 
+    def draft(
+        self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False
+    ) -> tuple[DecodeState, SelfDrafts]:
+        """Chains of up to `steps` tokens for every active slot, drafted on its own cache. Consumes `state`.
+
+        What it returns stays on the device: `verify` takes its tree from there. Rows of the largest bucket in
+        `buckets.draft` are returned however many steps are asked for, by one program.
+
+        Args:
+          draft_params: other weights of the same architecture, see `drafters/quantized.py`.
+          steps: at most `buckets.draft[-1]`.
+          with_proposal: also what the tokens were drafted from, which `rejection` needs.
+        """
+        columns = max(self.buckets.draft, default=0)
+        if not 0 < steps <= columns:
+            raise ValueError(f"cannot draft {steps} steps: the largest draft bucket is {columns}")
+        args = (draft_params, state, self._rope, np.int32(steps))
+        weights = str(jax.tree.structure(draft_params))  # names how they are quantized
+        program = self.pool.get(
+            ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key),
+            self._draft(columns, with_proposal),
+            args,
+            donate_argnums=(1,),
+        )
+        return program(*args)
+
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
@@ -518,6 +545,27 @@ class DecodeEngine:
         logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
         packed = jnp.concatenate([path.T, _pack(tokens.T, logprobs.T, new_state, jnp.int32(1))])
         return new_state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
+
+    def _draft(
+        self, columns: int, with_proposal: bool
+    ) -> Callable[[Params, DecodeState, Array, Array], tuple[DecodeState, SelfDrafts]]:
+        drafting = SelfDrafting(
+            self.config,
+            self.numerics,
+            self.sampling,
+            self.eos_token_ids,
+            self.verification,
+            columns,
+            with_proposal,
+        )
+
+        def draft(
+            params: Params, state: DecodeState, rope: Array, steps: Array
+        ) -> tuple[DecodeState, SelfDrafts]:
+            state, drafts = drafting(params, state, rope, steps)
+            return self._constrain_state(state), drafts
+
+        return draft
 
     def _free(self, active: Array, stop: Array) -> Array:
         active &= ~stop

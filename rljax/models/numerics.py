@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax.models.quantized import QuantizedWeight, quantized_product
+
 KEY_CHUNK = 256
 """Keys whose weighted values are summed in one product; a sum over more keys adds chunk after chunk."""
 
@@ -46,7 +48,7 @@ class Numerics:
         return jnp.dtype(self.compute_dtype)
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
     y = product(x, weight)
     if bias is not None:
@@ -54,16 +56,19 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y.astype(x.dtype)
 
 
-def product(x: Array, weight: Array) -> Array:
+def product(x: Array, weight: Array | QuantizedWeight) -> Array:
     """x [..., in] times weight [out, in], cast to x's dtype: float32 [..., out].
 
     Computed as a product of matrices: the gradient of the weight then sums over one axis, not several, for
     which a CPU would first write out the transpose of the activations.
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = lax.dot_general(
-        rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    if isinstance(weight, QuantizedWeight):
+        y = quantized_product(rows, weight)
+    else:
+        y = lax.dot_general(
+            rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

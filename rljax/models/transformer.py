@@ -12,6 +12,8 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
         q_norm [D], k_norm [D]        (qk_norm)
         mlp_norm [d]   gate [f, d]   up [f, d]   down [d, f]
     final_norm [d]   lm_head [V, d]   (absent when tied)
+
+Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/models/quantized.py`).
 """
 
 from collections.abc import Callable

@@ -1,0 +1,209 @@
+"""The quantized self-drafter's weights: the policy's own, rounded anew at the start of every step.
+
+EfficientRollout, section 3.1 and appendix C: the projections of attention and MLP are rounded to 4 bits in
+groups of 128 inputs, with a scale and a zero each, or to 8 bits; embeddings, norms, biases and the LM head
+are the policy's, the same buffers. The drafter so follows the policy without any training, and drafts on its
+KV cache (`rljax/engine/self_drafting.py`).
+
+8-bit weights are symmetric with one scale an output: it then stands outside the sum over inputs, which can be
+done in integers (`rljax/models/quantized.py`), and at 8 bits finer groups gain little.
+
+A quantizer is a function `(weight float32 [out, in], WeightFormat) -> QuantizedWeight` and a line in
+`QUANTIZERS`. `rtn` is round-to-nearest; `clipped` looks for the range of each group that leaves the least
+squared error, as AWQ's clipping step does (Lin et al., 2024), but without activations. What more a quantizer
+wants to know, such as activation statistics, it can be given by `functools.partial`.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rljax.errors import ConfigError, known_names
+from rljax.models.quantized import Activations, QuantizedWeight, pack_nibbles
+from rljax.models.transformer import Params
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""What is quantized of every layer."""
+
+_SHRINKS = tuple(1.0 - 0.05 * step for step in range(11))  # shares of a group's range that `clipped` tries
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored.
+
+    Attributes:
+      bits: 4 (with a zero in each group) or 8 (symmetric).
+      group: inputs that share a scale, the last group of a row possibly fewer; 0 for the whole row.
+      activations: see `QuantizedWeight`.
+    """
+
+    bits: int = 4
+    group: int = 128
+    activations: Activations = "float"
+
+    def __post_init__(self):
+        if self.bits not in (4, 8):
+            raise ConfigError(f"speculation.args.bits: {self.bits} is not supported; use 4 or 8")
+        if self.group < 0:
+            raise ConfigError(f"speculation.args.group: should not be negative, got {self.group}")
+        if self.activations == "int8" and (self.bits, self.group) != (8, 0):
+            raise ConfigError(
+                "speculation.args.activations: int8 needs one scale for each row of weights: bits 8, group 0"
+            )
+
+
+Quantizer = Callable[[Array, WeightFormat], QuantizedWeight]
+
+
+def default_format(bits: int) -> WeightFormat:
+    """What the paper uses: 4 bits in groups of 128, or 8 bits by output; in the form this device is fast
+    with.
+    """
+    if bits != 8:
+        return WeightFormat(bits, 128)
+    return WeightFormat(8, 0, "int8" if jax.default_backend() == "cpu" else "float")
+
+
+# -- quantizers --------------------------------------------------------------------------------------------
+
+
+def rtn(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
+    """Round to nearest: the grid of a group spans its weights, and 0."""
+    groups = _grouped(weight, fmt)
+    scale, zero = _grid(*_ranges(groups), fmt.bits)
+    return _store(_round(groups, scale, zero, fmt.bits), scale, zero, weight.shape[1], fmt)
+
+
+def clipped(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
+    """Round to nearest on the grid with the least squared error, of those that span a part of the range."""
+    groups = _grouped(weight, fmt)
+    low, high = _ranges(groups)
+    best_error = jnp.full(low.shape, jnp.inf, jnp.float32)
+    best_scale, best_zero = _grid(low, high, fmt.bits)
+    for shrink in _SHRINKS:
+        scale, zero = _grid(shrink * low, shrink * high, fmt.bits)
+        restored = (_round(groups, scale, zero, fmt.bits) - zero[..., None]) * scale[..., None]
+        error = jnp.sum(jnp.square(restored - groups), axis=-1)
+        better = error < best_error
+        best_error = jnp.where(better, error, best_error)
+        best_scale, best_zero = jnp.where(better, scale, best_scale), jnp.where(better, zero, best_zero)
+    values = _round(groups, best_scale, best_zero, fmt.bits)
+    return _store(values, best_scale, best_zero, weight.shape[1], fmt)
+
+
+QUANTIZERS: dict[str, Quantizer] = {"rtn": rtn, "clipped": clipped}
+
+
+def _grouped(weight: Array, fmt: WeightFormat) -> Array:
+    """[out, in] -> [out, G, group]; a last group with fewer inputs is filled up with zeros, which every grid
+    holds exactly, so that they change neither a range nor an error.
+    """
+    outputs, inputs = weight.shape
+    size = fmt.group or inputs
+    padded = jnp.pad(weight, ((0, 0), (0, -inputs % size)))
+    return padded.reshape(outputs, -1, size)
+
+
+def _ranges(groups: Array) -> tuple[Array, Array]:
+    """Smallest and largest weight of each group, 0 between them: two of [out, G]."""
+    return jnp.minimum(groups.min(-1), 0.0), jnp.maximum(groups.max(-1), 0.0)
+
+
+def _grid(low: Array, high: Array, bits: int) -> tuple[Array, Array]:
+    """Scale and zero, float32 [out, G] each, of the grid that spans low..high; symmetric in 8 bits."""
+    if bits == 8:
+        scale = jnp.maximum(-low, high) * (1.0 / 127)
+        return jnp.where(scale > 0, scale, 1.0), jnp.zeros_like(scale)
+    scale = (high - low) * (1.0 / 15)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    return scale, jnp.round(-low / scale)
+
+
+def _round(groups: Array, scale: Array, zero: Array, bits: int) -> Array:
+    """The grid's nearest integers, float32 [out, G, group]."""
+    lowest, highest = (-127, 127) if bits == 8 else (0, 15)
+    return jnp.clip(jnp.round(groups / scale[..., None]) + zero[..., None], lowest, highest)
+
+
+def _store(values: Array, scale: Array, zero: Array, inputs: int, fmt: WeightFormat) -> QuantizedWeight:
+    values = values.reshape(values.shape[0], -1)[:, :inputs]
+    return QuantizedWeight(
+        values=pack_nibbles(values) if fmt.bits == 4 else values.astype(jnp.int8),
+        scale=scale,
+        zero=zero.astype(jnp.uint8) if fmt.bits == 4 else None,
+        bits=fmt.bits,
+        inputs=inputs,
+        group=fmt.group or inputs,
+        activations=fmt.activations,
+    )
+
+
+# -- the policy --------------------------------------------------------------------------------------------
+
+
+class QuantizedPolicy:
+    """The policy's weights as its self-drafter reads them, refreshed when the policy changes.
+
+    Args:
+      fmt: how projections are stored.
+      quantizer: a name in `QUANTIZERS`.
+
+    Attributes:
+      params: the drafter's params; None before the first refresh.
+      seconds: what the last refresh took.
+      bytes: of the quantized projections, all that the drafter needs beside the policy.
+      read_bytes: of all weights that a draft step reads, the shared LM head included.
+    """
+
+    def __init__(self, fmt: WeightFormat, quantizer: str = "rtn") -> None:
+        if quantizer not in QUANTIZERS:
+            known = known_names(quantizer, QUANTIZERS)
+            raise ConfigError(f"speculation.args.quantizer: unknown quantizer {quantizer!r}; {known}")
+        # A program for a layer serves all of them. The weights of the step before are not read: they are
+        # passed so that the new ones may take their place in memory.
+        self._quantize_layer = jax.jit(
+            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt), donate_argnums=1, keep_unused=True
+        )
+        self.params: Params | None = None
+        self.seconds = 0.0
+        self.bytes = 0
+        self.read_bytes = 0
+
+    def refresh(self, params: Params) -> Params:
+        """The drafter's weights for a policy `params` as the engine has it. Consumes those of the refresh
+        before.
+        """
+        start = time.perf_counter()
+        old = [None] * len(params["layers"]) if self.params is None else self.params["layers"]
+        layers = []
+        for layer, before in zip(params["layers"], old, strict=True):
+            own = None if before is None else {name: before[name] for name in PROJECTIONS}
+            projections = {name: layer[name] for name in PROJECTIONS}
+            layers.append(layer | self._quantize_layer(projections, own))
+        self.params = jax.block_until_ready(params | {"layers": layers})
+        self.seconds = time.perf_counter() - start
+        self.bytes = sum(_bytes({name: layer[name] for name in PROJECTIONS}) for layer in layers)
+        # Of an untied input embedding a step reads a row a slot.
+        unread = _bytes(params["embed"]) if "lm_head" in params else 0
+        self.read_bytes = _bytes(self.params) - unread
+        return self.params
+
+
+def _quantize_layer(
+    quantizer: Quantizer,
+    fmt: WeightFormat,
+    projections: dict[str, Array],
+    before: dict[str, QuantizedWeight] | None,
+) -> dict[str, QuantizedWeight]:
+    del before
+    return {name: quantizer(weight.astype(jnp.float32), fmt) for name, weight in projections.items()}
+
+
+def _bytes(tree: Params | Array) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

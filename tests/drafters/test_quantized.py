@@ -1,0 +1,185 @@
+"""Quantized weights: against NumPy, at every size, and what is shared with the policy and what is reused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.quantized import PROJECTIONS, QUANTIZERS, QuantizedPolicy, WeightFormat, clipped, rtn
+from rljax.errors import ConfigError
+from rljax.models.numerics import linear, product
+from rljax.models.quantized import dequantize, pack_nibbles, unpack_nibbles
+from tests.engine.test_engine import CONFIGS, lively_params
+
+W4, W8, W8A8 = WeightFormat(4, 128), WeightFormat(8, 0), WeightFormat(8, 0, "int8")
+FORMATS = {"w4": W4, "w4, whole rows": WeightFormat(4, 0), "w8": W8, "w8, groups": WeightFormat(8, 64)}
+SIZES = [128, 192, 257, 64, 1]
+
+
+def matrix(inputs, outputs=48, seed=0):
+    """Rows with other offsets and spreads, one of zeros, one constant, one without negative weights."""
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((outputs, inputs)) * rng.uniform(0.1, 4, (outputs, 1))
+    weight += rng.uniform(-0.5, 0.5, (outputs, 1))
+    weight[0], weight[1], weight[2] = 0, 0.3, np.abs(weight[2])
+    return weight.astype(np.float32)
+
+
+def reference(weight, fmt):
+    """Round-to-nearest a group at a time: (the restored matrix, the step of each weight's grid)."""
+    restored, steps = np.zeros_like(weight), np.zeros_like(weight)
+    size = fmt.group or weight.shape[1]
+    for row in range(weight.shape[0]):
+        for first in range(0, weight.shape[1], size):
+            group = weight[row, first : first + size].astype(np.float64)
+            low, high = min(group.min(), 0), max(group.max(), 0)
+            if fmt.bits == 8:
+                step, zero, lowest, highest = max(-low, high) / 127 or 1, 0, -127, 127
+            else:
+                step = (high - low) / 15 or 1
+                zero, lowest, highest = np.round(-low / step), 0, 15
+            values = np.clip(np.round(group / step) + zero, lowest, highest)
+            restored[row, first : first + size] = (values - zero) * step
+            steps[row, first : first + size] = step
+    return restored, steps
+
+
+@pytest.mark.parametrize("inputs", SIZES)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_round_to_nearest_is_the_reference(fmt, inputs):
+    weight = matrix(inputs)
+    quantized = rtn(jnp.asarray(weight), fmt)
+    restored, steps = reference(weight, fmt)
+    ours = np.asarray(dequantize(quantized))
+    assert quantized.shape == ours.shape == weight.shape
+    # float32 may put a weight that lies half-way on the other side.
+    assert (np.abs(ours - restored) <= 1e-5 + 1.001 * steps).all()
+    assert np.mean(np.abs(ours - restored) > 1e-5) < 0.01
+    assert (np.abs(ours - weight) <= 0.5 * steps * 1.0001 + 1e-6).all()
+    assert (ours[0] == 0).all()
+    assert quantized.values.dtype == (jnp.uint8 if fmt.bits == 4 else jnp.int8)
+    stored = -(-inputs // 2) if fmt.bits == 4 else inputs
+    assert quantized.values.shape == (48, stored)
+    groups = -(-inputs // fmt.group) if fmt.group else 1
+    assert quantized.scale.shape == (48, groups)
+    assert (quantized.zero is None) == (fmt.bits == 8)
+
+
+def test_the_last_group_has_a_grid_of_its_own():
+    weight = np.concatenate([100 * np.ones((2, 128)), 0.01 * np.arange(64).reshape(1, 64).repeat(2, 0)], 1)
+    ours = np.asarray(dequantize(rtn(jnp.asarray(weight, jnp.float32), W4)))
+    assert np.abs(ours[:, 128:] - weight[:, 128:]).max() < 0.63 / 15
+
+
+@pytest.mark.parametrize("inputs", SIZES)
+def test_nibbles_come_back(inputs):
+    values = np.random.default_rng(0).integers(0, 16, (5, inputs)).astype(np.int8)
+    packed = pack_nibbles(jnp.asarray(values))
+    assert packed.dtype == jnp.uint8 and packed.shape == (5, -(-inputs // 2))
+    np.testing.assert_array_equal(unpack_nibbles(packed, inputs), values)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_clipping_never_has_a_larger_error_than_rounding(fmt):
+    weight = matrix(192)
+    weight[5, 7] = 40.0  # an outlier that is worth clipping
+    plain, better = (
+        np.square(np.asarray(dequantize(quantizer(jnp.asarray(weight), fmt))) - weight).sum(1)
+        for quantizer in (rtn, clipped)
+    )
+    assert (better <= plain * 1.00001 + 1e-9).all()
+    if fmt.bits == 4:
+        assert better.sum() < 0.99 * plain.sum()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), W8A8], ids=[*FORMATS, "w8a8"])
+def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
+    weight = rtn(jnp.asarray(matrix(192)), fmt)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 192)), dtype)
+    wanted = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    ours = np.asarray(product(x, weight))
+    assert ours.dtype == np.float32 and ours.shape == wanted.shape
+    if fmt.activations == "int8":  # half a step of the inputs, under every weight
+        step = np.abs(np.asarray(x, np.float64)).max(1, keepdims=True) / 127
+        bound = 0.5 * step * np.abs(np.asarray(dequantize(weight), np.float64)).sum(1) * 1.001 + 1e-5
+        assert (np.abs(ours - wanted) <= bound).all() and np.abs(ours - wanted).max() > 1e-4
+    else:
+        scale = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(weight), np.float64)).T
+        assert (np.abs(ours - wanted) <= (2.0**-8 if dtype == "bfloat16" else 1e-6) * (scale + 1e-3)).all()
+    y = linear(x.reshape(1, rows, 192), weight, jnp.ones(48))
+    assert y.dtype == x.dtype and y.shape == (1, rows, 48)
+
+
+def test_sums_of_integers_do_not_depend_on_the_rows_beside():
+    weight = rtn(jnp.asarray(matrix(192)), W8A8)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((16, 192)), jnp.float32)
+    together = jax.jit(product)(x, weight)
+    for rows in (1, 2, 3, 8):
+        np.testing.assert_array_equal(jax.jit(product)(x[:rows], weight), together[:rows])
+
+
+def test_inputs_of_zeros_give_zeros():
+    assert (product(jnp.zeros((2, 192)), rtn(jnp.asarray(matrix(192)), W8A8)) == 0).all()
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("name", ["three queries a key", "one, with bias"])
+def test_only_projections_are_stored_anew(name, quantizer):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), lively_params(CONFIGS[name]))
+    policy = QuantizedPolicy(W4, quantizer)
+    drafter = policy.refresh(params)
+    for layer, own in zip(drafter["layers"], params["layers"], strict=True):
+        assert layer.keys() == own.keys()
+        for part in layer.keys() - set(PROJECTIONS):
+            assert layer[part] is own[part]
+        for part in PROJECTIONS:
+            assert layer[part].shape == own[part].shape
+            whole = np.asarray(own[part], np.float32)
+            lost = np.linalg.norm(np.asarray(dequantize(layer[part])) - whole) / np.linalg.norm(whole)
+            assert lost < 0.15  # a wrong projection or layer loses more than 1
+    assert all(drafter[part] is params[part] for part in params if part != "layers")
+    assert not set(pointers([[layer[part] for part in PROJECTIONS] for layer in drafter["layers"]])) & set(
+        pointers(params)
+    )
+    projections = [layer[part] for layer in params["layers"] for part in PROJECTIONS]
+    weights = sum(leaf.size for leaf in projections)
+    assert weights / 2 < policy.bytes < 0.6 * weights
+    rest = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(leaf.nbytes for leaf in projections)
+    unread = 0 if "lm_head" not in params else params["embed"].nbytes
+    assert policy.read_bytes == rest + policy.bytes - unread
+    assert policy.seconds > 0
+
+
+def test_a_refresh_follows_the_policy_in_the_memory_of_the_one_before():
+    first, second = (lively_params(CONFIGS["four"], seed) for seed in (0, 1))
+    policy = QuantizedPolicy(W4)
+    before = policy.refresh(first)
+    old = [layer[part] for layer in before["layers"] for part in PROJECTIONS]
+    places = pointers(old)
+    after = policy.refresh(second)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert set(pointers([layer[part] for layer in after["layers"] for part in PROJECTIONS])) == set(places)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((first, second)))
+    alone = QuantizedPolicy(W4).refresh(second)
+    jax.tree.map(np.testing.assert_array_equal, after, alone)
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda: WeightFormat(3), "bits: 3 is not supported; use 4 or 8"),
+        (lambda: WeightFormat(4, -1), "group: should not be negative, got -1"),
+        (lambda: WeightFormat(4, 128, "int8"), "activations: int8 needs one scale"),
+        (lambda: WeightFormat(8, 128, "int8"), "activations: int8 needs one scale"),
+        (lambda: QuantizedPolicy(W4, "rnt"), "quantizer: unknown quantizer 'rnt'; did you mean 'rtn'"),
+    ],
+)
+def test_what_cannot_be_is_named(fails, message):
+    with pytest.raises(ConfigError, match=message):
+        fails()

@@ -1,0 +1,287 @@
+"""Drafting on the target's cache: what it proposes, and that it leaves nothing behind."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.quantized import QuantizedPolicy, WeightFormat
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.sampling import SamplingParams
+from rljax.engine.self_drafting import draft_keys
+from rljax.models.numerics import Numerics
+from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+
+LONGEST, NODES = 512, 7
+POLICIES = [
+    ("three queries a key", "float32"),
+    ("three queries a key", "bfloat16"),
+    ("one, with bias", "float32"),
+]
+FORMATS = {"w4": WeightFormat(4, 128), "w8": WeightFormat(8, 0), "w8a8": WeightFormat(8, 0, "int8")}
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A policy, requests, and what they get."""
+
+    engine: DecodeEngine
+    params: dict
+    asked: list
+
+    @functools.cached_property
+    def plain(self):
+        return decode(self.engine, self.params, self.asked, capacity=LONGEST)
+
+    def state(self, members=None, slots=5, capacity=LONGEST):
+        """A state with the requests in its first slots."""
+        asked = [self.asked[i] for i in (range(len(self.asked)) if members is None else members)]
+        prefix = self.engine.prefill(self.params, [each.prompt for each in asked])
+        state = self.engine.init_state(slots, capacity)
+        return self.engine.bulk_insert(
+            prefix, state, [Assignment(i, i, each.key, each.limit) for i, each in enumerate(asked)]
+        )
+
+
+@functools.lru_cache
+def world_of(name, dtype, rule="coupled", eos=(), temperature=SAMPLING.temperature):
+    engine = DecodeEngine(
+        CONFIGS[name],
+        Numerics(True, dtype),
+        SamplingParams(temperature),
+        Buckets((5,), (64, LONGEST), (3, NODES)),
+        eos,
+        64,
+        verification=rule,
+    )
+    params = engine.load_params(lively_params(CONFIGS[name]))
+    asked = ask([3, 200, 63, 40], [90, 80, 60, 30])
+    return World(engine, params, asked)
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=" ".join)
+def world(request):
+    return world_of(*request.param)
+
+
+@functools.lru_cache
+def quantized(name, dtype, fmt):
+    return QuantizedPolicy(FORMATS[fmt]).refresh(world_of(name, dtype).params)
+
+
+def host(drafts):
+    return jax.tree.map(np.asarray, drafts)
+
+
+def bits(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf).copy(), tree)
+
+
+# -- what is drafted ---------------------------------------------------------------------------------------
+
+
+def test_the_policy_itself_drafts_what_it_will_sample(world):
+    """Tokens and log-probabilities, at every step to the end of every response."""
+    state, emitted = world.state(), [([], []) for _ in world.asked]
+    while np.asarray(state.active).any():
+        left = np.asarray(state.remaining)[:4]
+        state, drafts = world.engine.draft(world.params, state, NODES)
+        drafts = host(drafts)
+        state, result = world.engine.generate(world.params, state, max_steps=NODES)
+        for slot, (tokens, logprobs) in enumerate(emitted):
+            sampled = result.tokens[slot] >= 0
+            count = min(NODES, max(left[slot] - 1, 0))
+            drafted = drafts.tokens[slot] >= 0
+            assert drafted.tolist() == [True] * count + [False] * (NODES - count)
+            np.testing.assert_array_equal(drafts.tokens[slot][drafted], result.tokens[slot][:count])
+            np.testing.assert_array_equal(drafts.logprobs[slot][drafted], result.logprobs[slot][:count])
+            assert (drafts.margins[slot][drafted] > 0).all()
+            tokens += result.tokens[slot][sampled].tolist()
+            logprobs += result.logprobs[slot][sampled].tolist()
+        assert (drafts.tokens[4] == -1).all()
+    assert emitted == [(list(tokens), list(logprobs)) for tokens, logprobs in world.plain]
+
+
+def test_fewer_steps_are_the_beginning_of_more_by_the_same_program():
+    world = world_of(*POLICIES[0])
+    state, most = world.engine.draft(world.params, world.state(), NODES)
+    most = host(most)
+    compiled = world.engine.pool.compilations
+    for steps in (1, 2, 5):
+        state, drafts = world.engine.draft(world.params, state, steps)
+        drafts = host(drafts)
+        np.testing.assert_array_equal(drafts.tokens[:, :steps], most.tokens[:, :steps])
+        np.testing.assert_array_equal(drafts.logprobs[:, :steps], most.logprobs[:, :steps])
+        np.testing.assert_array_equal(drafts.margins[:, :steps], most.margins[:, :steps])
+        assert (drafts.tokens[:, steps:] == -1).all() and not drafts.logprobs[:, steps:].any()
+    assert world.engine.pool.compilations == compiled
+
+
+def test_each_format_has_a_program_of_its_own():
+    world = world_of(*POLICIES[0])
+    state = world.state()
+    drafted = []
+    for params in (world.params, *(quantized(*POLICIES[0], fmt) for fmt in FORMATS)):
+        for _ in range(2):
+            state, drafts = world.engine.draft(params, state, NODES)
+        drafted.append(host(drafts).logprobs)
+    assert len({rows.tobytes() for rows in drafted}) == 4
+
+
+def test_a_full_cache_ends_the_chain_and_an_idle_slot_has_none():
+    world = world_of(*POLICIES[0])
+    state = world.state([0, 2], capacity=64)  # prompts of 3 and 63: one position is left for the second
+    state, drafts = world.engine.draft(world.params, state, NODES)
+    counts = (host(drafts).tokens >= 0).sum(1)
+    assert counts.tolist() == [7, 1, 0, 0, 0]
+    state, result = world.engine.verify(world.params, state, drafts.tree(NODES))
+    assert (result.tokens >= 0).sum(1).tolist() == [8, 2, 0, 0, 0]
+    assert result.lengths[1] == 64  # full
+    before = bits(state)
+    state, drafts = world.engine.draft(world.params, state, NODES)
+    assert (host(drafts).tokens >= 0).sum(1).tolist() == [7, 0, 0, 0, 0]
+    for part in ("keys", "values"):  # nor is anything written where the slot has no room
+        for old, new in zip(getattr(before.cache, part), getattr(state.cache, part), strict=True):
+            np.testing.assert_array_equal(np.asarray(new)[1], old[1])
+    outputs = [world.plain[0][0], world.plain[2][0]]
+    state, result = world.engine.generate(world.params, world.engine.grow(state), 20)
+    assert result.tokens[0].tolist() == outputs[0][8:28]
+    assert result.tokens[1].tolist() == outputs[1][2:22]
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_response():
+    plain = world_of(*POLICIES[0]).plain
+    ended = plain[0][0][4]
+    world = world_of(*POLICIES[0], eos=(ended,))
+    _, drafts = world.engine.draft(world.params, world.state(), NODES)
+    for row, (tokens, _) in zip(host(drafts).tokens, plain, strict=False):
+        wanted = tokens[:NODES]
+        wanted = wanted[: wanted.index(ended) + 1] if ended in wanted else wanted
+        assert row[: len(wanted)].tolist() == wanted and (row[len(wanted) :] == -1).all()
+    assert host(drafts).tokens[0].tolist()[4:] == [ended, -1, -1]
+
+
+def test_margins_are_how_far_the_noise_is_from_another_token():
+    """And greedily, how far the logits are."""
+    for temperature in (0.8, 0.0):
+        world = world_of(*POLICIES[0], temperature=temperature)
+        _, drafts = world.engine.draft(world.params, world.state(), NODES)
+        _, other = world.engine.draft(quantized(*POLICIES[0], "w8"), world.state(), NODES)
+        drafts, other = host(drafts), host(other)
+        agree = (drafts.tokens == other.tokens)[:4]
+        first = agree.all(1)
+        assert first.any()
+        assert (drafts.margins[:4] > 0).all() and (drafts.margins <= 64).all()
+        assert np.abs(drafts.margins - other.margins)[:4][first].max() < 1.0
+
+
+# -- what is left behind -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["w4", "w8a8"])
+def test_the_state_decodes_on_as_if_nothing_had_been_drafted(world, fmt):
+    """Also when everything that was written provisionally is poison."""
+    name = next(name for name, config in CONFIGS.items() if config == world.engine.config)
+    drafter = quantized(name, world.engine.numerics.compute_dtype, fmt)
+    for poisoned in (None, 1e4):
+        state = world.state()
+        outputs = [([], []) for _ in world.asked]
+        for _ in range(4):
+            state, _ = world.engine.draft(drafter, state, NODES)
+            if poisoned is not None:
+                state = poison(state, poisoned)
+            state, result = world.engine.generate(world.params, state, max_steps=5)
+            for slot, (tokens, logprobs) in enumerate(outputs):
+                tokens += result.tokens[slot].tolist()
+                logprobs += result.logprobs[slot].tolist()
+        for (tokens, logprobs), plain in zip(outputs, world.plain, strict=True):
+            assert tokens == plain[0][:20]
+            assert logprobs == plain[1][:20]
+
+
+def test_only_positions_behind_the_committed_ones_change():
+    world = world_of(*POLICIES[0])
+    state = world.state()
+    before = bits(state)
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)]
+    after, drafts = world.engine.draft(quantized(*POLICIES[0], "w4"), state, NODES)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after.cache)] == places
+    jax.tree.map(np.testing.assert_array_equal, bits(after.replace(cache=None)), before.replace(cache=None))
+    for old, new in zip(before.cache.values, after.cache.values, strict=True):
+        changed = (np.asarray(new) != old).any((1, 3))  # [B, S]
+        for slot, length in enumerate(before.lengths):
+            behind = np.flatnonzero(changed[slot])
+            # An idle slot computes along at its first position, which no request ever reads unwritten.
+            wanted = range(length, length + NODES) if before.active[slot] else range(length, length + 1)
+            assert set(behind) <= set(wanted)
+            assert not before.active[slot] or len(behind) == NODES
+    assert (np.asarray(drafts.tokens)[:4] >= 0).all()
+
+
+@pytest.mark.parametrize("fmt", ["w4", "w8a8"])
+def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(world, fmt):
+    name = next(name for name, config in CONFIGS.items() if config == world.engine.config)
+    drafter = quantized(name, world.engine.numerics.compute_dtype, fmt)
+    state, emitted, passes = world.state(), [([], []) for _ in world.asked], 0
+    while np.asarray(state.active).any():
+        nodes = (3, NODES)[passes % 2]
+        state, drafts = world.engine.draft(drafter, state, nodes)
+        state, result = world.engine.verify(world.params, state, drafts.tree(nodes))
+        passes += 1
+        for slot, (tokens, logprobs) in enumerate(emitted):
+            kept = result.tokens[slot] >= 0
+            tokens += result.tokens[slot][kept].tolist()
+            logprobs += result.logprobs[slot][kept].tolist()
+    assert emitted == [(list(tokens), list(logprobs)) for tokens, logprobs in world.plain]
+    assert passes < max(len(tokens) for tokens, _ in world.plain) / 1.5
+
+
+# -- the other rules ---------------------------------------------------------------------------------------
+
+
+def test_rejection_takes_every_draft_of_the_policy_itself():
+    """p = q, to the bit; and none of the drafts used the request's noise."""
+    world = world_of(*POLICIES[0], "rejection")
+    state, drafts = world.engine.draft(world.params, world.state(), NODES, with_proposal=True)
+    proposal, tokens = np.asarray(drafts.proposal), np.asarray(drafts.tokens)
+    assert proposal.shape == (5, NODES + 1, VOCAB)
+    np.testing.assert_allclose(np.exp(proposal[:4, :NODES]).sum(-1), 1, rtol=1e-4)
+    chosen = np.take_along_axis(proposal[:4, :NODES], tokens[:4, :, None], axis=2)[:, :, 0]
+    np.testing.assert_allclose(chosen, np.asarray(drafts.logprobs)[:4], rtol=0, atol=1e-5)
+    _, coupled = world_of(*POLICIES[0]).engine.draft(world.params, world_of(*POLICIES[0]).state(), NODES)
+    assert (np.asarray(coupled.tokens)[:4, 0] != tokens[:4, 0]).any()
+    state, result = world.engine.verify(world.params, state, drafts.tree(NODES), drafts.proposal)
+    np.testing.assert_array_equal(result.tokens[:4, :NODES], tokens[:4])
+
+
+def test_rejection_refuses_some_of_other_weights():
+    """With a proposal as wide as the tree, sliced from a wider one."""
+    world = world_of(*POLICIES[0], "rejection")
+    state, accepted, drafted = world.state(), 0, 0
+    while np.asarray(state.active)[:4].all():
+        state, drafts = world.engine.draft(quantized(*POLICIES[0], "w4"), state, 3, with_proposal=True)
+        drafted += int((host(drafts).tokens >= 0).sum())
+        state, result = world.engine.verify(world.params, state, drafts.tree(3), drafts.proposal[:, :4])
+        accepted += int((result.tokens >= 0).sum()) - 4
+    assert 0.5 * drafted < accepted < drafted
+
+
+def test_drafts_of_the_other_rules_have_noise_of_their_own():
+    keys = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (6, 2), dtype=np.uint32))
+    folded = np.asarray(draft_keys(keys))
+    assert folded.dtype == np.uint32 and folded.shape == (6, 2)
+    assert not set(map(tuple, folded)) & set(map(tuple, np.asarray(keys)))
+    assert len(set(map(tuple, folded))) == 6
+    np.testing.assert_array_equal(folded[2:3], draft_keys(keys[2:3]))
+
+
+def test_steps_beyond_the_largest_bucket_are_refused():
+    world = world_of(*POLICIES[0])
+    for steps in (0, NODES + 1):
+        with pytest.raises(ValueError, match=f"cannot draft {steps} steps: the largest draft bucket is 7"):
+            world.engine.draft(world.params, world.state(), steps)
