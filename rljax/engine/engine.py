@@ -305,17 +305,17 @@ class DecodeEngine:
     ) -> tuple[DecodeState, SelfDrafts]:
         """Chains of up to `steps` tokens for every active slot, drafted on its own cache. Consumes `state`.
 
-        What it returns stays on the device: `verify` takes its tree from there. Rows of the largest bucket in
-        `buckets.draft` are returned however many steps are asked for, by one program.
+        What it returns stays on the device: `verify` takes its tree from there. Chains are
+        `buckets.max_drafts` wide however many steps are asked for, by one program.
 
         Args:
           draft_params: other weights of the same architecture, see `drafters/quantized.py`.
-          steps: at most `buckets.draft[-1]`.
+          steps: at most `buckets.max_drafts`.
           with_proposal: also what the tokens were drafted from, which `rejection` needs.
         """
-        columns = max(self.buckets.draft, default=0)
+        columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
-            raise ValueError(f"cannot draft {steps} steps: the largest draft bucket is {columns}")
+            raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
         args = (draft_params, state, self._rope, np.int32(steps))
         weights = str(jax.tree.structure(draft_params))  # names how they are quantized
         program = self.pool.get(

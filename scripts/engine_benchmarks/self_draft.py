@@ -35,7 +35,7 @@ def self_draft_rows(name: str, config: ModelConfig, batches: tuple[int, ...], re
     rows = []
     for dtype in ("float32", "bfloat16"):
         length = PROMPT_TOKENS + _STEPS + 2
-        buckets: Buckets = make_buckets(max(batches), length, True, draft_buckets=(_STEPS,))
+        buckets: Buckets = make_buckets(max(batches), length, True, max_drafts=_STEPS)
         engine = DecodeEngine(config, Numerics(True, dtype), SamplingParams(), buckets, eos_token_ids=())
         params = engine.load_params(init_params(config, seed=0))
         drafters, refreshes = {}, []

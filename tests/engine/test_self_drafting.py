@@ -53,7 +53,7 @@ def world_of(name, dtype, rule="coupled", eos=(), temperature=SAMPLING.temperatu
         CONFIGS[name],
         Numerics(True, dtype),
         SamplingParams(temperature),
-        Buckets((5,), (64, LONGEST), (3, NODES)),
+        Buckets((5,), (64, LONGEST), (20, 40), NODES),
         eos,
         64,
         verification=rule,
@@ -138,7 +138,8 @@ def test_a_full_cache_ends_the_chain_and_an_idle_slot_has_none():
     state, drafts = world.engine.draft(world.params, state, NODES)
     counts = (host(drafts).tokens >= 0).sum(1)
     assert counts.tolist() == [7, 1, 0, 0, 0]
-    state, result = world.engine.verify(world.params, state, drafts.tree(NODES))
+    state, pending = world.engine.verify(world.params, state, drafts.tree(NODES))
+    result = pending.result()
     assert (result.tokens >= 0).sum(1).tolist() == [8, 2, 0, 0, 0]
     assert result.lengths[1] == 64  # full
     before = bits(state)
@@ -231,7 +232,8 @@ def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(world, 
     while np.asarray(state.active).any():
         nodes = (3, NODES)[passes % 2]
         state, drafts = world.engine.draft(drafter, state, nodes)
-        state, result = world.engine.verify(world.params, state, drafts.tree(nodes))
+        state, pending = world.engine.verify(world.params, state, drafts.tree(nodes))
+        result = pending.result()
         passes += 1
         for slot, (tokens, logprobs) in enumerate(emitted):
             kept = result.tokens[slot] >= 0
@@ -255,7 +257,8 @@ def test_rejection_takes_every_draft_of_the_policy_itself():
     np.testing.assert_allclose(chosen, np.asarray(drafts.logprobs)[:4], rtol=0, atol=1e-5)
     _, coupled = world_of(*POLICIES[0]).engine.draft(world.params, world_of(*POLICIES[0]).state(), NODES)
     assert (np.asarray(coupled.tokens)[:4, 0] != tokens[:4, 0]).any()
-    state, result = world.engine.verify(world.params, state, drafts.tree(NODES), drafts.proposal)
+    state, pending = world.engine.verify(world.params, state, drafts.tree(NODES), proposal=drafts.proposal)
+    result = pending.result()
     np.testing.assert_array_equal(result.tokens[:4, :NODES], tokens[:4])
 
 
@@ -266,7 +269,10 @@ def test_rejection_refuses_some_of_other_weights():
     while np.asarray(state.active)[:4].all():
         state, drafts = world.engine.draft(quantized(*POLICIES[0], "w4"), state, 3, with_proposal=True)
         drafted += int((host(drafts).tokens >= 0).sum())
-        state, result = world.engine.verify(world.params, state, drafts.tree(3), drafts.proposal[:, :4])
+        state, pending = world.engine.verify(
+            world.params, state, drafts.tree(3), proposal=drafts.proposal[:, :4]
+        )
+        result = pending.result()
         accepted += int((result.tokens >= 0).sum()) - 4
     assert 0.5 * drafted < accepted < drafted
 
@@ -283,5 +289,5 @@ def test_drafts_of_the_other_rules_have_noise_of_their_own():
 def test_steps_beyond_the_largest_bucket_are_refused():
     world = world_of(*POLICIES[0])
     for steps in (0, NODES + 1):
-        with pytest.raises(ValueError, match=f"cannot draft {steps} steps: the largest draft bucket is 7"):
+        with pytest.raises(ValueError, match=f"cannot draft {steps} steps: buckets.max_drafts is 7"):
             world.engine.draft(world.params, world.state(), steps)
