@@ -48,6 +48,8 @@ from rljax.sharding import (
     shard_params,
 )
 
+_SHORT_PROMPTS = (16, 32)  # prefilled at these lengths; a block of the cache is longer
+
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
@@ -162,8 +164,8 @@ class DecodeEngine:
         self.verification = verification
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self._prefill_rows = tuple(sorted({*buckets.batch[::2], buckets.batch[-1]}))
-        # Prompts are often much shorter than the shortest cache: a block of keys is as good a length.
-        self._prefill_lengths = tuple(sorted({kv_cache.KEY_BLOCK, *buckets.cache}))
+        # Prompts are often much shorter than the shortest cache.
+        self._prefill_lengths = tuple(sorted({*_SHORT_PROMPTS, kv_cache.KEY_BLOCK, *buckets.cache}))
         self.mesh = mesh
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
         if mesh is not None:
@@ -207,9 +209,7 @@ class DecodeEngine:
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
         rows = next(rows for rows in self._prefill_rows if rows >= len(prompts))
-        longest = max(map(len, prompts))
-        self.buckets.cache_for(longest)  # raises where it does not fit
-        length = next(length for length in self._prefill_lengths if length >= longest)
+        length = self.prefill_length(max(map(len, prompts)))
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -218,6 +218,11 @@ class DecodeEngine:
         args = (params, jnp.asarray(tokens), jnp.asarray(lengths), self._rope)
         program = self.pool.get(("prefill", rows, length, *self._key), self._prefill, args)
         return program(*args)
+
+    def prefill_length(self, positions: int) -> int:
+        """Positions that are computed for a prompt: prompts of the same are best prefilled together."""
+        self.buckets.cache_for(positions)  # raises where it does not fit
+        return next(length for length in self._prefill_lengths if length >= positions)
 
     def insert(self, prefix: Prefix, state: DecodeState, assignment: Assignment) -> DecodeState:
         """`bulk_insert` of one request."""
@@ -412,9 +417,9 @@ class DecodeEngine:
     def _prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
         rows, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-        attention = PackedAttention(
-            (positions < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True
-        )
+        # Attention over fewer keys than a block would take another kernel.
+        whole = jnp.arange(max(length, kv_cache.KEY_BLOCK), dtype=jnp.int32)[None]
+        attention = PackedAttention((whole < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True)
         if self.mesh is not None:
             attention = ShardedAttention(attention, self.config, self.mesh)
         _, kept = transformer.forward(params, self.config, tokens, positions, attention, rope, self.numerics)

@@ -30,8 +30,8 @@ class PackedAttention:
     """Causal attention inside the segments of packed rows.
 
     Attributes:
-      segment_ids: int32 [N, T]; tokens attend only within their segment, whose tokens lie side by side. 0 is
-        padding (its outputs mean nothing).
+      segment_ids: int32 [N, S]; tokens attend only within their segment, whose tokens lie side by side. 0 is
+        padding (its outputs mean nothing). With fewer than S tokens, what is missing is padding, too.
       numerics: see `Numerics`.
       keep_kv: also return every layer's keys and values (prefill does).
     """
@@ -41,8 +41,10 @@ class PackedAttention:
     keep_kv: bool = False
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array] | None]:
-        """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], (k, v) or None)."""
-        batch, length, num_heads, head_dim = q.shape
+        """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
+        batch, tokens, num_heads, head_dim = q.shape
+        length = self.segment_ids.shape[1]
+        q, k, v = (jnp.pad(x, ((0, 0), (0, length - tokens), (0, 0), (0, 0))) for x in (q, k, v))
         num_kv_heads = k.shape[2]
         block = min(_QUERY_BLOCK, length)
         chunk = min(KEY_CHUNK, -(-length // block) * block)
@@ -64,7 +66,7 @@ class PackedAttention:
         own_mask &= np.tri(chunk, dtype=bool)[None, None]
         out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, self.numerics)
         out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(batch, num_chunks * chunk, num_heads, head_dim)
-        return out[:, :length].astype(q.dtype), ((k, v) if self.keep_kv else None)
+        return out[:, :tokens].astype(q.dtype), ((k, v) if self.keep_kv else None)
 
 
 def _first_chunks(segment_ids: Array) -> Array:

@@ -262,9 +262,14 @@ class _Run:
         while self.prompts and (members < wanted if self.speculator is None else len(batch) < self.max_slots):
             batch.append(self.prompts.popleft())
             members += len(batch[-1][1])
-        prefix = self.engine.prefill(self.params, [prompt for prompt, _ in batch])
-        self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in batch)
-        rows = [[(prefix, row, index) for index in own] for row, (_, own) in enumerate(batch)]
+        by_length: dict[int, list[tuple[tuple[int, ...], list[int]]]] = {}
+        for prompt, indices in batch:
+            by_length.setdefault(self.engine.prefill_length(len(prompt)), []).append((prompt, indices))
+        rows = []
+        for alike in by_length.values():
+            prefix = self.engine.prefill(self.params, [prompt for prompt, _ in alike])
+            self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in alike)
+            rows += [[(prefix, row, index) for index in own] for row, (_, own) in enumerate(alike)]
         if self.speculator is not None:
             # The first samples of all these prompts, then the second ones: they draft from the first.
             rows = itertools.zip_longest(*rows)

@@ -71,6 +71,8 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
             "verifying_passes": total.verified,
             "ahead_tokens": total.ahead_tokens,
             "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
+            "pass_seconds": total.device_seconds,
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
+            "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
         },
     )
