@@ -12,7 +12,7 @@ A drafter can only waste time: verification samples every token itself, so a wro
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -127,6 +127,21 @@ class Drafter(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What the drafter itself has to report of the last rollout, for the metrics line."""
+
+
+@runtime_checkable
+class SelfDrafter(Drafter, Protocol):
+    """A drafter that is other weights of the policy's own architecture: the engine drafts with them, on the
+    target's cache (`rljax/engine/self_drafting.py`). `propose` is not called.
+
+    Attributes:
+      draft_params: the weights, as `DecodeEngine.draft` takes them.
+    """
+
+    draft_params: Any
+
+    def refresh(self, params: Any) -> None:
+        """The policy's weights of the rollouts to come, as the engine has them."""
 
 
 _KINDS = {

@@ -17,12 +17,16 @@ wants to know, such as activation statistics, it can be given by `functools.part
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from pydantic import Field
 
+from drafters.arguments import Arguments
+from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from rljax.errors import ConfigError, known_names
 from rljax.models.quantized import Activations, QuantizedWeight, pack_nibbles
 from rljax.models.transformer import Params
@@ -193,6 +197,70 @@ class QuantizedPolicy:
         unread = _bytes(params["embed"]) if "lm_head" in params else 0
         self.read_bytes = _bytes(self.params) - unread
         return self.params
+
+
+# -- the drafter -------------------------------------------------------------------------------------------
+
+
+class QuantizedArguments(Arguments):
+    """Arguments of `QuantizedDrafter`."""
+
+    bits: int | None = Field(
+        None,
+        description="4 or 8 a weight; null is 8 on a CPU, else 4. 4 reads less memory; 8 is closer to the"
+        " policy, and what a CPU is fast with.",
+    )
+    quantizer: str = Field(
+        "rtn", description="rtn rounds to nearest; clipped takes longer to refresh and is closer at 4 bits."
+    )
+
+
+class QuantizedDrafter:
+    """The policy drafts for itself (EfficientRollout): nothing to train, and it follows every update.
+
+    Args:
+      arguments: see there.
+    """
+
+    def __init__(self, arguments: QuantizedArguments) -> None:
+        bits = arguments.bits or (8 if jax.default_backend() == "cpu" else 4)
+        self._policy = QuantizedPolicy(default_format(bits), arguments.quantizer)
+        self._source: Params | None = None
+
+    @property
+    def draft_params(self) -> Params | None:
+        return self._policy.params
+
+    def refresh(self, params: Params) -> None:
+        if params is not self._source:
+            self._source = None  # not kept alive beside its successor
+            self._policy.refresh(params)
+            self._source = params
+
+    def begin(self, requests: Sequence[DraftRequest]) -> None:
+        """Nothing is known of requests but what the engine has of them."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        """Proposes nothing: the engine drafts."""
+        shape = (len(queries.requests), queries.nodes)
+        nothing = np.zeros(shape, np.int32)
+        return Drafts(nothing, nothing - 1, np.zeros(shape, np.float32), nothing[:, 0])
+
+    def observe(self, sampled: Sampled) -> None:
+        """Nothing to learn from it."""
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn from them: the next policy is the next drafter."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """The state of another drafter: none of it is of use."""
+
+    def metrics(self) -> dict[str, float]:
+        """`refresh_seconds` for the present policy, and the `draft_bytes` that it takes beside the policy."""
+        return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
 
 
 def _quantize_layer(

@@ -6,6 +6,7 @@ from typing import Any
 from drafters.arguments import Arguments, checked
 from drafters.base import Drafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
+from drafters.quantized import QuantizedArguments, QuantizedDrafter
 from drafters.suffix import (
     PromptLookupArguments,
     SrtArguments,
@@ -20,6 +21,7 @@ from rljax.errors import ConfigError, known_names
 DRAFTERS: dict[str, tuple[type[Arguments], Callable[[Any], Drafter]]] = {
     "histospec": (HistoSpecArguments, HistoSpec),
     "prompt_lookup": (PromptLookupArguments, prompt_lookup),
+    "quantized": (QuantizedArguments, QuantizedDrafter),
     "srt": (SrtArguments, srt),
     "suffix_decoding": (SuffixDecodingArguments, suffix_decoding),
 }

@@ -265,8 +265,9 @@ class SpeculationConfig(Section):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding; null decodes"
-        " plainly. srt suits prompts that come back and groups of samples.",
+        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized; null"
+        " decodes plainly. srt suits prompts that come back and groups of samples; quantized, the policy in"
+        " fewer bits, also new prompts.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
@@ -618,6 +619,14 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
+    if config.speculation.drafter == "quantized":
+        if engine.verification != "coupled":
+            yield (
+                "speculation.drafter: quantized needs engine.verification: coupled, got"
+                f" {engine.verification}; how much of a chain is verified depends on its noise"
+            )
+        if config.speculation.run_ahead_below:
+            yield "speculation.run_ahead_below: must be 0 with speculation.drafter: quantized"
     if config.speculation.max_drafts >= MAX_NODES:
         yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"
     slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"

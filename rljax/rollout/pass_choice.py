@@ -22,6 +22,7 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 
 _PROBABILITY_BINS = 16
@@ -137,20 +138,12 @@ def time_passes(
 
     The shapes take turns, so that a busy machine slows all of them.
     """
-    state = engine.init_state(batch, length)
-    slots = np.arange(batch)
-    busy = {
-        "active": np.ones(batch, bool),
-        "lengths": np.full(batch, length // 2, np.int32),
-        "remaining": np.full(batch, length, np.int32),
-    }
-    placed = {name: getattr(state, name).sharding for name in busy}
+    state, slots = engine.init_state(batch, length), np.arange(batch)
     widths = {0: 0} | dict(engine.buckets.passes(batch))
     seconds: dict[int, list[float]] = {rows: [] for rows in widths}
     for repeat in range(repeats + 1):  # the first may compile
         for rows, own in seconds.items():
-            # Every time anew: a slot that sampled an end of sequence would be idle.
-            state = state.replace(**{name: jax.device_put(busy[name], placed[name]) for name in busy})
+            state = _half_full(state)
             start, steps = time.perf_counter(), 1
             if rows:
                 tree = empty_tree(batch, widths[rows])
@@ -162,3 +155,29 @@ def time_passes(
             if repeat:
                 own.append((time.perf_counter() - start) / steps)
     return seconds
+
+
+def time_drafts(
+    engine: DecodeEngine, draft_params: Params, batch: int, length: int, repeats: int
+) -> list[float]:
+    """Seconds of steps of drafting, as `time_passes` takes those of passes."""
+    state, seconds, steps = engine.init_state(batch, length), [], min(_PLAIN_STEPS, engine.buckets.max_drafts)
+    for _ in range(repeats + 1):
+        state = _half_full(state)
+        start = time.perf_counter()
+        state, drafts = engine.draft(draft_params, state, steps)
+        np.asarray(drafts.tokens)
+        seconds.append((time.perf_counter() - start) / steps)
+    return seconds[1:]  # the first may compile
+
+
+def _half_full(state: DecodeState) -> DecodeState:
+    """All slots busy in half-filled caches; a slot that sampled an end of sequence would be idle."""
+    batch, length = state.batch, state.cache.length
+    busy = {
+        "active": np.ones(batch, bool),
+        "lengths": np.full(batch, length // 2, np.int32),
+        "remaining": np.full(batch, length, np.int32),
+    }
+    placed = {name: jax.device_put(value, getattr(state, name).sharding) for name, value in busy.items()}
+    return state.replace(**placed)

@@ -60,6 +60,7 @@ class DecodeStatistics:
       unusable: draft nodes that a drafter returned and that were none.
       host_seconds: spent on drafting, on choosing, and on telling the drafter.
       device_seconds: of forward passes.
+      draft_seconds: of drafting on the device.
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
@@ -78,6 +79,7 @@ class DecodeStatistics:
     unusable: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
+    draft_seconds: float = 0.0
     idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0

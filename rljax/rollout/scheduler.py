@@ -130,7 +130,7 @@ class _Run:
             longest = max(len(request.prompt_ids) for request in self.requests[: self.wanted])
             state = self.engine.init_state(self.max_slots, longest + 1)
             if self.speculator is not None:
-                self.speculator.begin(self.requests, self.statistics)
+                self.speculator.begin(self.params, self.requests, self.statistics)
             under_way = None
             while self.waiting or self.running:
                 state = self.fill(state)

@@ -19,6 +19,7 @@ from drafters.base import (
     Outcome,
     Queries,
     Sampled,
+    SelfDrafter,
     chains,
     usable_nodes,
 )
@@ -27,11 +28,21 @@ from rljax.engine.engine import DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
-from rljax.rollout.pass_choice import Calibration, Candidates, PassTimes, best_rows, candidates, time_passes
+from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
+from rljax.rollout.pass_choice import (
+    Calibration,
+    Candidates,
+    PassTimes,
+    best_rows,
+    candidates,
+    time_drafts,
+    time_passes,
+)
 from rljax.rollout.records import DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 
 _WARM_UP_REPEATS = 3
+_HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +109,26 @@ class Speculator:
         self.name = name
         self.max_batch = max_batch
         self.run_ahead = run_ahead
+        self._drafts_itself = isinstance(drafter, SelfDrafter)
         self._calibration = Calibration()
+        self._chains = ChainAcceptance()
         self._times = PassTimes()
         self._patience = 1  # plain steps until the drafter is asked again
         self._plain_requests: set[int] = set()  # those that decoded plainly the last time
 
     # -- a rollout -------------------------------------------------------------------------------------------
 
-    def begin(self, requests: Sequence[Request], statistics: DecodeStatistics) -> None:
-        """A rollout of `requests` begins, which accounts for itself in `statistics`."""
+    def begin(self, params: Params, requests: Sequence[Request], statistics: DecodeStatistics) -> None:
+        """A rollout of `requests` with weights `params` begins, which accounts for itself in `statistics`."""
         self._statistics = statistics
+        if self._drafts_itself:
+            start = time.perf_counter()
+            self._ask("refresh", params)
+            statistics.draft_seconds += time.perf_counter() - start
         self._drafted = np.zeros(len(requests), np.int64)
         self._accepted = np.zeros(len(requests), np.int64)
         self._calibration.forget()
+        self._chains.forget()
         self._patience = 1
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
@@ -146,7 +164,10 @@ class Speculator:
             return state, None
         start = time.perf_counter()
         shape = (state.batch, state.cache.length)
-        rows, tree, bins = self._draft(shape, active)
+        if self._drafts_itself:
+            state, rows, tree, bins = self._draft_chains(state, active)
+        else:
+            rows, tree, bins = self._draft(shape, active)
         under_way = None
         if rows:
             state, pending = self.engine.verify(params, state, tree, pack_rows(tree, active.slots, rows))
@@ -216,7 +237,7 @@ class Speculator:
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """What speculation did in the rollouts of `statistics`, and what the drafter itself has to tell."""
-        waited = statistics.host_seconds + statistics.device_seconds
+        waited = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
         metrics = {
             "accept_length": statistics.accept_length,
             "acceptance": statistics.accepted / max(statistics.drafted, 1),
@@ -229,6 +250,8 @@ class Speculator:
             "idle_share": statistics.idle_seconds
             / max(statistics.idle_seconds + statistics.device_seconds, 1e-9),
         }
+        if self._drafts_itself:
+            metrics["draft_share"] = statistics.draft_seconds / max(waited, 1e-9)
         if self.run_ahead is not None:
             metrics["run_ahead_tokens"] = statistics.ahead_tokens
             metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
@@ -251,11 +274,16 @@ class Speculator:
 
     def warm_up(self, params: Params) -> None:
         """Compiles every program that verifies, and takes the time of a pass of each shape."""
+        if self._drafts_itself:
+            self._ask("refresh", params)
         for batch in self.engine.buckets.batch:
             if batch > self.max_batch:
                 continue
             for length in self.engine.buckets.cache:
                 taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
+                if self._drafts_itself:
+                    own = self.drafter.draft_params
+                    taken[DRAFT_STEP] = time_drafts(self.engine, own, batch, length, _WARM_UP_REPEATS)
                 for rows, seconds in taken.items():
                     for own in seconds:
                         self._times.add((batch, length, rows), own)
@@ -294,6 +322,38 @@ class Speculator:
         nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
         return rows, _tree(drafts, found.take(rows, nodes), active.slots, shape[0], nodes), bins
 
+    def _draft_chains(
+        self, state: DecodeState, active: ActiveSlots
+    ) -> tuple[DecodeState, int, DraftTree | None, np.ndarray | None]:
+        """As `_draft`, by the engine."""
+        shape, wanted = (state.batch, state.cache.length), int(active.wanted.sum())
+        buckets = self.engine.buckets
+        length = self.choose_length(shape, len(active.slots), wanted)
+        if not length:
+            return state, 0, None, None
+        start = time.perf_counter()
+        state, chains = self.engine.draft(self.drafter.draft_params, state, length)
+        tokens, margins = (np.asarray(x)[active.slots] for x in (chains.tokens, chains.margins))
+        seconds = time.perf_counter() - start
+        self._times.add((*shape, DRAFT_STEP), seconds / length)
+        self._statistics.draft_seconds += seconds
+        self._statistics.host_seconds -= seconds
+        usable = tokens >= 0
+        bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
+        probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
+        found = candidates(usable, probability, active.wanted, active.standing_by)
+        rows = self.choose(shape, found)
+        if not rows:
+            return state, 0, None, None
+        nodes = dict(buckets.passes(state.batch))[rows]
+        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
+        drafts = Drafts(tokens, parents, np.log(probability), usable.sum(axis=1))
+        return state, rows, _tree(drafts, found.take(rows, nodes), active.slots, state.batch, nodes), bins
+
+    def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> int:
+        """Steps that the self-drafter drafts before the next pass."""
+        return best_length(self._chains.rate, slots, wanted, self.engine.buckets, self._times, *shape)
+
     def choose(self, shape: tuple[int, int], found: Candidates) -> int:
         return best_rows(found, self.engine.buckets, self._times, *shape)
 
@@ -303,8 +363,12 @@ class Speculator:
         accepted = np.zeros_like(verified)
         rows, depths = np.nonzero(np.arange(1, tree.nodes + 1) < counts[:, None])
         accepted[rows, result.path[active.slots[rows], depths + 1] - 1] = True
-        self._calibration.add(bins[:, : tree.nodes][verified], accepted[verified])
         drafted, taken = verified.sum(axis=1), accepted.sum(axis=1)
+        judged = verified
+        if self._drafts_itself:  # a margin says something of its own token only
+            judged = verified & (np.arange(tree.nodes) <= taken[:, None])
+            self._chains.add(int(judged.sum()), int(taken.sum()))
+        self._calibration.add(bins[:, : tree.nodes][judged], accepted[judged])
         self._last = (drafted.astype(np.int32), taken.astype(np.int32))
         self._drafted[active.requests] += drafted
         self._accepted[active.requests] += taken

@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "SRT ranked by the noise": ("srt", {"noise_ranking": True}),
     "SRT without running rollouts": ("srt", {"live": False}),
     "SRT with run-ahead": ("srt", {}),
+    "quantized": ("quantized", {}),
 }
 RUN_AHEAD = "SRT with run-ahead"
 

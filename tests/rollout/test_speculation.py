@@ -256,7 +256,7 @@ def check_statistics(completions, statistics):
     assert statistics.host_seconds > 0 and statistics.device_seconds > 0
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS))
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"quantized"}))  # that one: test_self_drafting.py
 def test_every_drafter_leaves_the_tokens_alone(engine, params, requests, expected, trees, name):
     """In a first rollout, and in a second one with the history of the first."""
     drafter, batches = make_drafter(name), set()

@@ -68,6 +68,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
                 return sizes[-1] if next(turns) else 0
 
             patch.setattr(speculation.Speculator, "choose", choose)
+            patch.setattr(speculation.Speculator, "choose_length", lambda self, *_: 3)  # of a self-drafter
         return train(directory, *overrides)
 
 

@@ -1,0 +1,161 @@
+"""Rollouts that the policy drafts for itself, with fewer bits: the tokens of plain decoding."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from drafters.base import SelfDrafter
+from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
+from rljax.rollout.records import Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from tests.rollout.test_scheduler import assert_same
+
+VOCAB, EOS, SLOTS = 64, 1, 4
+CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
+BUCKETS = Buckets((2, 4), (64, 128), (8, 16, 32), 7)
+
+
+def make_params(seed):
+    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
+    return jax.tree.map(stir, transformer.init_params(CONFIG, seed))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(0)
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    """Every program is compiled here; no test may compile another one."""
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine.warm_up(params, SLOTS, prompt_length=64)
+    Speculator(engine, make_drafter("quantized"), "quantized", SLOTS).warm_up(params)
+    compiled = engine.pool.compilations
+    yield engine
+    assert engine.pool.compilations == compiled
+
+
+@pytest.fixture(scope="module")
+def requests():
+    rng = np.random.default_rng(0)
+    lengths, limits = [3, 20, 64, 8, 1, 30], [60, 40, 64, 7, 1, 98]
+    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
+    return [
+        Request(prompt, request_key(0, 0, 0, i, sample), limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for sample in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+class Times:
+    """What passes and draft steps take, by their rows."""
+
+    def __init__(self, by_rows):
+        self.by_rows = by_rows
+
+    def __getitem__(self, shape):
+        return self.by_rows[shape[2]]
+
+    def add(self, shape, seconds):
+        assert seconds > 0
+
+
+CHEAP = Times({0: 1.0, DRAFT_STEP: 0.1, 8: 1.1, 16: 1.2, 32: 1.4})
+DEAR = Times({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
+
+
+def speculate(engine, params, requests, times, lengths=None, overlap=False):
+    speculator = Speculator(engine, make_drafter("quantized"), "quantized", SLOTS)
+    speculator._times = times
+    if lengths is not None:
+        turns = itertools.cycle(lengths)
+        speculator.choose_length = lambda shape, slots, wanted: next(turns)
+    completions, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
+    return completions, statistics, speculator
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lengths", [None, [7, 3, 0, 1, 5]], ids=["its choice", "any"])
+def test_the_tokens_are_those_of_plain_decoding(engine, params, requests, expected, lengths, overlap):
+    completions, statistics, speculator = speculate(engine, params, requests, CHEAP, lengths, overlap)
+    assert_same(completions, expected)
+    assert statistics.drafted == sum(completion.drafted for completion in completions)
+    assert statistics.accepted > 0.8 * statistics.drafted > 0  # 8 bits are close to the policy
+    assert speculator.metrics(statistics)["speculation/draft_share"] > 0
+    assert statistics.draft_seconds > 0 and statistics.host_seconds > 0
+
+
+def test_where_drafting_costs_as_much_as_decoding_it_decodes(engine, params, requests, expected):
+    completions, statistics, _ = speculate(engine, params, requests, DEAR)
+    assert_same(completions, expected)
+    assert statistics.verified == statistics.drafted == 0
+
+
+def test_it_follows_the_policy(engine, params, requests, expected):
+    """The weights are rounded anew when the policy changes, and only then."""
+    speculator = Speculator(engine, make_drafter("quantized"), "quantized", SLOTS)
+    speculator._times = CHEAP
+    scheduler = Scheduler(engine, SLOTS, None, speculator)
+    other = make_params(1)
+    scheduler.run(other, requests)
+    before = np.asarray(speculator.drafter.draft_params["layers"][0]["q"].values)
+    completions, statistics = scheduler.run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.accepted > 0.8 * statistics.drafted > 0
+    weights = speculator.drafter.draft_params
+    assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
+    scheduler.run(params, requests[:1])
+    assert speculator.drafter.draft_params is weights
+
+
+def test_it_is_a_self_drafter_and_others_are_not():
+    assert isinstance(make_drafter("quantized"), SelfDrafter)
+    assert not isinstance(make_drafter("srt"), SelfDrafter)
+
+
+def test_the_length_that_promises_most_is_chosen():
+    def choose(acceptance, times, slots=4):
+        return best_length(acceptance, slots, slots, BUCKETS, times, 4, 64)
+
+    assert choose(0.99, CHEAP) == 7
+    assert choose(0.99, DEAR) == 0
+    assert choose(0.0, CHEAP) == 0
+    # Two slots may have chains of 3 in 8 rows, of 7 in 16.
+    assert choose(0.9, changed(CHEAP, {16: 9.0, 32: 9.0}), slots=2) == 3
+    assert 1 <= choose(0.6, CHEAP) < 7
+    lengths = [choose(rate, CHEAP) for rate in np.linspace(0, 1, 21)]
+    assert lengths == sorted(lengths)
+
+
+def changed(times, changes):
+    return Times(times.by_rows | changes)
+
+
+def test_acceptance_starts_hopeful_and_ends_at_what_happened():
+    acceptance = ChainAcceptance()
+    assert acceptance.rate == pytest.approx(0.8)
+    acceptance.add(4000, 1000)
+    assert acceptance.rate == pytest.approx(0.25, abs=0.01)
+    acceptance.forget()
+    assert acceptance.rate == pytest.approx(0.25, abs=0.01)
+    acceptance.add(0, 0)
+    for _ in range(20):
+        acceptance.forget()
+    assert acceptance.rate == pytest.approx(0.8, abs=0.01)
