@@ -247,6 +247,14 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             ["speculation.verify_buckets=[x]"],
             'speculation.verify_buckets.0: should be a whole number, got "x"',
         ),
+        (
+            ["speculation.drafter=quantized", "engine.verification=target_only"],
+            "speculation.drafter: quantized needs engine.verification: coupled, got target_only",
+        ),
+        (
+            ["speculation.drafter=quantized", "speculation.run_ahead_below=2"],
+            "speculation.run_ahead_below: must be 0 with speculation.drafter: quantized",
+        ),
         (["speculation.max_drafts=64"], "speculation.max_drafts: 64 is more than 63"),
         (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
         (["engine.verification=copied"], "engine.verification: "),

@@ -8,7 +8,7 @@ from rljax.rollout.collector import Group
 from rljax.rollout.records import DecodeStatistics, accumulate
 from rollout_benchmarks.variants import (
     PLAIN,
-    RUN_AHEAD,
+    VARIANTS,
     Variant,
     check_same,
     make_variants,
@@ -20,7 +20,7 @@ from rollout_benchmarks.variants import (
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
     with open_run(config) as (run, progress):
-        run.compile(late_inserts=RUN_AHEAD in names)
+        run.compile(late_inserts=any(VARIANTS[name] and VARIANTS[name].run_ahead for name in names))
         variants = make_variants(run, names)
         progress.stage("bench", config.training.steps)
         for step in range(config.training.steps):

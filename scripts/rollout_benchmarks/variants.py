@@ -24,18 +24,31 @@ from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 
 PLAIN = "plain"
-VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a variant drafts: `speculation.drafter`, `.args` and `.overlap`; run-ahead in all idle slots."""
+
+    drafter: str
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run_ahead: bool = False
+    overlap: bool = False
+
+
+VARIANTS: dict[str, Way | None] = {
     PLAIN: None,
-    "prompt lookup": ("prompt_lookup", {}),
-    "suffix decoding": ("suffix_decoding", {}),
-    "HistoSpec": ("histospec", {}),
-    "SRT": ("srt", {}),
-    "SRT ranked by the noise": ("srt", {"noise_ranking": True}),
-    "SRT without running rollouts": ("srt", {"live": False}),
-    "SRT with run-ahead": ("srt", {}),
-    "quantized": ("quantized", {}),
+    "prompt lookup": Way("prompt_lookup"),
+    "suffix decoding": Way("suffix_decoding"),
+    "HistoSpec": Way("histospec"),
+    "SRT": Way("srt"),
+    "SRT without substitutions": Way("srt", {"substitutions": False}),
+    "SRT without running rollouts": Way("srt", {"live": False}),
+    "SRT ranked by the noise": Way("srt", {"noise_ranking": True}),
+    "SRT in halves": Way("srt", overlap=True),
+    "SRT with run-ahead": Way("srt", run_ahead=True),
+    "quantized": Way("quantized"),
 }
-RUN_AHEAD = "SRT with run-ahead"
 
 
 @dataclasses.dataclass
@@ -76,18 +89,25 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """All ways to roll out, on the run's engine; plain decoding first."""
     config, variants = run.config, []
     for name in names:
-        speculator = None
-        if VARIANTS[name] is not None:
-            drafter, args = VARIANTS[name]
+        speculator, way = None, VARIANTS[name]
+        if way is not None:
             run_ahead = None
-            if name == RUN_AHEAD:
+            if way.run_ahead:
                 run_ahead = RunAhead(config.engine.max_slots, config.speculation.run_ahead_share)
             speculator = Speculator(
-                run.engine, make_drafter(drafter, **args), name, config.speculation.max_batch, run_ahead
+                run.engine,
+                make_drafter(way.drafter, **way.args),
+                name,
+                config.speculation.max_batch,
+                run_ahead,
             )
             speculator.warm_up(run.engine.load_params(run.state.params))
         scheduler = Scheduler(
-            run.engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator
+            run.engine,
+            config.engine.max_slots,
+            run.collector.scheduler.stop_strings,
+            speculator,
+            way is not None and way.overlap,
         )
         collector = Collector(
             run.collector.task,
