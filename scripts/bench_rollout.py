@@ -53,8 +53,11 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
             Measurement(
                 "ahead", "tokens a pass", lambda: ahead_rows(config, (1e-6, 1e-5, 1e-4, 1e-3), steps=4), False
             ),
-            Measurement(
-                "lossless", "differences", lambda: lossless_rows(config, ("float32", "bfloat16"), 30), False
+            *(
+                Measurement(
+                    "lossless", dtype, lambda dtype=dtype: lossless_rows(config, dtype, steps=26), False
+                )
+                for dtype in ("float32", "bfloat16")
             ),
         ),
     )

@@ -23,7 +23,7 @@ from rljax.rollout.speculation import Outcome, Speculator
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import open_run
 
-_DRAFTERS = ("prompt_lookup", "suffix_decoding", "histospec", "srt", "srt with run-ahead")
+_DRAFTERS = ("prompt_lookup", "suffix_decoding", "histospec", "srt", "srt with run-ahead", "quantized")
 _SLOTS = (6, 24)  # of 64 requests
 _BATCHES = (2, 6, 24, 64)
 _SIZES = (16, 32, 64, 128)
@@ -38,42 +38,49 @@ class EveryPass(Speculator):
         sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
 
+    def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> int:
+        return 1 + next(self.turns) % self.engine.buckets.max_drafts
 
-def lossless_rows(config: ExperimentConfig, dtypes: Sequence[str], steps: int) -> list[Row]:
+
+def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]:
     """Tokens and logprobs that differ, of how many."""
+    chosen = config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"growth": None, "compute_dtype": dtype}),
+            "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": _BATCHES}),
+            "speculation": config.speculation.model_copy(
+                update={"verify_buckets": _SIZES, "max_drafts": 15, "max_batch": 64}
+            ),
+        }
+    )
     rows = []
-    for dtype in dtypes:
-        chosen = config.model_copy(
-            update={
-                "policy": config.policy.model_copy(update={"growth": None, "compute_dtype": dtype}),
-                "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": _BATCHES}),
-                "speculation": config.speculation.model_copy(
-                    update={"verify_buckets": _SIZES, "max_drafts": 15, "max_batch": 64}
-                ),
-            }
-        )
-        with open_run(chosen) as (run, progress):
-            progress.stage("bench", steps * len(_DRAFTERS))
-            for name in _DRAFTERS:
-                rows.append(_compare(run, f"lossless/{dtype}/{name}", name, steps))
-                progress.update("bench", rows[-1].name)
+    with open_run(chosen) as (run, progress):
+        progress.stage("bench", len(_DRAFTERS))
+        params = run.engine.load_params(run.state.params)
+        plain = []
+        for step in range(steps):
+            requests = _requests(run, step)
+            plain.append(Scheduler(run.engine, len(requests)).run(params, requests)[0])
+        for number, name in enumerate(_DRAFTERS):
+            rows.append(_compare(run, f"lossless/{dtype}/{name}", name, plain))
+            progress.step(number + 1, {"tokens_per_second": 0.0})
     return rows
 
 
-def _compare(run: TrainingRun, label: str, name: str, steps: int) -> Row:
+def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[Completion]]) -> Row:
     engine, params = run.engine, run.engine.load_params(run.state.params)
     run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
     speculator = EveryPass(engine, make_drafter(name.split()[0]), name, 64, run_ahead)
     speculator.turns = itertools.count()
+    speculator.warm_up(params)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
-    for step in range(steps):
+    for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2
         requests = _requests(run, step)
         if run_ahead is not None:
             run_ahead.plan(_requests(run, step + 1))
-        plain, _ = Scheduler(engine, len(requests)).run(params, requests)
         drafted, statistics = Scheduler(engine, slots, None, speculator, overlap).run(params, requests)
-        for one, other in zip(plain, drafted, strict=True):
+        for one, other in zip(expected, drafted, strict=True):
             difference = _differing(one, other)
             tokens, logprobs = tokens + difference[0], logprobs + difference[1]
         speculator.learn(
@@ -94,7 +101,7 @@ def _compare(run: TrainingRun, label: str, name: str, steps: int) -> Row:
         ratio=1 - tokens / total.tokens,
         details={
             "logprobs_that_differ": logprobs,
-            "requests": steps * len(requests),
+            "requests": len(plain) * len(requests),
             "verifying_passes": total.verified,
             "plain_steps": total.steps - total.verified,
             "drafted": total.drafted,
