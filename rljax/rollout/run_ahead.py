@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.records import Request
 
 
@@ -23,6 +24,9 @@ class RunAhead:
     Args:
       below: sample ahead once no more than this many responses are still running.
       max_share: of the rollout's time that prefilling and inserting may take.
+
+    Attributes:
+      lengths: of the responses so far.
     """
 
     def __init__(self, below: int, max_share: float) -> None:
@@ -30,28 +34,13 @@ class RunAhead:
         self.max_share = max_share
         self.upcoming: Sequence[Request] = ()
         self._tokens: dict[bytes, np.ndarray] = {}
-        self._lengths: dict[tuple[int, ...], tuple[int, int]] = {}  # responses and their tokens, by prompt
-        self._prompt_tokens, self._response_tokens = 0, 0
+        self.lengths = ResponseLengths()
 
     def plan(self, requests: Sequence[Request]) -> None:
         """`requests` will be sampled in the next step: the coming rollout may sample them ahead, those first
         that are likely to be long.
         """
-        self.upcoming = sorted(requests, key=lambda request: -self._expected_length(request.prompt_ids))
-
-    def learn(self, prompt_ids: tuple[int, ...], response_length: int) -> None:
-        """How long a response was."""
-        count, total = self._lengths.get(prompt_ids, (0, 0))
-        self._lengths[prompt_ids] = (count + 1, total + response_length)
-        self._prompt_tokens += len(prompt_ids)
-        self._response_tokens += response_length
-
-    def _expected_length(self, prompt_ids: tuple[int, ...]) -> float:
-        """From earlier responses to the prompt, or else from the prompt's own length."""
-        if prompt_ids in self._lengths:
-            count, total = self._lengths[prompt_ids]
-            return total / count
-        return len(prompt_ids) * self._response_tokens / max(self._prompt_tokens, 1)
+        self.upcoming = sorted(requests, key=lambda request: -self.lengths.expected(request.prompt_ids))
 
     def keep(self, drafts: Sequence[tuple[Request, list[int]]]) -> None:
         """The beginnings of responses that were sampled ahead, in place of older ones."""

@@ -16,6 +16,7 @@ import numpy as np
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
+from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.speculation import ActiveSlots, Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
@@ -50,6 +51,7 @@ class Scheduler:
         self.stop_strings = stop_strings
         self.speculator = speculator
         self.overlap = overlap
+        self.lengths = ResponseLengths()
 
     def run(
         self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
@@ -92,6 +94,7 @@ class _Run:
         self.stop_strings = scheduler.stop_strings
         self.speculator = scheduler.speculator
         self.overlap = scheduler.overlap and scheduler.speculator is not None
+        self.lengths = scheduler.lengths
         self.params = params
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         upcoming = () if self.run_ahead is None else self.run_ahead.upcoming
@@ -102,7 +105,8 @@ class _Run:
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests[: self.wanted]):
             by_prompt.setdefault(request.prompt_ids, []).append(index)
-        self.prompts = collections.deque(by_prompt.items())  # not yet prefilled
+        longest_first = sorted(by_prompt.items(), key=lambda item: -scheduler.lengths.expected(item[0]))
+        self.prompts = collections.deque(longest_first)  # not yet prefilled
         self.upcoming = collections.deque(range(self.wanted, len(requests)))
         self.ready: collections.deque[tuple[Prefix, int, int]] = collections.deque()  # prefix, row, request
         self.slots: list[int | None] = [None] * min(scheduler.max_slots, self.wanted)
@@ -156,6 +160,8 @@ class _Run:
             )
             for index in range(self.wanted)
         ]
+        for index in range(self.wanted):
+            self.lengths.learn(self.requests[index].prompt_ids, len(self.tokens[index]))
         return completions, self.statistics
 
     def draft_counts(self, index: int) -> dict[str, int]:
@@ -270,10 +276,9 @@ class _Run:
             prefix = self.engine.prefill(self.params, [prompt for prompt, _ in alike])
             self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in alike)
             rows += [[(prefix, row, index) for index in own] for row, (_, own) in enumerate(alike)]
-        if self.speculator is not None:
-            # The first samples of all these prompts, then the second ones: they draft from the first.
-            rows = itertools.zip_longest(*rows)
-        self.ready.extend(each for own in rows for each in own if each is not None)
+        if self.speculator is not None:  # the first samples of all these prompts: the others draft from them
+            self.ready.extend(own.pop(0) for own in rows)
+        self.ready.extend(itertools.chain.from_iterable(rows))
 
     def collect(self, state: DecodeState, result: DecodeResult, slots: Sequence[int]) -> DecodeState:
         """Takes over what was sampled in `slots`, frees those of ended responses, makes room for the rest."""

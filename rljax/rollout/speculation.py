@@ -74,6 +74,7 @@ class VerifyingPass:
       bins: of the drafter's nodes, int [n, N].
       shape: (batch, cache length, rows).
       dispatched: when, by `time.perf_counter`.
+      timed: whether nothing but passes was before it, so that its time is a pass's.
       pending: what it will bring.
     """
 
@@ -82,6 +83,7 @@ class VerifyingPass:
     bins: np.ndarray
     shape: tuple[int, int, int]
     dispatched: float
+    timed: bool
     pending: Pending
 
 
@@ -162,8 +164,8 @@ class Speculator:
         """
         if state.batch > self.max_batch:
             return state, None
-        start = time.perf_counter()
-        shape = (state.batch, state.cache.length)
+        start, drafting = time.perf_counter(), self._statistics.draft_seconds
+        shape, timed = (state.batch, state.cache.length), self._only_passes_before(state)
         if self._drafts_itself:
             state, rows, tree, bins = self._draft_chains(state, active)
         else:
@@ -172,10 +174,16 @@ class Speculator:
         if rows:
             state, pending = self.engine.verify(params, state, tree, pack_rows(tree, active.slots, rows))
             self._dispatched(self._times[(*shape, rows)])
-            under_way = VerifyingPass(active, tree, bins, (*shape, rows), time.perf_counter(), pending)
+            now = time.perf_counter()
+            under_way = VerifyingPass(active, tree, bins, (*shape, rows), now, timed, pending)
             self._under_way.append(under_way)
-        self._statistics.host_seconds += time.perf_counter() - start
+        drafting = self._statistics.draft_seconds - drafting
+        self._statistics.host_seconds += time.perf_counter() - start - drafting
         return state, under_way
+
+    def _only_passes_before(self, state: DecodeState) -> bool:
+        """Whether the device has not to prefill, insert or move anything first."""
+        return bool(self._under_way) or state.lengths.is_ready()
 
     def finish(self, under_way: VerifyingPass) -> DecodeResult:
         """Waits for the pass that was started first."""
@@ -186,7 +194,8 @@ class Speculator:
         seconds = self._times[under_way.shape]
         if not was_over:  # so it ended just now
             seconds = now - max(under_way.dispatched, self._last_end)
-            self._times.add(under_way.shape, seconds)
+            if under_way.timed:
+                self._times.add(under_way.shape, seconds)
             self._last_end = now
             self._busy_until = now + sum(self._times[other.shape] for other in self._under_way)
         self._statistics.device_seconds += seconds
@@ -204,12 +213,13 @@ class Speculator:
         if not requests <= self._plain_requests:
             self._patience = 1
         self._plain_requests = requests
+        timed = asks and self._only_passes_before(state)
         self._dispatched(0.0)
         start = time.perf_counter()
         state, result = self.engine.generate(params, state, self._patience if asks else None, until_active)
         self._last_end = self._busy_until = time.perf_counter()
         seconds = self._last_end - start
-        if asks:
+        if timed:
             self._times.add((state.batch, state.cache.length, 0), seconds / max(result.steps, 1))
         self._statistics.device_seconds += seconds
         self._last = (np.zeros_like(active.requests),) * 2
@@ -233,7 +243,7 @@ class Speculator:
         self._ask("learn", outcomes)
         if self.run_ahead is not None:
             for outcome in outcomes:
-                self.run_ahead.learn(outcome.prompt_ids, len(outcome.response_ids))
+                self.run_ahead.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """What speculation did in the rollouts of `statistics`, and what the drafter itself has to tell."""
@@ -337,7 +347,6 @@ class Speculator:
         seconds = time.perf_counter() - start
         self._times.add((*shape, DRAFT_STEP), seconds / length)
         self._statistics.draft_seconds += seconds
-        self._statistics.host_seconds -= seconds
         usable = tokens >= 0
         bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
         probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)

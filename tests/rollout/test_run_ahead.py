@@ -135,10 +135,12 @@ def test_likely_long_ones_come_first():
     requests = make_requests(0)
     prompts = [request.prompt_ids for request in requests[::2]]
     run_ahead.plan(requests)
-    assert [request.prompt_ids for request in run_ahead.upcoming[::2]] == prompts  # nothing is known
-    run_ahead.learn(prompts[1], 50)
-    run_ahead.learn(prompts[1], 70)
-    run_ahead.learn(prompts[2], 4)
+    # Nothing is known but the prompts.
+    first = [request.prompt_ids for request in run_ahead.upcoming[::2]]
+    assert first == sorted(prompts, key=len, reverse=True)
+    run_ahead.lengths.learn(prompts[1], 50)
+    run_ahead.lengths.learn(prompts[1], 70)
+    run_ahead.lengths.learn(prompts[2], 4)
     run_ahead.plan(requests)
     # 60 and 4 are known; the others are as much longer than their prompts as those were, and 9 > 6.
     assert [request.prompt_ids for request in run_ahead.upcoming[::2]] == [prompts[i] for i in (1, 3, 0, 2)]
