@@ -341,10 +341,12 @@ class Speculator:
         length = self.choose_length(shape, len(active.slots), wanted)
         if not length:
             return state, 0, None, None
+        self._dispatched(0.0)
         start = time.perf_counter()
         state, chains = self.engine.draft(self.drafter.draft_params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (chains.tokens, chains.margins))
-        seconds = time.perf_counter() - start
+        self._last_end = self._busy_until = time.perf_counter()
+        seconds = self._last_end - start
         self._times.add((*shape, DRAFT_STEP), seconds / length)
         self._statistics.draft_seconds += seconds
         usable = tokens >= 0
