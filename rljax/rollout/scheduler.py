@@ -51,7 +51,8 @@ class Scheduler:
         self.stop_strings = stop_strings
         self.speculator = speculator
         self.overlap = overlap
-        self.lengths = ResponseLengths()
+        # With drafts: of training rollouts, which checkpoints keep; the order decides what is drafted from.
+        self.lengths = ResponseLengths() if speculator is None else speculator.lengths
 
     def run(
         self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
@@ -160,7 +161,7 @@ class _Run:
             )
             for index in range(self.wanted)
         ]
-        for index in range(self.wanted):
+        for index in range(self.wanted if self.speculator is None else 0):
             self.lengths.learn(self.requests[index].prompt_ids, len(self.tokens[index]))
         return completions, self.statistics
 

@@ -29,6 +29,7 @@ from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
 from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
+from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.pass_choice import (
     Calibration,
     Candidates,
@@ -111,6 +112,7 @@ class Speculator:
         self.name = name
         self.max_batch = max_batch
         self.run_ahead = run_ahead
+        self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
         self._drafts_itself = isinstance(drafter, SelfDrafter)
         self._calibration = Calibration()
         self._chains = ChainAcceptance()
@@ -241,9 +243,8 @@ class Speculator:
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
         self._ask("learn", outcomes)
-        if self.run_ahead is not None:
-            for outcome in outcomes:
-                self.run_ahead.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
+        for outcome in outcomes:
+            self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """What speculation did in the rollouts of `statistics`, and what the drafter itself has to tell."""
@@ -269,12 +270,13 @@ class Speculator:
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the drafter's."""
+        """What a checkpoint keeps: the drafter's, and what decides the order of requests."""
         ahead = {} if self.run_ahead is None else self.run_ahead.state()
-        return self._ask("state") | ahead
+        return self._ask("state") | ahead | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Takes up what `state` returned; from a checkpoint without it, the drafter starts empty."""
+        state = self.lengths.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
         if state:
