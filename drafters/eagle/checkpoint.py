@@ -28,6 +28,7 @@ import safetensors.numpy
 from drafters.eagle.model import HeadConfig, head_shapes
 from rljax.errors import CheckpointError
 from rljax.models.config import ModelConfig
+from rljax.models.huggingface import read_json_object
 from rljax.models.transformer import Params
 
 ServingEngine = Literal["sglang", "vllm"]
@@ -176,7 +177,7 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
       CheckpointError: it is no such head, or not one for this policy.
     """
     directory = Path(directory)
-    content = _read_config(directory / "config.json")
+    content = read_json_object(directory / "config.json")
     for key, field in _CONFIG_KEYS.items():
         if content.get(key) is not None and content[key] != getattr(policy, field):
             raise CheckpointError(
@@ -215,16 +216,6 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
             " biases and query/key norms"
         )
     return config, jax.block_until_ready(params)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} should hold a JSON object")
-    return content
 
 
 def _head_config(

@@ -374,18 +374,18 @@ class DecodeEngine:
         """
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
-        needed = next(length for length in self._prefill_lengths if length >= prompt_length)
+        needed = self.prefill_length(prompt_length)
         prompt_lengths = [length for length in self._prefill_lengths if length <= needed]
-        prefixes = [
-            self.prefill(params, [[0] * length] * rows)
-            for rows in self._prefill_rows
-            for length in prompt_lengths
-            if rows <= largest
-        ]
+        prefixes = {}  # one of each shape: short prompts have a block of the cache, too
+        for rows in self._prefill_rows:
+            for length in prompt_lengths:
+                if rows <= largest:
+                    prefix = self.prefill(params, [[0] * length] * rows)
+                    prefixes[rows, prefix.cache.length] = prefix
         for length in self.buckets.cache:
             for batch in batches:
                 state = self.init_state(batch, length)
-                for prefix in prefixes:
+                for prefix in prefixes.values():
                     late = late_inserts and prefix.cache.batch == self._prefill_rows[0]
                     if (batch == largest or late) and prefix.cache.length <= length:
                         state = self.bulk_insert(prefix, state, [])

@@ -129,14 +129,15 @@ class _Options:
         return _Options(self.file, value, f"{self._prefix}{key}.")
 
 
-def _read_options(file: Path) -> _Options:
+def read_json_object(file: Path) -> dict[str, Any]:
+    """What a checkpoint's JSON file holds; raises `CheckpointError` for anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} should hold a JSON object, not a {type(values).__name__}")
-    return _Options(file, values)
+    return values
 
 
 def load_model_config(directory: str | Path) -> ModelConfig:
@@ -144,7 +145,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     file = Path(directory) / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; a policy is a Hugging Face model directory")
-    options = _read_options(file)
+    options = _Options(file, read_json_object(file))
     architecture = options.get("model_type")
     if architecture not in _CLASSES:
         raise options.refuse("model_type", f"supported are {', '.join(_CLASSES)}")
@@ -270,7 +271,9 @@ def load_generation_config(directory: str | Path) -> GenerationConfig:
     """
     directory = Path(directory)
     files = [directory / "generation_config.json", directory / "config.json"]
-    stated = [_read_options(file) if file.is_file() else _Options(file, {}) for file in files]
+    stated = [
+        _Options(file, read_json_object(file)) if file.is_file() else _Options(file, {}) for file in files
+    ]
     eos = next((options for options in stated if options.get("eos_token_id") is not None), None)
     if eos is not None:
         value = eos.get("eos_token_id")
@@ -347,7 +350,7 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         others = sorted(f.name for f in directory.glob("*") if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
         hint = f"; {_listing(others)} should be converted to safetensors first" if others else ""
         raise CheckpointError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}{hint}")
-    weight_map = _read_options(index).get("weight_map")
+    weight_map = _Options(index, read_json_object(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map should be an object that maps tensor names to files")
     promised = {}

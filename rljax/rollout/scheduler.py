@@ -161,8 +161,9 @@ class _Run:
             )
             for index in range(self.wanted)
         ]
-        for index in range(self.wanted if self.speculator is None else 0):
-            self.lengths.learn(self.requests[index].prompt_ids, len(self.tokens[index]))
+        if self.speculator is None:
+            for request, completion in zip(self.requests, completions, strict=True):
+                self.lengths.learn(request.prompt_ids, len(completion.response_ids))
         return completions, self.statistics
 
     def draft_counts(self, index: int) -> dict[str, int]:

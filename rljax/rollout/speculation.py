@@ -15,7 +15,6 @@ from drafters.aligned import AlignedDrafter
 from drafters.base import (
     Drafter,
     DraftRequest,
-    Drafts,
     Outcome,
     Queries,
     Sampled,
@@ -294,8 +293,8 @@ class Speculator:
             for length in self.engine.buckets.cache:
                 taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
                 if self._drafts_itself:
-                    own = self.drafter.draft_params
-                    taken[DRAFT_STEP] = time_drafts(self.engine, own, batch, length, _WARM_UP_REPEATS)
+                    weights = self.drafter.draft_params
+                    taken[DRAFT_STEP] = time_drafts(self.engine, weights, batch, length, _WARM_UP_REPEATS)
                 for rows, seconds in taken.items():
                     for own in seconds:
                         self._times.add((batch, length, rows), own)
@@ -328,19 +327,14 @@ class Speculator:
             drafts, usable = chains(drafts, usable)
         bins = self._calibration.bins(drafts.log_probability)
         found = candidates(usable, self._calibration.rates[bins], active.wanted, active.standing_by)
-        rows = self.choose(shape, found)
-        if not rows:
-            return 0, None, bins
-        nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
-        return rows, _tree(drafts, found.take(rows, nodes), active.slots, shape[0], nodes), bins
+        return *self._select(shape, found, drafts.tokens, drafts.parents, active.slots), bins
 
     def _draft_chains(
         self, state: DecodeState, active: ActiveSlots
     ) -> tuple[DecodeState, int, DraftTree | None, np.ndarray | None]:
         """As `_draft`, by the engine."""
-        shape, wanted = (state.batch, state.cache.length), int(active.wanted.sum())
-        buckets = self.engine.buckets
-        length = self.choose_length(shape, len(active.slots), wanted)
+        shape = (state.batch, state.cache.length)
+        length = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
         if not length:
             return state, 0, None, None
         self._dispatched(0.0)
@@ -355,19 +349,35 @@ class Speculator:
         bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
         probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
         found = candidates(usable, probability, active.wanted, active.standing_by)
+        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
+        return state, *self._select(shape, found, tokens, parents, active.slots), bins
+
+    def _select(
+        self,
+        shape: tuple[int, int],
+        found: Candidates,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        slots: np.ndarray,
+    ) -> tuple[int, DraftTree | None]:
+        """Rows of the next pass, 0 for a plain step, and of the candidates [n, N] those that it verifies."""
         rows = self.choose(shape, found)
         if not rows:
-            return state, 0, None, None
-        nodes = dict(buckets.passes(state.batch))[rows]
-        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
-        drafts = Drafts(tokens, parents, np.log(probability), usable.sum(axis=1))
-        return state, rows, _tree(drafts, found.take(rows, nodes), active.slots, state.batch, nodes), bins
+            return 0, None
+        nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
+        taken = found.take(rows, nodes)[:, :nodes]
+        tree = empty_tree(shape[0], nodes)
+        tree.tokens[slots] = np.where(taken, tokens[:, :nodes], 0)
+        tree.parents[slots] = np.where(taken, parents[:, :nodes], -1)
+        tree.valid[slots] = taken
+        return rows, tree
 
     def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> int:
         """Steps that the self-drafter drafts before the next pass."""
         return best_length(self._chains.rate, slots, wanted, self.engine.buckets, self._times, *shape)
 
     def choose(self, shape: tuple[int, int], found: Candidates) -> int:
+        """Rows of the next pass; 0 for a plain step."""
         return best_rows(found, self.engine.buckets, self._times, *shape)
 
     def _account(self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, bins: np.ndarray) -> None:
@@ -391,13 +401,3 @@ class Speculator:
         statistics.verified_rows += result.rows
         statistics.drafted += int(drafted.sum())
         statistics.accepted += int(taken.sum())
-
-
-def _tree(drafts: Drafts, taken: np.ndarray, slots: np.ndarray, batch: int, nodes: int) -> DraftTree:
-    """The nodes of every query that are taken, all among the first `nodes`, at the slots of the state."""
-    tree = empty_tree(batch, nodes)
-    taken = taken[:, :nodes]
-    tree.tokens[slots] = np.where(taken, drafts.tokens[:, :nodes], 0)
-    tree.parents[slots] = np.where(taken, drafts.parents[:, :nodes], -1)
-    tree.valid[slots] = taken
-    return tree

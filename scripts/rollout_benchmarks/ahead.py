@@ -10,15 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
 from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.rollout.collector import TRAINING, Group
 from rljax.rollout.records import Completion, Request
-from rljax.rollout.scheduler import Scheduler
 from rljax.training.loop import TrainingRun
-from rollout_benchmarks.variants import open_run
+from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 
 _OTHER_NOISE = 1000  # a purpose that nothing samples for
 
@@ -33,6 +31,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                 "optimizer": config.optimizer.model_copy(update={"learning_rate": rate}),
                 "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": (2, 8, 64)}),
                 "training": config.training.model_copy(update={"steps": steps}),
+                "speculation": config.speculation.model_copy(update={"drafter": None}),
             }
         )
         with open_run(chosen) as (run, progress):
@@ -42,7 +41,9 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
             drafters = {name: make_drafter("srt", rollouts=4) for name in counts}
             ahead: dict[str, list[Completion]] = {}
             for step in range(steps):
-                requests, completions, groups = _sample(run, step)
+                requests = step_requests(run, step)
+                groups, _, _ = collect_step(run, run.collector, step)
+                completions = [completion for group in groups for completion in group.completions]
                 for name, drafter in drafters.items():
                     asked = [
                         DraftRequest(request.prompt_ids, None, known)
@@ -50,18 +51,18 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                     ]
                     follows = AlignedDrafter(drafter) if name == "own noise" else drafter
                     if name == "other noise" and ahead:  # SRT: into the cache, whatever the noise
-                        drafter.learn(_outcomes(requests, ahead["other noise"]))
+                        drafter.learn(unrewarded(requests, ahead["other noise"]))
                     passes = replay(follows, asked, completions, config.speculation.max_drafts)
                     if step:
                         counts[name] += passes
-                    drafter.learn(_outcomes(requests, completions))
+                    drafter.learn(unrewarded(requests, completions))
                 if step:
                     for name, share in shares.items():
                         share += _agreement(ahead[name], completions)
-                upcoming = _requests(run, step + 1)
+                upcoming = step_requests(run, step + 1)
                 ahead = {
                     "own noise": _decode(run, upcoming),
-                    "other noise": _decode(run, _requests(run, step + 1, _OTHER_NOISE)),
+                    "other noise": _decode(run, step_requests(run, step + 1, _OTHER_NOISE)),
                 }
                 minibatches, _ = run.minibatches(groups)
                 run.update(minibatches, run.reference_logprobs(minibatches))
@@ -123,33 +124,8 @@ def _accepted(drafts: Drafts, row: int, tokens: np.ndarray) -> int:
     return depth
 
 
-def _requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
-    prompts = run.config.rollout.prompts_per_step
-    indices = range(step * prompts, (step + 1) * prompts)
-    return run.collector.requests("train", indices, run.config.rollout.samples_per_prompt, purpose, step)
-
-
 def _decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
-    scheduler = Scheduler(run.engine, run.config.engine.max_slots, run.collector.scheduler.stop_strings)
-    return scheduler.run(run.engine.load_params(run.state.params), requests)[0]
-
-
-def _sample(run: TrainingRun, step: int) -> tuple[list[Request], list[Completion], list[Group]]:
-    """The step's requests, what they are answered, and the groups to learn from."""
-    prompts = run.config.rollout.prompts_per_step
-    run.collector.scheduler = Scheduler(
-        run.engine, run.config.engine.max_slots, run.collector.scheduler.stop_strings
-    )
-    groups, _, _ = run.collector.collect(
-        run.engine.load_params(run.state.params),
-        "train",
-        range(step * prompts, (step + 1) * prompts),
-        run.config.rollout.samples_per_prompt,
-        TRAINING,
-        step,
-    )
-    completions = [completion for group in groups for completion in group.completions]
-    return _requests(run, step), completions, groups
+    return run.collector.scheduler.run(run.engine.load_params(run.state.params), requests)[0]
 
 
 def _known(
@@ -158,13 +134,6 @@ def _known(
     if name != "own noise" or not ahead:
         return [None] * len(requests)
     return [completion.response_ids for completion in ahead[name]]
-
-
-def _outcomes(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:
-    return [
-        Outcome(request.prompt_ids, completion.response_ids, 0.0)
-        for request, completion in zip(requests, completions, strict=True)
-    ]
 
 
 def _agreement(drafts: Sequence[Completion], completions: Sequence[Completion]) -> np.ndarray:

@@ -14,14 +14,13 @@ import numpy as np
 from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.rollout.collector import TRAINING
 from rljax.rollout.pass_choice import Candidates
-from rljax.rollout.records import Completion, DecodeStatistics, Request, accumulate
+from rljax.rollout.records import Completion, DecodeStatistics, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Outcome, Speculator
+from rljax.rollout.speculation import Speculator
 from rljax.training.loop import TrainingRun
-from rollout_benchmarks.variants import open_run
+from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 
 _DRAFTERS = ("prompt_lookup", "suffix_decoding", "histospec", "srt", "srt with run-ahead", "quantized")
 _SLOTS = (6, 24)  # of 64 requests
@@ -59,7 +58,7 @@ def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]
         params = run.engine.load_params(run.state.params)
         plain = []
         for step in range(steps):
-            requests = _requests(run, step)
+            requests = step_requests(run, step)
             plain.append(Scheduler(run.engine, len(requests)).run(params, requests)[0])
         for number, name in enumerate(_DRAFTERS):
             rows.append(_compare(run, f"lossless/{dtype}/{name}", name, plain))
@@ -76,19 +75,14 @@ def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[C
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2
-        requests = _requests(run, step)
+        requests = step_requests(run, step)
         if run_ahead is not None:
-            run_ahead.plan(_requests(run, step + 1))
+            run_ahead.plan(step_requests(run, step + 1))
         drafted, statistics = Scheduler(engine, slots, None, speculator, overlap).run(params, requests)
         for one, other in zip(expected, drafted, strict=True):
             difference = _differing(one, other)
             tokens, logprobs = tokens + difference[0], logprobs + difference[1]
-        speculator.learn(
-            [
-                Outcome(request.prompt_ids, completion.response_ids, 1.0)
-                for request, completion in zip(requests, drafted, strict=True)
-            ]
-        )
+        speculator.learn(unrewarded(requests, drafted))
         if run_ahead is not None:
             ahead += int(speculator.metrics(statistics)["speculation/ahead_agreed"])
         accumulate(total, statistics)
@@ -110,13 +104,6 @@ def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[C
             "sampled_ahead_and_again": ahead,
         },
     )
-
-
-def _requests(run: TrainingRun, step: int) -> list[Request]:
-    prompts = run.config.rollout.prompts_per_step
-    indices = range(step * prompts, (step + 1) * prompts)
-    samples = run.config.rollout.samples_per_prompt
-    return run.collector.requests("train", indices, samples, TRAINING, step)
 
 
 def _differing(one: Completion, other: Completion) -> tuple[int, int]:

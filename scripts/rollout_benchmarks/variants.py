@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
-from rljax.rollout.collector import TRAINING, Collector, Group
-from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.collector import TRAINING, Collector, Group, Timing
+from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
@@ -121,22 +122,39 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     return variants
 
 
+def step_indices(run: TrainingRun, step: int) -> range:
+    """The problems of a step."""
+    prompts = run.config.rollout.prompts_per_step
+    return range(step * prompts, (step + 1) * prompts)
+
+
+def step_requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
+    """What a step samples, with the noise of a purpose."""
+    samples = run.config.rollout.samples_per_prompt
+    return run.collector.requests("train", step_indices(run, step), samples, purpose, step)
+
+
+def collect_step(
+    run: TrainingRun, collector: Collector, step: int
+) -> tuple[list[Group], DecodeStatistics, Timing]:
+    """A step's groups by the policy as it is now."""
+    params, samples = run.engine.load_params(run.state.params), run.config.rollout.samples_per_prompt
+    return collector.collect(params, "train", step_indices(run, step), samples, TRAINING, step)
+
+
+def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:
+    """What a drafter learns from, where rewards do not matter."""
+    return [
+        Outcome(request.prompt_ids, completion.response_ids, 0.0)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+
+
 def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     """One step's groups by one variant, which learns from them."""
-    wanted, samples = run.config.rollout.prompts_per_step, run.config.rollout.samples_per_prompt
     if variant.speculator is not None and variant.speculator.run_ahead is not None:
-        upcoming = range((step + 1) * wanted, (step + 2) * wanted)
-        variant.speculator.run_ahead.plan(
-            variant.collector.requests("train", upcoming, samples, TRAINING, step + 1)
-        )
-    groups, statistics, timing = variant.collector.collect(
-        run.engine.load_params(run.state.params),
-        "train",
-        range(step * wanted, (step + 1) * wanted),
-        samples,
-        TRAINING,
-        step,
-    )
+        variant.speculator.run_ahead.plan(step_requests(run, step + 1))
+    groups, statistics, timing = collect_step(run, variant.collector, step)
     variant.seconds.append(timing.decode)
     variant.statistics.append(statistics)
     if variant.speculator is not None:

@@ -6,19 +6,9 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.rollout import pass_choice
 from rljax.rollout.pass_choice import Calibration, PassTimes, best_rows, candidates
+from tests.rollout.tiny_policy import BUCKETS, FixedTimes
 
-BUCKETS = Buckets((2, 4), (64, 128), (8, 16, 32), 7)
 ROWS = (0, *BUCKETS.verify)
-
-
-class FixedTimes:
-    """Pass times that depend on the rows only."""
-
-    def __init__(self, times):
-        self.by_rows = dict(zip(ROWS, times, strict=True))
-
-    def __getitem__(self, shape):
-        return self.by_rows[shape[2]]
 
 
 def found(probability, wanted=None, standing_by=0):
@@ -28,7 +18,9 @@ def found(probability, wanted=None, standing_by=0):
 
 
 def choose(probability, times, **others):
-    return best_rows(found(probability, **others), BUCKETS, FixedTimes(times), 4, 64)
+    return best_rows(
+        found(probability, **others), BUCKETS, FixedTimes(dict(zip(ROWS, times, strict=True))), 4, 64
+    )
 
 
 def test_passes_have_room_for_a_draft_and_no_more_than_there_can_be():

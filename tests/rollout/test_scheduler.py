@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,15 +10,12 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
-from rljax.models import transformer
-from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
+from tests.rollout.tiny_policy import CONFIG, EOS, make_params, make_requests
 
-VOCAB, EOS = 64, 1
-CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
 BUCKETS = Buckets((2, 4, 8, 16), (64, 128))
 
 
@@ -29,8 +25,7 @@ def make_engine(steps, eos=(EOS,), buckets=BUCKETS):
 
 @pytest.fixture(scope="module")
 def params():
-    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
-    return jax.tree.map(stir, transformer.init_params(CONFIG, 0))
+    return make_params()
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +35,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def requests():
-    """Seven prompts in groups of three; the longest fill the largest cache bucket."""
-    rng = np.random.default_rng(0)
-    lengths, limits = [3, 20, 64, 8, 63, 1, 30], [60, 40, 64, 7, 50, 1, 98]
-    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
-    return [
-        Request(prompt, request_key(0, 0, 0, i, sample), limit)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        for sample in range(3)
-    ]
+    return make_requests(lengths=[3, 20, 64, 8, 63, 1, 30], limits=[60, 40, 64, 7, 50, 1, 98])
 
 
 @pytest.fixture(scope="module")

@@ -2,38 +2,24 @@
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
 from drafters.base import SelfDrafter
 from drafters.registry import make_drafter
-from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
-from rljax.models import transformer
-from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
-from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from tests.rollout.test_scheduler import assert_same
-
-VOCAB, EOS, SLOTS = 64, 1, 4
-CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
-BUCKETS = Buckets((2, 4), (64, 128), (8, 16, 32), 7)
-
-
-def make_params(seed):
-    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
-    return jax.tree.map(stir, transformer.init_params(CONFIG, seed))
+from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 
 @pytest.fixture(scope="module")
 def params():
-    return make_params(0)
+    return make_params()
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +35,7 @@ def engine(params):
 
 @pytest.fixture(scope="module")
 def requests():
-    rng = np.random.default_rng(0)
-    lengths, limits = [3, 20, 64, 8, 1, 30], [60, 40, 64, 7, 1, 98]
-    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
-    return [
-        Request(prompt, request_key(0, 0, 0, i, sample), limit)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        for sample in range(3)
-    ]
+    return make_requests()
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +43,8 @@ def expected(engine, params, requests):
     return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
-class Times:
-    """What passes and draft steps take, by their rows."""
-
-    def __init__(self, by_rows):
-        self.by_rows = by_rows
-
-    def __getitem__(self, shape):
-        return self.by_rows[shape[2]]
-
-    def add(self, shape, seconds):
-        assert seconds > 0
-
-
-CHEAP = Times({0: 1.0, DRAFT_STEP: 0.1, 8: 1.1, 16: 1.2, 32: 1.4})
-DEAR = Times({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
+CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.1, 8: 1.1, 16: 1.2, 32: 1.4})
+DEAR = FixedTimes({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
 
 
 def speculate(engine, params, requests, times, lengths=None, overlap=False):
@@ -145,7 +111,7 @@ def test_the_length_that_promises_most_is_chosen():
 
 
 def changed(times, changes):
-    return Times(times.by_rows | changes)
+    return FixedTimes(times.by_rows | changes)
 
 
 def test_acceptance_starts_hopeful_and_ends_at_what_happened():

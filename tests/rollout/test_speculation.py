@@ -13,30 +13,33 @@ from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
 from rljax.errors import DrafterError, UserError
 from rljax.models import transformer
-from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.rollout import speculation
-from rljax.rollout.records import DecodeStatistics, Request
+from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from tests.rollout.test_scheduler import assert_same, spell
-
-VOCAB, EOS, SLOTS = 64, 1, 4
-CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
-BUCKETS = Buckets((2, 4), (64, 128), (8, 16, 32), 7)
+from tests.rollout.tiny_policy import (
+    BUCKETS,
+    CONFIG,
+    EOS,
+    SLOTS,
+    VOCAB,
+    FixedTimes,
+    make_params,
+    make_requests,
+)
 
 
 @pytest.fixture(scope="module")
 def params():
-    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
-    return jax.tree.map(stir, transformer.init_params(CONFIG, 0))
+    return make_params()
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +55,7 @@ def engine(params):
 
 @pytest.fixture(scope="module")
 def requests():
-    """Six prompts in groups of three, more than there are slots; the longest fill the largest cache."""
-    rng = np.random.default_rng(0)
-    lengths, limits = [3, 20, 64, 8, 1, 30], [60, 40, 64, 7, 1, 98]
-    prompts = [tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths]
-    return [
-        Request(prompt, request_key(0, 0, 0, i, sample), limit)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        for sample in range(3)
-    ]
+    return make_requests()
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +79,6 @@ class FavouriteRows:
 
     def add(self, shape, seconds):
         assert seconds > 0
-
-
-class FixedTimes:
-    """Pass times that depend on the rows only."""
-
-    def __init__(self, by_rows):
-        self.by_rows = by_rows
-
-    def __getitem__(self, shape):
-        return self.by_rows[shape[2]]
-
-    def add(self, shape, seconds):
-        pass
 
 
 ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
@@ -486,7 +468,6 @@ def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expe
     """It is believed for a few passes; then it is asked ever more seldom."""
     completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
     assert_same(completions, expected)
-    print("STEPS", steps, statistics.verified)
     assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
     for before, step in itertools.pairwise(steps):  # 1 again when new requests have come
         assert step in (("v", 1) if before == "v" else ("v", 1, min(2 * before, 16)))
