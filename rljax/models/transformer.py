@@ -16,7 +16,7 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
 Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/models/quantized.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -161,17 +161,39 @@ def forward(
       hidden states after the final norm, [N, T, d], and what the attention kept, a list with an entry per
       layer.
     """
+    hidden, kept, _ = forward_with_residuals(
+        params, config, tokens, positions, attention, rope, numerics, remat=remat
+    )
+    return hidden, kept
+
+
+def forward_with_residuals(
+    params: Params,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    attention: Attention,
+    rope: Array,
+    numerics: Numerics,
+    layers: Sequence[int] = (),
+    remat: bool = False,
+) -> tuple[Array, list[Any], list[Array]]:
+    """`forward`, and the residual stream behind as many layers as each of `layers` says (0: the embeddings):
+    also a list of [N, T, d], without a norm. Drafters read them (`drafters/eagle/model.py`).
+    """
     x = params["embed"][tokens].astype(numerics.dtype)
     angles = rope[positions]
-    kept = []
+    streams, kept = [x], []
     for index, layer in enumerate(params["layers"]):
 
         def run(layer, x, index=index):
             return decoder_layer(layer, index, x, angles, attention, config, numerics)
 
         x, kept_here = (jax.checkpoint(run) if remat else run)(layer, x)
+        streams.append(x)
         kept.append(kept_here)
-    return rms_norm(x, params["final_norm"], config.norm_epsilon, numerics), kept
+    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon, numerics)
+    return hidden, kept, [streams[layer] for layer in layers]
 
 
 def lm_head(params: Params, config: ModelConfig) -> Array:

@@ -10,7 +10,7 @@ from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.training import HeadBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, rms_norm
+from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 
@@ -36,15 +36,12 @@ def shared():
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def policy_states(params, tokens, positions, segment_ids, config: HeadConfig):
-    """States [R, T, S, d] as the policy hands them over, by its own layers one after the other."""
+    """States [R, T, S, d] as the policy hands them over."""
     attention = PackedAttention(segment_ids, NUMERICS)
-    x = params["embed"][tokens]
-    streams = [x]
-    for index, layer in enumerate(params["layers"]):
-        x, _ = transformer.decoder_layer(layer, index, x, ROPE[positions], attention, POLICY, NUMERICS)
-        streams.append(x)
-    final = rms_norm(x, params["final_norm"], POLICY.norm_epsilon, NUMERICS)
-    return jnp.stack([*(streams[layer] for layer in config.layers), final], axis=2)
+    final, _, residuals = transformer.forward_with_residuals(
+        params, POLICY, tokens, positions, attention, ROPE, NUMERICS, config.layers
+    )
+    return jnp.stack([*residuals, final], axis=2)
 
 
 @functools.cache
