@@ -4,14 +4,14 @@ While slots were idle in the last step's tail, the engine decoded this step's re
 and last step's weights (`rljax/rollout/run_ahead.py`). An update changes the policy little, so what was
 sampled then is
 nearly what will be sampled now: it is proposed as a chain for as long as it agrees, and what another drafter
-  says where it does not, or where there is none.
+says where it does not, or where there is none.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled
 
 _AGREEMENT = 0.97  # of a token with the one sampled ahead; corrected by the speculator's calibration
 
@@ -19,7 +19,7 @@ _AGREEMENT = 0.97  # of a token with the one sampled ahead; corrected by the spe
 class AlignedDrafter:
     """Follows what was sampled ahead, and `fallback` elsewhere."""
 
-    def __init__(self, fallback: Drafter) -> None:
+    def __init__(self, fallback: HostDrafter) -> None:
         self._fallback = fallback
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:

@@ -56,8 +56,8 @@ _EXPECTED = {
 }
 
 
-def checked(name: str, model: type[Arguments], given: dict[str, Any]) -> Arguments:
-    """The arguments of drafter `name`, defaults included.
+def checked(key: str, name: str, model: type[Arguments], given: dict[str, Any]) -> Arguments:
+    """The arguments of drafter `name`, defaults included; `key` of the config holds them.
 
     Raises:
       ConfigError: one line that names the argument and what would be right.
@@ -71,8 +71,8 @@ def checked(name: str, model: type[Arguments], given: dict[str, Any]) -> Argumen
         if first["type"] == "extra_forbidden":
             problem = f"{name} has no such argument; {known_names(argument, model.model_fields)}"
         elif first["type"] == "value_error":  # of arguments that do not go together; it names them
-            raise ConfigError(f"speculation.args.{first['ctx']['error']}") from error
+            raise ConfigError(f"{key}.{first['ctx']['error']}") from error
         else:
             expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
             problem = f"should be {expected}, got {first['input']!r}"
-        raise ConfigError(f"speculation.args.{argument}: {problem}") from error
+        raise ConfigError(f"{key}.{argument}: {problem}") from error

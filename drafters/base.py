@@ -5,16 +5,25 @@
     drafter.observe(sampled)                    # what was really sampled, drafted or not
     drafter.learn(outcomes)                     # the rollout is over and rewarded
 
+Drafters on the host propose; the engine drafts with other weights (`SelfDrafter`), or a drafter lives on the
+device and follows the slots there (`DeviceDrafter`).
+
 A drafter can only waste time: verification samples every token itself, so a wrong draft is refused, and what
-  is no draft at all (`usable_nodes`) is left out and counted. What it raises stops the run in one line that
-  names it.
+is no draft at all (`usable_nodes`) is left out and counted. What it raises stops the run in one line that
+names it.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+
+if TYPE_CHECKING:  # most drafters live on the host and need no device code
+    from drafters.eagle.drafting import DraftStrategy, ScoredTree
+    from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+    from rljax.engine.state import DecodeState, Prefix
+    from rljax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +36,13 @@ class DraftRequest:
         drafts that do not depend on it (`engine.verification` other than coupled).
       ahead: int32 [n], the beginning of its response as sampled ahead of time (`drafters/aligned.py`), or
         None.
+      trainable: False where no drafter may be trained on it: in evaluation, and what is only sampled ahead.
     """
 
     prompt_ids: tuple[int, ...]
     noise_key: np.ndarray | None
     ahead: np.ndarray | None = None
+    trainable: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +91,7 @@ class Sampled:
       counts: int32 [n].
       drafted: int32 [n], draft nodes that were verified: the first ones proposed, as many as were worth it.
       accepted: int32 [n], how many of them were accepted.
+      ended: bool [n], the response is complete.
     """
 
     requests: np.ndarray
@@ -87,6 +99,7 @@ class Sampled:
     counts: np.ndarray
     drafted: np.ndarray
     accepted: np.ndarray
+    ended: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +118,10 @@ class Outcome:
 
 
 class Drafter(Protocol):
-    """Proposes tokens for all requests of a rollout. All calls come from one thread."""
+    """What every drafter is told, and asked for. All calls come from one thread."""
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         """A rollout of `requests` begins; those of the one before are over."""
-
-    def propose(self, queries: Queries) -> Drafts:
-        """Draft trees for the active batch."""
 
     def observe(self, sampled: Sampled) -> None:
         """What was sampled since the last time."""
@@ -129,10 +139,17 @@ class Drafter(Protocol):
         """What the drafter itself has to report of the last rollout, for the metrics line."""
 
 
+class HostDrafter(Drafter, Protocol):
+    """A drafter on the host: it proposes tokens for all requests of a rollout."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        """Draft trees for the active batch."""
+
+
 @runtime_checkable
 class SelfDrafter(Drafter, Protocol):
     """A drafter that is other weights of the policy's own architecture: the engine drafts with them, on the
-    target's cache (`rljax/engine/self_drafting.py`). `propose` is not called.
+    target's cache (`rljax/engine/self_drafting.py`).
 
     Attributes:
       draft_params: the weights, as `DecodeEngine.draft` takes them.
@@ -142,6 +159,60 @@ class SelfDrafter(Drafter, Protocol):
 
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollouts to come, as the engine has them."""
+
+
+@runtime_checkable
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter on the device, which knows something of each slot and so is told what becomes of them.
+
+    Attributes:
+      strategies: the trees that it can draft; a program each.
+    """
+
+    strategies: "tuple[DraftStrategy, ...]"
+
+    def reads(self, policy: "ModelConfig") -> tuple[int, ...] | None:
+        """`hidden_layers` of the engine that decodes: which of the policy's states it must hand out."""
+
+    def attach(self, engine: "DecodeEngine") -> None:
+        """The engine that it will draft for. Raises a UserError where it cannot."""
+
+    def refresh(self, params: Any) -> None:
+        """The policy's weights of the rollout that begins, as the engine has them."""
+
+    def start(self, batch: int) -> None:
+        """All slots of a state of `batch` are empty."""
+
+    def prefill(self, prefix: "Prefix", prompts: Sequence[Sequence[int]]) -> Any:
+        """What it wants to know of prompts that the engine prefilled, row by row, to `insert` it."""
+
+    def insert(self, prefilled: Any, assignments: "Sequence[Assignment]", requests: Sequence[int]) -> None:
+        """Prompts have gone into slots, for these requests of `begin`."""
+
+    def advance(self, result: "DecodeResult") -> None:
+        """Slots have sampled tokens."""
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        """Only `slots` go on, in that order, in a state of `batch`."""
+
+    def draft(self, state: "DecodeState", strategy: "DraftStrategy") -> "ScoredTree":
+        """Trees below the slots' last tokens, on the device; nothing where it knows nothing."""
+
+
+@runtime_checkable
+class TrainedDrafter(Drafter, Protocol):
+    """A drafter that is trained in small slices, whenever there is room.
+
+    Attributes:
+      train_below: train inside a rollout once no more than this many responses are still running.
+      train_share: of the rollout's time that this may take.
+    """
+
+    train_below: int
+    train_share: float
+
+    def train(self) -> bool:
+        """One slice; False when there is nothing left to do."""
 
 
 _KINDS = {

@@ -26,7 +26,7 @@ from jax import Array
 from pydantic import Field
 
 from drafters.arguments import Arguments
-from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import DraftRequest, Outcome, Sampled
 from rljax.errors import ConfigError, known_names
 from rljax.models.quantized import Activations, QuantizedWeight, pack_nibbles
 from rljax.models.transformer import Params
@@ -239,12 +239,6 @@ class QuantizedDrafter:
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         """Nothing is known of requests but what the engine has of them."""
-
-    def propose(self, queries: Queries) -> Drafts:
-        """Proposes nothing: the engine drafts."""
-        shape = (len(queries.requests), queries.nodes)
-        nothing = np.zeros(shape, np.int32)
-        return Drafts(nothing, nothing - 1, np.zeros(shape, np.float32), nothing[:, 0])
 
     def observe(self, sampled: Sampled) -> None:
         """Nothing to learn from it."""

@@ -1,10 +1,11 @@
 """Finds a drafter by the name a config gives it, and checks its arguments before anything is compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from drafters.arguments import Arguments, checked
-from drafters.base import Drafter
+from drafters.base import DeviceDrafter, Drafter
+from drafters.eagle.drafter import EagleArguments, EagleDrafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
 from drafters.quantized import QuantizedArguments, QuantizedDrafter
 from drafters.suffix import (
@@ -15,10 +16,13 @@ from drafters.suffix import (
     srt,
     suffix_decoding,
 )
+from rljax.config.schema import SpeculationConfig
 from rljax.errors import ConfigError, known_names
+from rljax.models.config import ModelConfig
 
 # By name: what `speculation.args` may hold, and what makes the drafter from it.
 DRAFTERS: dict[str, tuple[type[Arguments], Callable[[Any], Drafter]]] = {
+    "eagle": (EagleArguments, EagleDrafter),
     "histospec": (HistoSpecArguments, HistoSpec),
     "prompt_lookup": (PromptLookupArguments, prompt_lookup),
     "quantized": (QuantizedArguments, QuantizedDrafter),
@@ -37,7 +41,27 @@ def make_drafter(name: str, **args: Any) -> Drafter:
     Raises:
       ConfigError: an unknown name or argument (with the nearest known one), or a value that cannot be.
     """
+    return _make("speculation.drafter", "speculation.args", name, args)
+
+
+def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
+    """All drafters of a run, by name, `speculation.drafter` first; raises as `make_drafter` does."""
+    if config.drafter is None:
+        return {}
+    drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
+    for name, args in config.others.items():
+        drafters[name] = _make("speculation.others", f"speculation.others.{name}", name, args)
+    return drafters
+
+
+def states_read(drafters: Mapping[str, Drafter], policy: ModelConfig) -> tuple[int, ...] | None:
+    """`hidden_layers` of the engine that these drafters draft for."""
+    read = [each.reads(policy) for each in drafters.values() if isinstance(each, DeviceDrafter)]
+    return next((layers for layers in read if layers is not None), None)
+
+
+def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:
     if name not in DRAFTERS:
-        raise ConfigError(f"speculation.drafter: unknown drafter {name!r}; {known_names(name, DRAFTERS)}")
+        raise ConfigError(f"{key}: unknown drafter {name!r}; {known_names(name, DRAFTERS)}")
     arguments, make = DRAFTERS[name]
-    return make(checked(name, arguments, args))
+    return make(checked(args_key, name, arguments, args))

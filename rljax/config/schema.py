@@ -265,12 +265,17 @@ class SpeculationConfig(Section):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized; null"
-        " decodes plainly. srt suits prompts that come back and groups of samples; quantized, the policy in"
-        " fewer bits, also new prompts.",
+        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized, eagle;"
+        " null decodes plainly. srt suits prompts that come back and groups of samples; quantized, the policy"
+        " in fewer bits, and eagle, a head that is trained beside it, also new prompts.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
+    )
+    others: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="More drafters, each with its arguments; before every pass the one that promises most"
+        " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
     )
     verify_buckets: Buckets = Field(
         (8, 16, 32, 64, 128),
@@ -314,7 +319,16 @@ class SpeculationConfig(Section):
             raise ValueError(
                 "speculation.run_ahead_below: needs a drafter to fall back to; set speculation.drafter"
             )
+        if self.others and self.drafter is None:
+            raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
+        if self.drafter in self.others:
+            raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
         return self
+
+    @property
+    def drafters(self) -> list[str]:
+        """The names of all drafters."""
+        return [] if self.drafter is None else [self.drafter, *self.others]
 
 
 # What the papers set, as the default of every key that the config leaves out. GRPO: DeepSeekMath, arXiv
@@ -336,6 +350,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
 }
 OVERLONG_SHARE = 5
+DEVICE_DRAFTERS = ("quantized", "eagle")  # they draft on the device
 MAX_NODES = 64  # of a verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
 
@@ -619,14 +634,17 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
-    if config.speculation.drafter == "quantized":
-        if engine.verification != "coupled":
-            yield (
-                "speculation.drafter: quantized needs engine.verification: coupled, got"
-                f" {engine.verification}; how much of a chain is verified depends on its noise"
-            )
-        if config.speculation.run_ahead_below:
-            yield "speculation.run_ahead_below: must be 0 with speculation.drafter: quantized"
+    drafters = config.speculation.drafters
+    if "quantized" in drafters and engine.verification != "coupled":
+        yield (
+            "speculation.drafter: quantized needs engine.verification: coupled, got"
+            f" {engine.verification}; how much of a chain is verified depends on its noise"
+        )
+    if config.speculation.run_ahead_below and all(name in DEVICE_DRAFTERS for name in drafters):
+        yield (
+            f"speculation.run_ahead_below: must be 0 with speculation.drafter: {drafters[0]}, unless"
+            " speculation.others holds a drafter on the host, such as srt, that proposes what was sampled"
+        )
     if config.speculation.max_drafts >= MAX_NODES:
         yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"
     slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"

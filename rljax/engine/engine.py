@@ -40,7 +40,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, tree_cast
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.models.transformer import Params
+from rljax.models.transformer import Attention, Params
 from rljax.sharding import (
     ShardedAttention,
     constrain,
@@ -81,6 +81,8 @@ class DecodeResult:
       rows: tokens computed by them, padding included.
       path: int32 [B, T], after a verification the draft tree's node (0 is the last token) that each of
         `tokens` was sampled behind; None in plain decoding.
+      states: [B, T or more, S, d], the policy's states that each of `tokens` was sampled from, still on the
+        device; None unless the engine hands them out.
     """
 
     tokens: np.ndarray
@@ -90,6 +92,7 @@ class DecodeResult:
     steps: int
     rows: int
     path: np.ndarray | None = None
+    states: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +103,13 @@ class Pending:
       packed: from `_pack`, behind the path of a verifying pass.
       columns: of its tokens; in plain decoding, where a step is a column, only the first `steps` are used.
       verified_rows: tokens that a verifying pass computes; None in plain decoding.
+      states: see `DecodeResult`.
     """
 
     packed: Array
     columns: int
     verified_rows: int | None = None
+    states: Array | None = None
 
     def is_ready(self) -> bool:
         """Whether the device is done."""
@@ -125,6 +130,7 @@ class Pending:
             steps=steps,
             rows=steps * packed.shape[1] if path is None else self.verified_rows,
             path=path,
+            states=self.states,
         )
 
 
@@ -141,6 +147,9 @@ class DecodeEngine:
       pool: compiled programs; engines of the same policy may share one.
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
       verification: how drafts are verified, see `rljax/engine/verification.py`.
+      hidden_layers: None, or what drafters read of the policy: prefill, decoding and verification then hand
+        out the residual stream behind so many layers each (0: the embeddings), and last the hidden state
+        after the final norm. S is one more than there are layers.
     """
 
     def __init__(
@@ -154,6 +163,7 @@ class DecodeEngine:
         pool: ExecutablePool | None = None,
         mesh: Mesh | None = None,
         verification: Rule = "coupled",
+        hidden_layers: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config
         self.numerics = numerics
@@ -162,6 +172,7 @@ class DecodeEngine:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_visit = decode_steps_per_visit
         self.verification = verification
+        self.hidden_layers = hidden_layers
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self._prefill_rows = tuple(sorted({*buckets.batch[::2], buckets.batch[-1]}))
         # Prompts are often much shorter than the shortest cache.
@@ -177,6 +188,7 @@ class DecodeEngine:
             self.eos_token_ids,
             decode_steps_per_visit,
             verification,
+            hidden_layers,
             buckets.cache[-1],
             mesh,
         )
@@ -240,6 +252,7 @@ class DecodeEngine:
         for i, assignment in enumerate(assignments):
             rows[i], slots[i] = assignment.row, assignment.slot
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
+        prefix = prefix.replace(states=None)
         args = (prefix, state, *map(jnp.asarray, (rows, slots, remaining, keys)))
         shapes = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
         program = self.pool.get(
@@ -271,8 +284,8 @@ class DecodeEngine:
             args,
             donate_argnums=(1,),
         )
-        state, packed = program(*args)
-        return state, Pending(packed, self.decode_steps_per_visit).result()
+        state, packed, states = program(*args)
+        return state, Pending(packed, self.decode_steps_per_visit, states=states).result()
 
     def verify(
         self,
@@ -302,8 +315,8 @@ class DecodeEngine:
         program = self.pool.get(
             ("verify", *shape, proposal is None, *self._key), self._verify, args, donate_argnums=(1,)
         )
-        state, packed = program(*args)
-        return state, Pending(packed, tree.nodes + 1, rows.rows)
+        state, packed, states = program(*args)
+        return state, Pending(packed, tree.nodes + 1, rows.rows, states)
 
     def draft(
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False
@@ -422,27 +435,41 @@ class DecodeEngine:
         attention = PackedAttention((whole < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True)
         if self.mesh is not None:
             attention = ShardedAttention(attention, self.config, self.mesh)
-        _, kept = transformer.forward(params, self.config, tokens, positions, attention, rope, self.numerics)
+        _, kept, states = self._forward(params, tokens, positions, attention, rope)
         last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
         cache = kv_cache.from_prefill(kept, kv_cache.cache_dtype(self.numerics))
         if self.mesh is not None:
             cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
             last, lengths = constrain((last, lengths), (replicated_sharding(self.mesh),) * 2)
-        return Prefix(cache=cache, last_tokens=last, lengths=lengths)
+        return Prefix(cache=cache, last_tokens=last, lengths=lengths, states=states)
 
-    def _decode_step(
-        self, params: Params, state: DecodeState, rope: Array
-    ) -> tuple[DecodeState, Array, Array]:
-        """One token for every active slot: (state, tokens int32 [B] with -1 where inactive, logprobs [B])."""
-        attention = CachedAttention(state.cache, state.lengths, self.numerics)
-        hidden, kept = transformer.forward(
+    def _forward(
+        self, params: Params, tokens: Array, positions: Array, attention: Attention, rope: Array
+    ) -> tuple[Array, list[Any], Array | None]:
+        """Hidden states [N, T, d], what the attention kept, and what is handed out, [N, T, S, d]."""
+        hidden, kept, residuals = transformer.forward_with_residuals(
             params,
             self.config,
-            state.tokens[:, None],
-            state.lengths[:, None],
+            tokens,
+            positions,
             attention,
             rope,
             self.numerics,
+            self.hidden_layers or (),
+        )
+        if self.hidden_layers is None:
+            return hidden, kept, None
+        return hidden, kept, jnp.stack([*residuals, hidden], axis=2)
+
+    def _decode_step(
+        self, params: Params, state: DecodeState, rope: Array
+    ) -> tuple[DecodeState, Array, Array, Array | None]:
+        """One token for every active slot: (state, tokens int32 [B] with -1 where inactive, logprobs [B],
+        the states [B, S, d] that they were sampled from).
+        """
+        attention = CachedAttention(state.cache, state.lengths, self.numerics)
+        hidden, kept, states = self._forward(
+            params, state.tokens[:, None], state.lengths[:, None], attention, rope
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
         tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
@@ -460,36 +487,47 @@ class DecodeEngine:
             noise_keys=state.noise_keys,
         )
         new_state = self._constrain_state(new_state)
-        return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0)
+        states = None if states is None else states[:, 0]
+        return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0), states
 
     def _generate(
         self, params: Params, state: DecodeState, rope: Array, max_steps: Array, until_active: Array
-    ) -> tuple[DecodeState, Array]:
+    ) -> tuple[DecodeState, Array, Array | None]:
         columns = self.decode_steps_per_visit
         capacity = state.cache.length
 
         def more(carry):
-            step, state, _, _ = carry
+            step, state, *_ = carry
             room = jnp.max(jnp.where(state.active, state.lengths, 0)) < capacity
             return (step < max_steps) & (jnp.sum(state.active) > until_active) & room
 
         def body(carry):
-            step, state, tokens, logprobs = carry
-            state, sampled, chosen = self._decode_step(params, state, rope)
+            step, state, tokens, logprobs, states = carry
+            state, sampled, chosen, read = self._decode_step(params, state, rope)
             tokens = lax.dynamic_update_slice(tokens, sampled[None], (step, 0))
             logprobs = lax.dynamic_update_slice(logprobs, chosen[None], (step, 0))
-            return step + 1, state, tokens, logprobs
+            if states is not None:
+                states = lax.dynamic_update_slice(states, read[:, None], (0, step, 0, 0))
+            return step + 1, state, tokens, logprobs, states
+
+        states = None
+        if self.hidden_layers is not None:
+            shape = (state.batch, columns, len(self.hidden_layers) + 1, self.config.hidden_size)
+            states = jnp.zeros(shape, self.numerics.dtype)
 
         start = (
             jnp.int32(0),
             state,
             jnp.full((columns, state.batch), -1, jnp.int32),
             jnp.zeros((columns, state.batch), jnp.float32),
+            states,
         )
-        steps, state, tokens, logprobs = lax.while_loop(more, body, start)
+        steps, state, tokens, logprobs, states = lax.while_loop(more, body, start)
         state = self._constrain_state(state)
         packed = _pack(tokens, logprobs, state, steps)
-        return state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
+        if self.mesh is not None:
+            packed = constrain(packed, replicated_sharding(self.mesh))
+        return state, packed, states
 
     def _verify(
         self,
@@ -499,17 +537,15 @@ class DecodeEngine:
         tree: DraftTree,
         rows: NodeRows,
         proposal: Array | None,
-    ) -> tuple[DecodeState, Array]:
+    ) -> tuple[DecodeState, Array, Array | None]:
         rooted = with_root(tree, state.tokens)
         positions = state.lengths[:, None] + rooted.depth  # [B, M]
-        hidden, nodes = transformer.forward(
+        hidden, nodes, states = self._forward(
             params,
-            self.config,
             rows.gather(rooted.tokens)[:, None],
             rows.gather(positions)[:, None],
             TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
             rope,
-            self.numerics,
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
         sampled, logprobs = sample_nodes(
@@ -549,7 +585,11 @@ class DecodeEngine:
         tokens = jnp.where(kept, tokens, -1)
         logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
         packed = jnp.concatenate([path.T, _pack(tokens.T, logprobs.T, new_state, jnp.int32(1))])
-        return new_state, packed if self.mesh is None else constrain(packed, replicated_sharding(self.mesh))
+        if self.mesh is not None:
+            packed = constrain(packed, replicated_sharding(self.mesh))
+        if states is not None:
+            states = jnp.take_along_axis(rows.scatter(states[:, 0]), path[:, :, None, None], axis=1)
+        return new_state, packed, states
 
     def _draft(
         self, columns: int, with_proposal: bool

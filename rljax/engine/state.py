@@ -39,8 +39,11 @@ class Prefix:
       cache: the prompts' keys and values, one row a prompt.
       last_tokens: int32 [N], each prompt's last token.
       lengths: int32 [N], tokens of each prompt.
+      states: [N, T, S, d], the policy's states at every position of the prompts; None unless the engine hands
+        them out.
     """
 
     cache: KVCache
     last_tokens: Array
     lengths: Array
+    states: Array | None = None

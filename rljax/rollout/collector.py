@@ -123,7 +123,12 @@ class Collector:
     ) -> list[Request]:
         prompts = [self._prompt(problem) for problem in problems]
         return [
-            Request(prompt, request_key(self.seed, purpose, step, index, sample), self.max_response_length)
+            Request(
+                prompt,
+                request_key(self.seed, purpose, step, index, sample),
+                self.max_response_length,
+                purpose == TRAINING,
+            )
             for prompt, index in zip(prompts, indices, strict=True)
             for sample in range(samples)
         ]

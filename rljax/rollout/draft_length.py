@@ -1,10 +1,13 @@
-"""How long a chain the policy's self-drafter drafts before it is verified.
+"""How far to draft before verifying, where drafting takes time.
 
-Every step of drafting costs time, so its length is chosen before anything is known of the tokens: the one
-that promises the most tokens per second, from the share of drafts that were accepted so far and from what
-draft steps and passes take. At length 0 decoding goes on plainly: EfficientRollout's toggle (section 3.2).
+Its length is chosen before anything is known of the tokens: the one that promises the most tokens per second,
+from the share of drafts that were accepted so far and from what drafting and passes take. Where that is less
+than plain decoding yields, nothing is drafted: EfficientRollout's toggle (section 3.2).
 """
 
+from collections.abc import Sequence
+
+from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.rollout.pass_choice import PassTimes
 
@@ -38,8 +41,8 @@ class ChainAcceptance:
 
 def best_length(
     acceptance: float, slots: int, wanted: int, buckets: Buckets, times: PassTimes, batch: int, length: int
-) -> int:
-    """Draft steps before the next pass; 0 for plain decoding.
+) -> tuple[int, float]:
+    """Draft steps before the next pass, and the tokens per second that they promise; (0, 0) if none fit.
 
     Args:
       acceptance: of a draft whose predecessors were accepted.
@@ -49,14 +52,43 @@ def best_length(
       times: what passes and draft steps take.
       batch, length: the shape of the state.
     """
-    best, best_rate = 0, wanted / times[batch, length, 0]
+    best, best_rate = 0, 0.0
     for rows, nodes in buckets.passes(batch):
-        steps = min(nodes, rows // slots - 1)
-        if steps < 1:
-            continue
-        for chain in range(1, steps + 1):
-            tokens = wanted * sum(acceptance**depth for depth in range(chain + 1))
-            rate = tokens / (chain * times[batch, length, DRAFT_STEP] + times[batch, length, rows])
+        for chain in range(1, min(nodes, rows // slots - 1) + 1):
+            seconds = chain * times[batch, length, DRAFT_STEP] + times[batch, length, rows]
+            rate = wanted * expected_tokens(acceptance, chain) / seconds
             if rate > best_rate:
                 best, best_rate = chain, rate
-    return best
+    return best, best_rate
+
+
+def best_strategy(
+    name: str,
+    strategies: Sequence[DraftStrategy],
+    acceptance: float,
+    slots: int,
+    wanted: int,
+    buckets: Buckets,
+    times: PassTimes,
+    batch: int,
+    length: int,
+) -> tuple[DraftStrategy, float]:
+    """Of a drafter's trees, the one that promises the most tokens per second, and how many.
+
+    A tree of depth D is taken to be right at each level as often as such trees were so far, if it was above;
+    the pass to have rows for the nodes of a level's best on the average, as many as it has levels.
+    """
+    best, best_rate = strategies[0], 0.0
+    for strategy in strategies:
+        drafting = times[batch, length, (name, strategy)]
+        for rows, nodes in buckets.passes(batch):
+            depth = min(strategy.depth, nodes, rows // slots - 1)
+            rate = wanted * expected_tokens(acceptance, depth) / (drafting + times[batch, length, rows])
+            if depth > 0 and rate > best_rate:
+                best, best_rate = strategy, rate
+    return best, best_rate
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Of a pass that verifies a chain: one, and one more for every draft until the first that is refused."""
+    return sum(acceptance**depth for depth in range(length + 1))

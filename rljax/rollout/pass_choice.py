@@ -15,10 +15,13 @@ import collections
 import dataclasses
 import statistics
 import time
+from collections.abc import Hashable
 
 import jax
 import numpy as np
 
+from drafters.base import DeviceDrafter
+from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
@@ -77,23 +80,34 @@ def candidates(
     return Candidates(np.where(usable, falling, 0.0), wanted, standing_by)
 
 
+Shape = tuple[int, int, Hashable]
+"""Batch, cache length, and what is computed over them: so many rows of a pass, 0 for a plain step; or what
+drafting calls itself.
+"""
+
+
 class PassTimes:
-    """Seconds of a forward pass by (batch, cache length, rows; 0 is a plain step): the last ones' median."""
+    """Seconds that a shape took: the last ones' median."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int, int], collections.deque[float]] = {}
+        self._seconds: dict[Shape, collections.deque[float]] = {}
 
-    def __getitem__(self, shape: tuple[int, int, int]) -> float:
+    def __getitem__(self, shape: Shape) -> float:
         return statistics.median(self._seconds[shape])
 
-    def add(self, shape: tuple[int, int, int], seconds: float) -> None:
+    def add(self, shape: Shape, seconds: float) -> None:
         self._seconds.setdefault(shape, collections.deque(maxlen=_TIMES_KEPT)).append(seconds)
+
+
+def plain_rate(wanted: int, times: PassTimes, batch: int, length: int) -> float:
+    """Tokens per second of plain steps of so many slots."""
+    return wanted / times[batch, length, 0]
 
 
 def best_rows(found: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int) -> int:
     """Rows of the pass that promises the most tokens per second; 0 is a plain step."""
     best = 0
-    best_rate = (found.wanted.sum() + found.standing_by) / times[batch, length, 0]
+    best_rate = plain_rate(found.wanted.sum() + found.standing_by, times, batch, length)
     for rows, nodes in buckets.passes(batch):
         rate = found.expected(rows, nodes) / times[batch, length, rows]
         if rate > best_rate:
@@ -168,6 +182,24 @@ def time_drafts(
         state, drafts = engine.draft(draft_params, state, steps)
         np.asarray(drafts.tokens)
         seconds.append((time.perf_counter() - start) / steps)
+    return seconds[1:]  # the first may compile
+
+
+def time_trees(
+    engine: DecodeEngine,
+    drafter: DeviceDrafter,
+    strategy: DraftStrategy,
+    batch: int,
+    length: int,
+    repeats: int,
+) -> list[float]:
+    """Seconds of drafting a tree for every slot, as `time_passes` takes those of passes."""
+    state, seconds = _half_full(engine.init_state(batch, length)), []
+    drafter.start(batch)
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        np.asarray(drafter.draft(state, strategy).log_probability)
+        seconds.append(time.perf_counter() - start)
     return seconds[1:]  # the first may compile
 
 

@@ -16,11 +16,13 @@ class Request:
       prompt_ids: the prompt's token ids, not empty. Requests with the same tuple share one prefill.
       noise_key: uint32 [2], from `rljax.engine.noise.request_key`: the request's identity.
       max_response: response tokens at most.
+      training: False where nothing may be trained on it.
     """
 
     prompt_ids: tuple[int, ...]
     noise_key: np.ndarray
     max_response: int
+    training: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class DecodeStatistics:
       host_seconds: spent on drafting, on choosing, and on telling the drafter.
       device_seconds: of forward passes.
       draft_seconds: of drafting on the device.
+      train_seconds: of training drafters between passes.
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
@@ -80,6 +83,7 @@ class DecodeStatistics:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     draft_seconds: float = 0.0
+    train_seconds: float = 0.0
     idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0

@@ -7,9 +7,11 @@ take.
 """
 
 import collections
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +19,9 @@ from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
+from rljax.rollout.proposers import ActiveSlots
 from rljax.rollout.records import Completion, DecodeStatistics, Request
-from rljax.rollout.speculation import ActiveSlots, Speculator, VerifyingPass
+from rljax.rollout.speculation import Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
 
 OnProgress = Callable[[int, int], None]
@@ -80,6 +83,14 @@ class Scheduler:
         return _Run(self, params, requests, on_progress).finish()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Prefilled:
+    """Prompts that can be inserted, and what drafters want to know of them."""
+
+    prefix: Prefix
+    for_drafters: list[Any]
+
+
 class _Run:
     """The state of one `Scheduler.run`."""
 
@@ -109,7 +120,7 @@ class _Run:
         longest_first = sorted(by_prompt.items(), key=lambda item: -scheduler.lengths.expected(item[0]))
         self.prompts = collections.deque(longest_first)  # not yet prefilled
         self.upcoming = collections.deque(range(self.wanted, len(requests)))
-        self.ready: collections.deque[tuple[Prefix, int, int]] = collections.deque()  # prefix, row, request
+        self.ready: collections.deque[tuple[_Prefilled, int, int]] = collections.deque()  # row, request
         self.slots: list[int | None] = [None] * min(scheduler.max_slots, self.wanted)
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
@@ -135,13 +146,15 @@ class _Run:
             longest = max(len(request.prompt_ids) for request in self.requests[: self.wanted])
             state = self.engine.init_state(self.max_slots, longest + 1)
             if self.speculator is not None:
-                self.speculator.begin(self.params, self.requests, self.statistics)
+                self.speculator.begin(self.params, self.requests, self.wanted, state.batch, self.statistics)
             under_way = None
             while self.waiting or self.running:
                 state = self.fill(state)
                 if under_way is None:
                     state = self.compact(state)
                 state = self.fill_ahead(state)
+                if self.speculator is not None and not self.waiting:
+                    self.speculator.spare(len(self.running))
                 if self.overlap:
                     state, under_way = self.alternate(state, under_way)
                 else:
@@ -229,15 +242,27 @@ class _Run:
         free = collections.deque(slot for slot, request in enumerate(self.slots) if request is None)
         while free and self.waiting:
             if not self.ready:
-                self.prefill(len(free))
-            prefix = self.ready[0][0]
-            assignments = []
-            while free and self.ready and self.ready[0][0] is prefix:
+                self.make_ready(len(free))
+            prefilled = self.ready[0][0]
+            rows = []
+            while free and self.ready and self.ready[0][0] is prefilled:
                 _, row, index = self.ready.popleft()
-                request, slot = self.requests[index], free.popleft()
-                assignments.append(Assignment(row, slot, request.noise_key, request.max_response))
-                self.slots[slot] = index
-            state = self.engine.bulk_insert(prefix, state, assignments)
+                rows.append((row, free.popleft(), index))
+            state = self.insert(state, prefilled, rows)
+        return state
+
+    def insert(
+        self, state: DecodeState, prefilled: _Prefilled, rows: Sequence[tuple[int, int, int]]
+    ) -> DecodeState:
+        """Prompts into slots: (row, slot, request) of each."""
+        assignments = []
+        for row, slot, index in rows:
+            request = self.requests[index]
+            assignments.append(Assignment(row, slot, request.noise_key, request.max_response))
+            self.slots[slot] = index
+        state = self.engine.bulk_insert(prefilled.prefix, state, assignments)
+        if self.speculator is not None:
+            self.speculator.insert(prefilled.for_drafters, assignments, [index for _, _, index in rows])
         return state
 
     def fill_ahead(self, state: DecodeState) -> DecodeState:
@@ -252,19 +277,20 @@ class _Run:
         start = time.perf_counter()
         prompt = self.requests[self.upcoming[0]].prompt_ids
         if len(prompt) < state.cache.length:
-            prefix = self.engine.prefill(self.params, [prompt])
-            assignments = []
+            prefilled, rows = self.prefill([prompt]), []
             while free and self.upcoming and self.requests[self.upcoming[0]].prompt_ids == prompt:
-                index, slot = self.upcoming.popleft(), free.pop(0)
-                request = self.requests[index]
-                assignments.append(Assignment(0, slot, request.noise_key, request.max_response))
-                self.slots[slot] = index
-            state = self.engine.bulk_insert(prefix, state, assignments)
+                rows.append((0, free.pop(0), self.upcoming.popleft()))
+            state = self.insert(state, prefilled, rows)
         statistics.ahead_seconds += time.perf_counter() - start
         return state
 
-    def prefill(self, wanted: int) -> None:
-        """The next prompts: enough for `wanted` slots or, with drafts, one for every slot there is."""
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> _Prefilled:
+        """Prompts of one prefill length."""
+        prefix = self.engine.prefill(self.params, prompts)
+        return _Prefilled(prefix, self.speculator.prefill(prefix, prompts) if self.speculator else [])
+
+    def make_ready(self, wanted: int) -> None:
+        """Prefills prompts: enough for `wanted` slots or, with drafts, one for every slot there is."""
         batch: list[tuple[tuple[int, ...], list[int]]] = []
         members = 0
         while self.prompts and (members < wanted if self.speculator is None else len(batch) < self.max_slots):
@@ -275,9 +301,9 @@ class _Run:
             by_length.setdefault(self.engine.prefill_length(len(prompt)), []).append((prompt, indices))
         rows = []
         for alike in by_length.values():
-            prefix = self.engine.prefill(self.params, [prompt for prompt, _ in alike])
+            prefilled = self.prefill([prompt for prompt, _ in alike])
             self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in alike)
-            rows += [[(prefix, row, index) for index in own] for row, (_, own) in enumerate(alike)]
+            rows += [[(prefilled, row, index) for index in own] for row, (_, own) in enumerate(alike)]
         if self.speculator is not None:  # the first samples of all these prompts: the others draft from them
             self.ready.extend(own.pop(0) for own in rows)
         self.ready.extend(itertools.chain.from_iterable(rows))
@@ -315,7 +341,8 @@ class _Run:
         statistics.tokens += wanted
         statistics.ahead_tokens += sum(kept) - wanted
         if self.speculator is not None:
-            self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32))
+            ended = np.asarray([self.slots[slot] is None for slot in slots], bool)
+            self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32), ended)
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
         return self.grow(self.engine.free_resource(state, stopped) if stopped else state, result, slots)
@@ -331,6 +358,8 @@ class _Run:
         ahead = [slot for slot in self.busy if self.slots[slot] >= self.wanted]
         kept = running + ahead[: batch - len(running)]
         state = self.engine.compact(state, kept)
+        if self.speculator is not None:
+            self.speculator.compact(kept, state.batch)
         self.slots = [self.slots[slot] for slot in kept]
         self.slots += [None] * (state.batch - len(self.slots))
         return state

@@ -6,62 +6,31 @@ While verifying does not pay, the drafter is asked ever more seldom.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import (
-    Drafter,
-    DraftRequest,
-    Outcome,
-    Queries,
-    Sampled,
-    SelfDrafter,
-    chains,
-    usable_nodes,
-)
+from drafters.base import DeviceDrafter, Drafter, DraftRequest, Outcome, Sampled, SelfDrafter, TrainedDrafter
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
-from rljax.engine.engine import DecodeEngine, DecodeResult, Pending
-from rljax.engine.state import DecodeState
-from rljax.errors import DrafterError, UserError
+from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
+from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
-from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
 from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.pass_choice import (
-    Calibration,
     Candidates,
     PassTimes,
     best_rows,
     candidates,
-    time_drafts,
+    plain_rate,
     time_passes,
 )
+from rljax.rollout.proposers import ActiveSlots, Proposal, ask, make_proposer
 from rljax.rollout.records import DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 
 _WARM_UP_REPEATS = 3
-_HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
-
-
-@dataclasses.dataclass(frozen=True)
-class ActiveSlots:
-    """The slots with a request.
-
-    Attributes:
-      slots: int32 [n].
-      requests: int32 [n], which request each decodes.
-      positions: int32 [n], where its next token will stand.
-      wanted: bool [n], False for requests that are only sampled ahead.
-      standing_by: how many other slots with a wanted request there are.
-    """
-
-    slots: np.ndarray
-    requests: np.ndarray
-    positions: np.ndarray
-    wanted: np.ndarray
-    standing_by: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +40,7 @@ class VerifyingPass:
     Attributes:
       active: the slots that take part.
       tree: what is verified.
-      bins: of the drafter's nodes, int [n, N].
+      proposal: where it is from.
       shape: (batch, cache length, rows).
       dispatched: when, by `time.perf_counter`.
       timed: whether nothing but passes was before it, so that its time is a pass's.
@@ -80,7 +49,7 @@ class VerifyingPass:
 
     active: ActiveSlots
     tree: DraftTree
-    bins: np.ndarray
+    proposal: Proposal
     shape: tuple[int, int, int]
     dispatched: float
     timed: bool
@@ -88,61 +57,114 @@ class VerifyingPass:
 
 
 class Speculator:
-    """Decodes with a drafter.
+    """Decodes with drafters.
 
     Args:
       engine: the decode engine.
-      drafter: what proposes.
-      name: the drafter's, for messages.
+      drafters: who proposes, by name. The first one's drafts are what counts in `counts` and to itself.
       max_batch: batch buckets above it decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
+      times: what passes took so far; speculators of the same engine may share them.
     """
 
     def __init__(
         self,
         engine: DecodeEngine,
-        drafter: Drafter,
-        name: str,
+        drafters: Mapping[str, Drafter],
         max_batch: int,
         run_ahead: RunAhead | None = None,
+        times: PassTimes | None = None,
     ) -> None:
         self.engine = engine
-        self.drafter = drafter if run_ahead is None else AlignedDrafter(drafter)
-        self.name = name
         self.max_batch = max_batch
         self.run_ahead = run_ahead
         self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
-        self._drafts_itself = isinstance(drafter, SelfDrafter)
-        self._calibration = Calibration()
-        self._chains = ChainAcceptance()
-        self._times = PassTimes()
-        self._patience = 1  # plain steps until the drafter is asked again
+        self._times = PassTimes() if times is None else times
+        self.drafters = dict(drafters)
+        if run_ahead is not None:  # what was sampled ahead is proposed by the first drafter on the host
+            name = next(name for name, drafter in drafters.items() if _on_host(drafter))
+            self.drafters[name] = AlignedDrafter(self.drafters[name])
+        self._trained = [each for each in self.drafters.values() if isinstance(each, TrainedDrafter)]
+        self._on_device = [each for each in self.drafters.values() if isinstance(each, DeviceDrafter)]
+        for drafter in self._on_device:
+            drafter.attach(engine)
+        self.proposers = [
+            make_proposer(name, drafter, engine, self._times) for name, drafter in self.drafters.items()
+        ]
+        self._patience = 1  # plain steps until the drafters are asked again
         self._plain_requests: set[int] = set()  # those that decoded plainly the last time
 
     # -- a rollout -------------------------------------------------------------------------------------------
 
-    def begin(self, params: Params, requests: Sequence[Request], statistics: DecodeStatistics) -> None:
-        """A rollout of `requests` with weights `params` begins, which accounts for itself in `statistics`."""
+    def begin(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        wanted: int,
+        batch: int,
+        statistics: DecodeStatistics,
+    ) -> None:
+        """A rollout begins.
+
+        Args:
+          params: the weights.
+          requests: what may be decoded.
+          wanted: how many of them, the first ones, are not only sampled ahead.
+          batch: slots of the state.
+          statistics: what the rollout accounts for itself in.
+        """
         self._statistics = statistics
-        if self._drafts_itself:
-            start = time.perf_counter()
-            self._ask("refresh", params)
-            statistics.draft_seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        for proposer in self.proposers:
+            proposer.refresh(params)
+            proposer.forget()
+        statistics.draft_seconds += time.perf_counter() - start
         self._drafted = np.zeros(len(requests), np.int64)
         self._accepted = np.zeros(len(requests), np.int64)
-        self._calibration.forget()
-        self._chains.forget()
         self._patience = 1
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
         coupled = self.engine.verification == "coupled"
         start = time.perf_counter()
         known = []
-        for request in requests:
+        for index, request in enumerate(requests):
             ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
-            known.append(DraftRequest(request.prompt_ids, request.noise_key if coupled else None, ahead))
-        self._ask("begin", known)
+            key = request.noise_key if coupled else None
+            trainable = request.training and index < wanted
+            known.append(DraftRequest(request.prompt_ids, key, ahead, trainable))
+        self._ask_all("begin", known)
+        for drafter in self._on_device:
+            drafter.start(batch)
         statistics.host_seconds += time.perf_counter() - start
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
+        """What drafters on the device want to know of prefilled prompts, for `insert`."""
+        return [drafter.prefill(prefix, prompts) for drafter in self._on_device]
+
+    def insert(
+        self, prefilled: list[Any], assignments: Sequence[Assignment], requests: Sequence[int]
+    ) -> None:
+        """Prompts have gone into slots."""
+        for drafter, own in zip(self._on_device, prefilled, strict=True):
+            drafter.insert(own, assignments, requests)
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        """Only `slots` go on."""
+        for drafter in self._on_device:
+            drafter.compact(slots, batch)
+
+    def spare(self, running: int) -> None:
+        """Between two passes, with so many responses running: time to train a little."""
+        statistics = self._statistics
+        for name, drafter in self.drafters.items():
+            if drafter not in self._trained or running > drafter.train_below:
+                continue
+            spent = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
+            if statistics.train_seconds <= drafter.train_share * spent:
+                start = time.perf_counter()
+                ask(name, drafter, "train")
+                self._last_end = self._busy_until = time.perf_counter()
+                statistics.train_seconds += self._last_end - start
 
     def counts(self, request: int) -> tuple[int, int]:
         """Draft nodes verified for a request, and accepted."""
@@ -167,16 +189,13 @@ class Speculator:
             return state, None
         start, drafting = time.perf_counter(), self._statistics.draft_seconds
         shape, timed = (state.batch, state.cache.length), self._only_passes_before(state)
-        if self._drafts_itself:
-            state, rows, tree, bins = self._draft_chains(state, active)
-        else:
-            rows, tree, bins = self._draft(shape, active)
+        state, proposal, rows, tree = self._draft(state, active)
         under_way = None
         if rows:
             state, pending = self.engine.verify(params, state, tree, pack_rows(tree, active.slots, rows))
             self._dispatched(self._times[(*shape, rows)])
             now = time.perf_counter()
-            under_way = VerifyingPass(active, tree, bins, (*shape, rows), now, timed, pending)
+            under_way = VerifyingPass(active, tree, proposal, (*shape, rows), now, timed, pending)
             self._under_way.append(under_way)
         drafting = self._statistics.draft_seconds - drafting
         self._statistics.host_seconds += time.perf_counter() - start - drafting
@@ -201,7 +220,9 @@ class Speculator:
             self._busy_until = now + sum(self._times[other.shape] for other in self._under_way)
         self._statistics.device_seconds += seconds
         self._patience = 1
-        self._account(result, under_way.active, under_way.tree, under_way.bins)
+        self._account(result, under_way.active, under_way.tree, under_way.proposal)
+        for drafter in self._on_device:
+            drafter.advance(result)
         self._statistics.host_seconds += time.perf_counter() - now
         return result
 
@@ -224,6 +245,8 @@ class Speculator:
             self._times.add((state.batch, state.cache.length, 0), seconds / max(result.steps, 1))
         self._statistics.device_seconds += seconds
         self._last = (np.zeros_like(active.requests),) * 2
+        for drafter in self._on_device:
+            drafter.advance(result)
         self._patience = min(2 * self._patience, self.engine.decode_steps_per_visit)
         return state, result
 
@@ -233,15 +256,19 @@ class Speculator:
         self._statistics.idle_seconds += max(0.0, now - self._busy_until)
         self._busy_until = max(now, self._busy_until) + seconds
 
-    def observe(self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """What was kept of the tokens that `decode` sampled: int32 [n, T], of which counts [n]."""
+    def observe(
+        self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray
+    ) -> None:
+        """What was kept of the tokens that `decode` sampled: int32 [n, T], of which counts [n]; and which
+        responses are complete, bool [n].
+        """
         start = time.perf_counter()
-        self._ask("observe", Sampled(requests, tokens, counts, *self._last))
+        self._ask_all("observe", Sampled(requests, tokens, counts, *self._last, ended))
         self._statistics.host_seconds += time.perf_counter() - start
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
-        self._ask("learn", outcomes)
+        self._ask_all("learn", outcomes)
         for outcome in outcomes:
             self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
 
@@ -260,138 +287,121 @@ class Speculator:
             "idle_share": statistics.idle_seconds
             / max(statistics.idle_seconds + statistics.device_seconds, 1e-9),
         }
-        if self._drafts_itself:
+        if not all(map(_on_host, self.drafters.values())):
             metrics["draft_share"] = statistics.draft_seconds / max(waited, 1e-9)
+        if self._trained:
+            metrics["train_share"] = statistics.train_seconds / max(waited, 1e-9)
         if self.run_ahead is not None:
             metrics["run_ahead_tokens"] = statistics.ahead_tokens
             metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
-        metrics |= self._ask("metrics")
+        for name, drafter in self.drafters.items():
+            metrics |= ask(name, drafter, "metrics")
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the drafter's, and what decides the order of requests."""
-        ahead = {} if self.run_ahead is None else self.run_ahead.state()
-        return self._ask("state") | ahead | self.lengths.state()
+        """What a checkpoint keeps: the drafters', and what decides the order of requests."""
+        state = {} if self.run_ahead is None else self.run_ahead.state()
+        for name, drafter in self.drafters.items():
+            state |= {f"{name}/{key}": value for key, value in ask(name, drafter, "state").items()}
+        return state | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; from a checkpoint without it, the drafter starts empty."""
+        """Takes up what `state` returned; a drafter that the checkpoint does not have starts empty."""
         state = self.lengths.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
-        if state:
-            self._ask("load_state", state)
+        for name, drafter in self.drafters.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if own:
+                ask(name, drafter, "load_state", own)
 
     # -- warming up ------------------------------------------------------------------------------------------
 
     def warm_up(self, params: Params) -> None:
-        """Compiles every program that verifies, and takes the time of a pass of each shape."""
-        if self._drafts_itself:
-            self._ask("refresh", params)
+        """Compiles every program that drafts and verifies, and takes the time of each."""
+        for proposer in self.proposers:
+            proposer.refresh(params)
         for batch in self.engine.buckets.batch:
             if batch > self.max_batch:
                 continue
             for length in self.engine.buckets.cache:
                 taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
-                if self._drafts_itself:
-                    weights = self.drafter.draft_params
-                    taken[DRAFT_STEP] = time_drafts(self.engine, weights, batch, length, _WARM_UP_REPEATS)
                 for rows, seconds in taken.items():
                     for own in seconds:
                         self._times.add((batch, length, rows), own)
+                for proposer in self.proposers:
+                    proposer.warm_up(params, batch, length, _WARM_UP_REPEATS)
 
     # -- drafting --------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self.drafter, method)(*arguments)
-        except UserError:
-            raise
-        except Exception as error:
-            raise DrafterError(f"speculation.drafter {self.name}: {method} raised {error!r}") from error
+    def _ask_all(self, method: str, *arguments: Any) -> None:
+        for name, drafter in self.drafters.items():
+            ask(name, drafter, method, *arguments)
 
-    def _draft(self, shape: tuple[int, int], active: ActiveSlots) -> tuple[int, DraftTree | None, np.ndarray]:
-        """Rows of the next pass, 0 for a plain step; the tree it verifies; the drafter's nodes' bins."""
-        width = self.engine.buckets.max_drafts
-        budgets = np.full(len(active.slots), width, np.int32)
-        queries = Queries(active.requests, active.positions, budgets, width)
-        drafts = self._ask("propose", queries)
-        try:
-            usable = usable_nodes(drafts, queries, self.engine.config.vocab_size)
-        except ValueError as error:
-            raise DrafterError(
-                f"speculation.drafter {self.name}: propose returned no drafts: {error}"
-            ) from error
-        returned = np.arange(width) < np.minimum(drafts.counts, budgets)[:, None]
-        self._statistics.unusable += int(returned.sum() - usable.sum())
-        if self.engine.verification == "rejection":
-            drafts, usable = chains(drafts, usable)
-        bins = self._calibration.bins(drafts.log_probability)
-        found = candidates(usable, self._calibration.rates[bins], active.wanted, active.standing_by)
-        return *self._select(shape, found, drafts.tokens, drafts.parents, active.slots), bins
-
-    def _draft_chains(
+    def _draft(
         self, state: DecodeState, active: ActiveSlots
-    ) -> tuple[DecodeState, int, DraftTree | None, np.ndarray | None]:
-        """As `_draft`, by the engine."""
+    ) -> tuple[DecodeState, Proposal | None, int, DraftTree | None]:
+        """The most promising proposal, the rows of its pass, 0 for a plain step, and the tree to verify."""
         shape = (state.batch, state.cache.length)
-        length = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
-        if not length:
-            return state, 0, None, None
-        self._dispatched(0.0)
-        start = time.perf_counter()
-        state, chains = self.engine.draft(self.drafter.draft_params, state, length)
-        tokens, margins = (np.asarray(x)[active.slots] for x in (chains.tokens, chains.margins))
-        self._last_end = self._busy_until = time.perf_counter()
-        seconds = self._last_end - start
-        self._times.add((*shape, DRAFT_STEP), seconds / length)
-        self._statistics.draft_seconds += seconds
-        usable = tokens >= 0
-        bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
-        probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
-        found = candidates(usable, probability, active.wanted, active.standing_by)
-        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
-        return state, *self._select(shape, found, tokens, parents, active.slots), bins
-
-    def _select(
-        self,
-        shape: tuple[int, int],
-        found: Candidates,
-        tokens: np.ndarray,
-        parents: np.ndarray,
-        slots: np.ndarray,
-    ) -> tuple[int, DraftTree | None]:
-        """Rows of the next pass, 0 for a plain step, and of the candidates [n, N] those that it verifies."""
-        rows = self.choose(shape, found)
-        if not rows:
-            return 0, None
-        nodes = dict(self.engine.buckets.passes(shape[0]))[rows]
-        taken = found.take(rows, nodes)[:, :nodes]
-        tree = empty_tree(shape[0], nodes)
-        tree.tokens[slots] = np.where(taken, tokens[:, :nodes], 0)
-        tree.parents[slots] = np.where(taken, parents[:, :nodes], -1)
-        tree.valid[slots] = taken
-        return rows, tree
-
-    def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> int:
-        """Steps that the self-drafter drafts before the next pass."""
-        return best_length(self._chains.rate, slots, wanted, self.engine.buckets, self._times, *shape)
+        best, best_rows = None, 0
+        best_rate = plain_rate(active.wanted.sum() + active.standing_by, self._times, *shape)
+        promises = [(proposer.promise(shape, active), proposer) for proposer in self.proposers]
+        # Those who cost nothing come first; who takes time is asked where more is expected than they have.
+        for promise, proposer in sorted(promises, key=lambda each: -each[0]):
+            if promise <= best_rate:
+                continue
+            if promise < float("inf"):
+                self._dispatched(0.0)
+            state, proposal = proposer.propose(state, active, self._statistics)
+            if proposal.seconds:
+                self._last_end = self._busy_until = time.perf_counter()
+            found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
+            rows = self.choose(shape, found)
+            if not rows:
+                continue
+            rate = found.expected(rows, self._nodes(shape, rows)) / self._times[(*shape, rows)]
+            if best is None or rate > best_rate:
+                best, best_rows, best_rate, best_found = proposal, rows, rate, found
+        if best is None:
+            return state, None, 0, None
+        return state, best, best_rows, self._select(best, best_found, best_rows, shape, active.slots)
 
     def choose(self, shape: tuple[int, int], found: Candidates) -> int:
         """Rows of the next pass; 0 for a plain step."""
         return best_rows(found, self.engine.buckets, self._times, *shape)
 
-    def _account(self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, bins: np.ndarray) -> None:
+    def _nodes(self, shape: tuple[int, int], rows: int) -> int:
+        """Draft nodes of a slot in a pass of so many rows."""
+        return dict(self.engine.buckets.passes(shape[0]))[rows]
+
+    def _select(
+        self,
+        proposal: Proposal,
+        found: Candidates,
+        rows: int,
+        shape: tuple[int, int],
+        slots: np.ndarray,
+    ) -> DraftTree:
+        """The nodes that a pass of so many rows verifies, at the slots of the state."""
+        nodes = self._nodes(shape, rows)
+        taken = found.take(rows, nodes)[:, :nodes]
+        tree = empty_tree(shape[0], nodes)
+        tree.tokens[slots] = np.where(taken, proposal.tokens[:, :nodes], 0)
+        tree.parents[slots] = np.where(taken, proposal.parents[:, :nodes], -1)
+        tree.valid[slots] = taken
+        return tree
+
+    def _account(
+        self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, proposal: Proposal
+    ) -> None:
         verified = tree.valid[active.slots]  # [n, N]
         counts = (result.tokens[active.slots] >= 0).sum(axis=1)
         accepted = np.zeros_like(verified)
         rows, depths = np.nonzero(np.arange(1, tree.nodes + 1) < counts[:, None])
         accepted[rows, result.path[active.slots[rows], depths + 1] - 1] = True
         drafted, taken = verified.sum(axis=1), accepted.sum(axis=1)
-        judged = verified
-        if self._drafts_itself:  # a margin says something of its own token only
-            judged = verified & (np.arange(tree.nodes) <= taken[:, None])
-            self._chains.add(int(judged.sum()), int(taken.sum()))
-        self._calibration.add(bins[:, : tree.nodes][judged], accepted[judged])
+        proposal.proposer.credit(proposal.bins[:, : tree.nodes], verified, accepted)
         self._last = (drafted.astype(np.int32), taken.astype(np.int32))
         self._drafted[active.requests] += drafted
         self._accepted[active.requests] += taken
@@ -401,3 +411,7 @@ class Speculator:
         statistics.verified_rows += result.rows
         statistics.drafted += int(drafted.sum())
         statistics.accepted += int(taken.sum())
+
+
+def _on_host(drafter: Drafter) -> bool:
+    return not isinstance(drafter, SelfDrafter | DeviceDrafter)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.registry import make_drafter
+from drafters.registry import make_drafters, states_read
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.algorithms.losses import aggregation_weights
@@ -86,9 +86,7 @@ class TrainingRun:
         if config.task.problems:
             task = EpochTask(task, config.task.problems)
         speculation = config.speculation
-        drafter = None
-        if speculation.drafter is not None:
-            drafter = make_drafter(speculation.drafter, **speculation.args)
+        drafters = make_drafters(speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         if config.warm_start is not None:
@@ -108,7 +106,7 @@ class TrainingRun:
                 engine.batch_buckets,
                 engine.cache_buckets,
                 row_multiple(mesh),
-                () if drafter is None else speculation.verify_buckets,
+                speculation.verify_buckets if drafters else (),
                 speculation.max_drafts,
             ),
             policy.eos_token_ids,
@@ -116,14 +114,13 @@ class TrainingRun:
             self.pool,
             mesh,
             engine.verification,
+            states_read(drafters, policy.config),
         )
         self.speculator, self.run_ahead = None, None
-        if drafter is not None:
+        if drafters:
             if speculation.run_ahead_below:
                 self.run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
-            self.speculator = Speculator(
-                self.engine, drafter, speculation.drafter, speculation.max_batch, self.run_ahead
-            )
+            self.speculator = Speculator(self.engine, drafters, speculation.max_batch, self.run_ahead)
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
             task,

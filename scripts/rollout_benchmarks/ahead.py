@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
+from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
 from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
@@ -88,7 +88,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
 
 
 def replay(
-    drafter: Drafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
+    drafter: HostDrafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
 ) -> np.ndarray:
     """(tokens, passes) of verifying up to `width` drafts of every request in every pass."""
     drafter.begin(asked)
@@ -105,8 +105,10 @@ def replay(
             left = completions[index].response_ids[known[index] :]
             accepted[row] = min(_accepted(drafts, row, left), len(left) - 1)
             sampled[row, : accepted[row] + 1] = left[: accepted[row] + 1]
-        drafter.observe(Sampled(active.astype(np.int32), sampled, accepted + 1, drafts.counts, accepted))
         known[active] += accepted + 1
+        ended = known[active] == lengths[active]
+        requests = active.astype(np.int32)
+        drafter.observe(Sampled(requests, sampled, accepted + 1, drafts.counts, accepted, ended))
         tokens += int((accepted + 1).sum())
         passes += len(active)
     return np.asarray([tokens, passes])

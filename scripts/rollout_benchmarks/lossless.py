@@ -15,6 +15,7 @@ from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.rollout.pass_choice import Candidates
+from rljax.rollout.proposers import SelfProposer
 from rljax.rollout.records import Completion, DecodeStatistics, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
@@ -36,9 +37,6 @@ class EveryPass(Speculator):
     def choose(self, shape: tuple[int, int], found: Candidates) -> int:
         sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
-
-    def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> int:
-        return 1 + next(self.turns) % self.engine.buckets.max_drafts
 
 
 def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]:
@@ -69,9 +67,13 @@ def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]
 def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[Completion]]) -> Row:
     engine, params = run.engine, run.engine.load_params(run.state.params)
     run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
-    speculator = EveryPass(engine, make_drafter(name.split()[0]), name, 64, run_ahead)
+    drafter = name.split()[0]
+    speculator = EveryPass(engine, {drafter: make_drafter(drafter)}, 64, run_ahead)
     speculator.turns = itertools.count()
     speculator.warm_up(params)
+    (proposer,) = speculator.proposers
+    if isinstance(proposer, SelfProposer):
+        proposer.choose_length = lambda *_: (1 + next(speculator.turns) % engine.buckets.max_drafts, np.inf)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2

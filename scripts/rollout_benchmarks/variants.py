@@ -97,8 +97,7 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
                 run_ahead = RunAhead(config.engine.max_slots, config.speculation.run_ahead_share)
             speculator = Speculator(
                 run.engine,
-                make_drafter(way.drafter, **way.args),
-                name,
+                {way.drafter: make_drafter(way.drafter, **way.args)},
                 config.speculation.max_batch,
                 run_ahead,
             )

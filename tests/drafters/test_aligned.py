@@ -62,7 +62,7 @@ def observe(drafter, row, tokens):
     padded = np.full((1, width), -1, np.int32)
     padded[0, : len(tokens)] = tokens
     drafter.observe(
-        Sampled(np.asarray([row], np.int32), padded, np.asarray([len(tokens)], np.int32), zeros, zeros)
+        Sampled(np.asarray([row], np.int32), padded, np.asarray([len(tokens)], np.int32), zeros, zeros, zeros)
     )
 
 

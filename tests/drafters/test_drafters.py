@@ -30,7 +30,9 @@ class Rollout:
         row = np.full((1, len(tokens) + 2), -1, np.int32)
         row[0, : len(tokens)] = tokens
         one = lambda value: np.asarray([value], np.int32)  # noqa: E731
-        self.drafter.observe(Sampled(one(request), row, one(len(tokens)), one(drafted), one(accepted)))
+        self.drafter.observe(
+            Sampled(one(request), row, one(len(tokens)), one(drafted), one(accepted), one(0))
+        )
 
     def propose(self, *requests, nodes=16, budgets=None):
         requests = np.asarray(requests, np.int32)
@@ -499,7 +501,9 @@ def test_what_was_sampled_ahead_for_one_request_serves_its_group(name):
     drafter.begin([DraftRequest(A, None, ahead), DraftRequest(A, None), DraftRequest(B, None)])
     row = np.asarray([RESPONSE[:4]], np.int32)
     for request in (1, 2):
-        drafter.observe(Sampled(np.asarray([request]), row, np.asarray([4]), np.zeros(1), np.zeros(1)))
+        drafter.observe(
+            Sampled(np.asarray([request]), row, np.asarray([4]), np.zeros(1), np.zeros(1), np.zeros(1))
+        )
     positions = np.asarray([7, 8], np.int32)
     drafts = drafter.propose(
         Queries(np.asarray([1, 2], np.int32), positions, np.asarray([5, 5], np.int32), 5)

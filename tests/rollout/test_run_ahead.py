@@ -46,7 +46,7 @@ def make_requests(step, limits=(60, 9, 7, 30)):
 
 
 def make_speculator(engine, run_ahead, name="srt"):
-    speculator = Speculator(engine, make_drafter(name), name, MAX_SLOTS, run_ahead)
+    speculator = Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead)
     for batch in engine.buckets.batch:
         for length in engine.buckets.cache:
             for rows, seconds in ((0, 1.0), (8, 1.1), (16, 1.1)):  # verifying is cheap: every draft is tried
@@ -88,7 +88,7 @@ def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
     ):  # under the same weights every token comes again
         if tokens is not None:
             np.testing.assert_array_equal(tokens, completion.response_ids[: len(tokens)])
-    metrics = speculator.drafter.metrics()
+    metrics = speculator.drafters["srt"].metrics()
     assert metrics["ahead_agreed"] == metrics["ahead_tokens"] == statistics.ahead_tokens
     assert engine.pool.compilations - compilations <= 4  # verifying programs; nothing for inserting
 
@@ -102,7 +102,7 @@ def test_with_other_weights_only_the_time_changes(engine, params):
     moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
     completions, _ = scheduler.run(moved, make_requests(1))
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, make_requests(1))[0])
-    metrics = speculator.drafter.metrics()
+    metrics = speculator.drafters["srt"].metrics()
     assert 0 < metrics["ahead_agreed"] < metrics["ahead_tokens"]
 
 

@@ -11,6 +11,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.sampling import SamplingParams
 from rljax.models.numerics import Numerics
 from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
+from rljax.rollout.pass_choice import plain_rate
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from tests.rollout.test_scheduler import assert_same
@@ -27,7 +28,7 @@ def engine(params):
     """Every program is compiled here; no test may compile another one."""
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
     engine.warm_up(params, SLOTS, prompt_length=64)
-    Speculator(engine, make_drafter("quantized"), "quantized", SLOTS).warm_up(params)
+    Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations
     yield engine
     assert engine.pool.compilations == compiled
@@ -48,11 +49,11 @@ DEAR = FixedTimes({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
 
 
 def speculate(engine, params, requests, times, lengths=None, overlap=False):
-    speculator = Speculator(engine, make_drafter("quantized"), "quantized", SLOTS)
-    speculator._times = times
+    speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=times)
     if lengths is not None:
         turns = itertools.cycle(lengths)
-        speculator.choose_length = lambda shape, slots, wanted: next(turns)
+        (proposer,) = speculator.proposers
+        proposer.choose_length = lambda shape, slots, wanted: ((length := next(turns)), 1e9 * length)
     completions, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
     return completions, statistics, speculator
 
@@ -76,19 +77,18 @@ def test_where_drafting_costs_as_much_as_decoding_it_decodes(engine, params, req
 
 def test_it_follows_the_policy(engine, params, requests, expected):
     """The weights are rounded anew when the policy changes, and only then."""
-    speculator = Speculator(engine, make_drafter("quantized"), "quantized", SLOTS)
-    speculator._times = CHEAP
+    speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=CHEAP)
     scheduler = Scheduler(engine, SLOTS, None, speculator)
     other = make_params(1)
     scheduler.run(other, requests)
-    before = np.asarray(speculator.drafter.draft_params["layers"][0]["q"].values)
+    before = np.asarray(speculator.drafters["quantized"].draft_params["layers"][0]["q"].values)
     completions, statistics = scheduler.run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > 0.8 * statistics.drafted > 0
-    weights = speculator.drafter.draft_params
+    weights = speculator.drafters["quantized"].draft_params
     assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
     scheduler.run(params, requests[:1])
-    assert speculator.drafter.draft_params is weights
+    assert speculator.drafters["quantized"].draft_params is weights
 
 
 def test_it_is_a_self_drafter_and_others_are_not():
@@ -98,7 +98,8 @@ def test_it_is_a_self_drafter_and_others_are_not():
 
 def test_the_length_that_promises_most_is_chosen():
     def choose(acceptance, times, slots=4):
-        return best_length(acceptance, slots, slots, BUCKETS, times, 4, 64)
+        length, rate = best_length(acceptance, slots, slots, BUCKETS, times, 4, 64)
+        return length if rate > plain_rate(slots, times, 4, 64) else 0
 
     assert choose(0.99, CHEAP) == 7
     assert choose(0.99, DEAR) == 0

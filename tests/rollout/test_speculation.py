@@ -47,7 +47,7 @@ def engine(params):
     """Every program is compiled here; no test may compile another one."""
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
     engine.warm_up(params, SLOTS, prompt_length=64)
-    Speculator(engine, Silent(), "silent", max_batch=SLOTS).warm_up(params)
+    Speculator(engine, {"silent": Silent()}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations
     yield engine
     assert engine.pool.compilations == compiled
@@ -88,10 +88,10 @@ def speculate(
     engine, params, requests, drafter, times=None, stop=None, max_batch=SLOTS, name="mine", overlap=False
 ):
     """Completions, statistics and the speculator after one rollout."""
-    speculator = Speculator(engine, drafter, name, max_batch)
-    speculator._times = FavouriteRows(ALL_ROWS) if times is None else times
-    if isinstance(speculator._times, FavouriteRows):
-        speculator.choose = speculator._times.choose
+    times = FavouriteRows(ALL_ROWS) if times is None else times
+    speculator = Speculator(engine, {name: drafter}, max_batch, times=times)
+    if isinstance(times, FavouriteRows):
+        speculator.choose = times.choose
     completions, statistics = Scheduler(engine, SLOTS, stop, speculator, overlap).run(params, requests)
     return completions, statistics, speculator
 
@@ -359,13 +359,13 @@ def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, reques
         raise IndexError("out of\nideas")
 
     setattr(Broken, method, raises)
-    speculator = Speculator(engine, Broken(), "broken", SLOTS)
-    speculator._times = FavouriteRows(ALL_ROWS)
-    speculator.choose = speculator._times.choose
+    times = FavouriteRows(ALL_ROWS)
+    speculator = Speculator(engine, {"broken": Broken()}, SLOTS, times=times)
+    speculator.choose = times.choose
     call, arguments = {
         "learn": (speculator.learn, ([],)),
         "state": (speculator.state, ()),
-        "load_state": (speculator.load_state, ({"tokens": np.zeros(1)},)),
+        "load_state": (speculator.load_state, ({"broken/tokens": np.zeros(1)},)),
         "metrics": (speculator.metrics, (DecodeStatistics(),)),
     }.get(method, (Scheduler(engine, SLOTS, None, speculator).run, (params, requests)))
     message = error_of(call, *arguments)
@@ -521,7 +521,7 @@ def test_an_empty_state_is_not_loaded(engine):
         def load_state(self, state):
             raise AssertionError
 
-    Speculator(engine, Strict(), "strict", SLOTS).load_state({})
+    Speculator(engine, {"strict": Strict()}, SLOTS).load_state({})
 
 
 # -- the other rules ---------------------------------------------------------------------------------------

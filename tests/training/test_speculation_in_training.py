@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from drafters.registry import DRAFTERS
-from rljax.rollout import speculation
+from rljax.rollout import proposers, speculation
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from tests.training.tiny_run import train
@@ -68,7 +68,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
                 return sizes[-1] if next(turns) else 0
 
             patch.setattr(speculation.Speculator, "choose", choose)
-            patch.setattr(speculation.Speculator, "choose_length", lambda self, *_: 3)  # of a self-drafter
+            patch.setattr(proposers.SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
         return train(directory, *overrides)
 
 

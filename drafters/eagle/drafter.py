@@ -1,0 +1,388 @@
+"""The head as a drafter of the loop: it follows the slots, drafts for them, and learns from what they sample.
+
+Every forward pass of the engine hands out the policy's states (`DecodeEngine.hidden_layers`). They are taken
+up when drafts are next asked for: until then they wait, for a few visits. A slot whose states were missed is
+forgotten, and known again from the next ones on.
+
+The same states are what the head is trained on (`drafters/training.py`): no forward pass is made for it.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from pydantic import Field, model_validator
+
+from drafters.arguments import Arguments
+from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.eagle.checkpoint import load_head
+from drafters.eagle.drafting import (
+    DrafterState,
+    DraftStrategy,
+    ScoredTree,
+    empty_state,
+    forget,
+    jitted_absorb,
+    jitted_draft,
+)
+from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
+from drafters.eagle.training import published_training
+from drafters.training import BufferSettings, HeadTrainer, head_optimizer
+from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
+from rljax.engine.state import DecodeState, Prefix
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+
+_WAITING = 4  # visits whose states are kept until drafts are asked for
+
+
+class EagleArguments(Arguments):
+    """Arguments of `EagleDrafter`."""
+
+    variant: Variant = Field(
+        "eagle3",
+        description="eagle and hass read the policy's last hidden state, eagle3 three. hass and eagle3"
+        " train on their own outputs too: dearer steps, longer drafts.",
+    )
+    path: str | None = Field(
+        None,
+        description="Directory of a trained head (scripts/train_drafter.py); null is a new one.",
+    )
+    depths: list[int] = Field(
+        [2, 4, 6],
+        min_length=1,
+        description="Depths of the trees to choose from before every pass. Deeper ones pay where the head is"
+        " right for longer; each compiles a program for every batch bucket.",
+    )
+    top_k: int = Field(
+        2, ge=1, description="Children of a node. More find more of what is sampled, and draft slower."
+    )
+    nodes: int | None = Field(
+        None, ge=1, description="Nodes of a tree that may be verified; null is speculation.max_drafts."
+    )
+    train: bool = Field(
+        True, description="Keep the head up with the policy. false keeps it as it is: to see what that costs."
+    )
+    learning_rate: float = Field(
+        1e-3, gt=0, description="Of the head. Raise it where the policy moves fast; lower it if loss jumps."
+    )
+    pack_length: int = Field(
+        512, ge=16, description="Tokens of a training row; longer responses are cut. Lower it to save memory."
+    )
+    rows: int = Field(2, ge=1, description="Rows of a training slice: fewer make shorter slices.")
+    buffer_bytes: int = Field(
+        1 << 30,
+        ge=1,
+        description="Host memory for states to train on; beyond it, older ones are dropped.",
+    )
+    slices: int = Field(
+        8,
+        ge=0,
+        description="Training slices a rollout, at most. More follow the policy closer and take longer.",
+    )
+    train_below: int = Field(
+        4,
+        ge=0,
+        description="Train inside the rollout's tail, once no more than this many responses still run;"
+        " what is left of the slices is made up for at its end. 0 trains only there.",
+    )
+    train_share: float = Field(
+        0.1, gt=0, le=1, description="Most of a rollout's time that slices may take inside it."
+    )
+    seed: int = Field(0, description="Of a new head, and of the order of training.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "EagleArguments":
+        if min(self.depths) < 1:
+            raise ValueError(f"depths: should be at least 1, got {min(self.depths)}")
+        return self
+
+
+class EagleDrafter:
+    """A head that drafts and learns beside the policy.
+
+    Args:
+      arguments: see there.
+    """
+
+    def __init__(self, arguments: EagleArguments) -> None:
+        self._arguments = arguments
+        self.strategies: tuple[DraftStrategy, ...] = ()
+        self.train_below, self.train_share = arguments.train_below, arguments.train_share
+        self._loaded: Params | None = None
+        self._trainer: HeadTrainer | None = None
+        self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
+        self._step = 0
+        self._slices = 0  # of this step
+        self._last_metrics: dict[str, float] = {}
+        self._begin_collecting([])
+
+    # -- what it drafts for ----------------------------------------------------------------------------------
+
+    def reads(self, policy: ModelConfig) -> tuple[int, ...]:
+        return self._configure(policy).layers
+
+    def _configure(self, policy: ModelConfig) -> HeadConfig:
+        arguments = self._arguments
+        self.config = HeadConfig(arguments.variant, policy)
+        if arguments.path is not None and self._loaded is None:
+            self.config, self._loaded = load_head(arguments.path, policy)
+            if self.config.fused != (arguments.variant == "eagle3"):
+                raise ConfigError(
+                    f"speculation.args.path: {arguments.path} is no head of variant {arguments.variant}"
+                )
+        return self.config
+
+    def attach(self, engine: DecodeEngine) -> None:
+        arguments, most = self._arguments, engine.buckets.max_drafts
+        config = self._configure(engine.config)
+        self._engine = engine
+        self._numerics = Numerics(False, engine.numerics.compute_dtype)
+        self._length = engine.buckets.cache[-1]
+        self._rope = jnp.asarray(rope_table(engine.config, self._length + max(arguments.depths)))
+        strategies = []
+        for depth in sorted(set(arguments.depths)):
+            whole = arguments.top_k + (depth - 1) * arguments.top_k**2
+            strategies.append(
+                DraftStrategy(depth, arguments.top_k, min(arguments.nodes or most, most, whole))
+            )
+        self.strategies = tuple(strategies)
+        self.config = config
+
+    def refresh(self, params: Params) -> None:
+        self._shared = shared_params(params, self._engine.config)
+        if self._trainer is None:
+            self._trainer = self._make_trainer(params)
+            self._trainer.begin_step(self._step)
+            if self._restored is not None:
+                self._trainer.load_state(self._restored)
+        self._draft_params = tree_cast(self._trainer.params, self._numerics.dtype)
+
+    def _make_trainer(self, policy_params: Params) -> HeadTrainer:
+        arguments, training = self._arguments, published_training(self._arguments.variant)
+        head = self._loaded
+        if head is None:
+            head = init_head(self.config, policy_params, arguments.seed)
+        return HeadTrainer(
+            self.config,
+            training,
+            head_optimizer(arguments.learning_rate),
+            rope_table(self._engine.config, arguments.pack_length + training.steps),
+            self._numerics,
+            BufferSettings(arguments.buffer_bytes),
+            arguments.pack_length,
+            arguments.rows,
+            arguments.seed,
+            head,
+        )
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def start(self, batch: int) -> None:
+        self._state = self._empty(batch, self._length)
+        self._waiting: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
+
+    def _empty(self, batch: int, length: int) -> DrafterState:
+        return empty_state(self.config, batch, length, cache_dtype(self._numerics))
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> "PrefilledHead":
+        """The pairs of every prompt: all tokens but the first, each behind the state before it."""
+        rows, length = prefix.states.shape[:2]
+        tokens = np.zeros((rows, length), np.int32)
+        counts = np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt) - 1] = prompt[1:]
+            counts[row] = len(prompt) - 1
+        state = self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
+        states = np.asarray(prefix.states) if self._collects else None
+        return PrefilledHead(state, states)
+
+    def insert(
+        self, prefilled: "PrefilledHead", assignments: Sequence[Assignment], requests: Sequence[int]
+    ) -> None:
+        slots = [assignment.slot for assignment in assignments]
+        for _, _, counts in self._waiting:
+            counts[slots] = 0
+        batch = len(self._state.lengths)
+        rows, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
+        rows[: len(slots)] = [assignment.row for assignment in assignments]
+        into[: len(slots)] = slots
+        self._state = _insert(self._state, prefilled.state, rows, into)
+        for assignment, request in zip(assignments, requests, strict=True):
+            self._requests[assignment.slot] = request
+            if self._trainable[request]:
+                known = len(self._prompts[request]) - 1
+                self._states[request] = [prefilled.states[assignment.row, :known]]
+                self._tokens[request] = list(self._prompts[request])
+
+    def advance(self, result: DecodeResult) -> None:
+        counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
+        self._waiting.append((result.states, np.maximum(result.tokens, 0), counts))
+        self._collect(result.states, counts)
+        if len(self._waiting) > _WAITING:
+            _, _, missed = self._waiting.popleft()
+            self._state = forget(self._state, jnp.asarray(missed > 0))
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        self._catch_up()
+        taken = np.zeros(batch, np.int32)
+        taken[: len(slots)] = slots
+        self._state = _take(self._state, taken)
+        kept = dict(enumerate(slots))
+        self._requests = {new: self._requests[old] for new, old in kept.items() if old in self._requests}
+
+    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
+        self._catch_up()
+        coupled = self._engine.verification == "coupled"
+        return jitted_draft(
+            self._draft_params,
+            self.config,
+            self._shared,
+            self._state,
+            state.lengths,
+            state.noise_keys if coupled else None,
+            self._rope,
+            strategy,
+            self._engine.sampling,
+            self._numerics,
+        )
+
+    def _catch_up(self) -> None:
+        while self._waiting:
+            states, tokens, counts = self._waiting.popleft()
+            if counts.any():
+                self._state = self._absorb(self._state, states, tokens, counts)
+
+    def _absorb(
+        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray
+    ) -> DrafterState:
+        width = 2  # few programs: powers of two
+        while width < counts.max(initial=0):
+            width *= 2
+        missing = max(0, width - tokens.shape[1])
+        tokens = np.pad(tokens, [(0, 0), (0, missing)])[:, :width]
+        if states.shape[1] < width:
+            states = jnp.pad(states, [(0, 0), (0, width - states.shape[1]), (0, 0), (0, 0)])
+        return jitted_absorb(
+            self._draft_params,
+            self.config,
+            self._shared,
+            state,
+            states[:, :width],
+            jnp.asarray(tokens),
+            jnp.asarray(counts),
+            self._rope,
+            self._numerics,
+        )
+
+    # -- what a drafter hears --------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[DraftRequest]) -> None:
+        self._begin_collecting(requests)
+
+    def observe(self, sampled: Sampled) -> None:
+        """`advance` has brought the states; here it turns out which tokens are kept, and what is complete."""
+        for row, request in enumerate(sampled.requests.tolist()):
+            if request not in self._tokens:
+                continue
+            self._tokens[request] += sampled.tokens[row, : sampled.counts[row]].tolist()
+            if sampled.ended[row]:
+                self._add(len(self._prompts[request]), self._tokens.pop(request), self._states.pop(request))
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """The rollout is over: what is left of its slices is made up for, and the next step begins."""
+        if self._arguments.train and self._trainer is not None:
+            while self._slices < self._arguments.slices and self.train():
+                pass
+            self._last_metrics = self._trainer.metrics()
+            self._step += 1
+            self._slices = 0
+            self._trainer.begin_step(self._step)
+
+    def state(self) -> dict[str, np.ndarray]:
+        if self._trainer is None:
+            return self._restored or {}
+        return {"step": np.asarray(self._step, np.int64)} | self._trainer.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        state = dict(state)
+        self._step = int(state.pop("step"))
+        self._restored = state  # the trainer needs the policy's weights, which come with `refresh`
+
+    def metrics(self) -> dict[str, float]:
+        """What `HeadTrainer.metrics` says, as `head/...`."""
+        return {f"head/{name}": value for name, value in self._last_metrics.items()}
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    @property
+    def _collects(self) -> bool:
+        return any(self._trainable)
+
+    def _begin_collecting(self, requests: Sequence[DraftRequest]) -> None:
+        train = self._arguments.train and self._arguments.slices > 0
+        self._trainable = [train and request.trainable for request in requests]
+        self._prompts = [request.prompt_ids for request in requests]
+        self._requests: dict[int, int] = {}  # by slot
+        self._states: dict[int, list[np.ndarray]] = {}  # by request, of all tokens but the last
+        self._tokens: dict[int, list[int]] = {}
+
+    def _collect(self, states: Array, counts: np.ndarray) -> None:
+        learnt = [(slot, self._requests.get(slot)) for slot in np.flatnonzero(counts).tolist()]
+        learnt = [(slot, request) for slot, request in learnt if request in self._states]
+        if not learnt:
+            return
+        states = np.asarray(states)
+        for slot, request in learnt:
+            self._states[request].append(states[slot, : counts[slot]].copy())
+
+    def _add(self, prompt: int, tokens: list[int], parts: list[np.ndarray]) -> None:
+        """A complete response, up to its last token, which the policy has not read."""
+        known = len(tokens) - 1
+        states = np.concatenate(parts)[:known]  # a stop string may have cut the response
+        self._trainer.add(np.asarray(tokens[:known], np.int32), states, np.arange(known) >= prompt)
+
+    def train(self) -> bool:
+        """One slice; False when there is nothing left to do in this step."""
+        if not self._arguments.train or self._slices >= self._arguments.slices:
+            return False
+        if self._trainer.slice(self._shared) is None:
+            return False
+        self._slices += 1
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefilledHead:
+    """Prompts as the head knows them.
+
+    Attributes:
+      state: a slot a prompt.
+      states: [N, T, S, d], the policy's states, on the host; None where nothing is trained on them.
+    """
+
+    state: DrafterState
+    states: np.ndarray | None
+
+
+@jax.jit
+def _insert(state: DrafterState, prefilled: DrafterState, rows: Array, slots: Array) -> DrafterState:
+    """Row rows[i] of what was prefilled into slot slots[i]; slots out of range are skipped."""
+    return DrafterState(
+        cache=copy_rows(state.cache, prefilled.cache, rows, slots),
+        lengths=state.lengths.at[slots].set(prefilled.lengths[rows], mode="drop"),
+        outputs=state.outputs.at[slots].set(prefilled.outputs[rows], mode="drop"),
+    )
+
+
+@jax.jit
+def _take(state: DrafterState, slots: Array) -> DrafterState:
+    return DrafterState(take_slots(state.cache, slots), state.lengths[slots], state.outputs[slots])

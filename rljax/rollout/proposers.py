@@ -1,0 +1,303 @@
+"""Where candidates for a verifying pass come from: one proposer for each kind of drafter.
+
+    HostProposer      asks a drafter on the host, which costs next to nothing
+    SelfProposer      lets other weights of the policy draft chains on the target's own cache
+    DeviceProposer    lets a drafter with slots of its own on the device draft trees
+
+What costs time is promised before it is drafted (`promise`), from what was accepted so far and from what
+drafting and passes took; what came of it is credited afterwards (`credit`).
+"""
+
+import dataclasses
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from drafters.base import DeviceDrafter, Drafter, Drafts, Queries, SelfDrafter, chains, usable_nodes
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.state import DecodeState
+from rljax.errors import DrafterError, UserError
+from rljax.models.transformer import Params
+from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length, best_strategy
+from rljax.rollout.pass_choice import Calibration, PassTimes, time_drafts, time_trees
+from rljax.rollout.records import DecodeStatistics
+
+_HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
+
+
+@dataclasses.dataclass(frozen=True)
+class ActiveSlots:
+    """The slots with a request.
+
+    Attributes:
+      slots: int32 [n].
+      requests: int32 [n], which request each decodes.
+      positions: int32 [n], where its next token will stand.
+      wanted: bool [n], False for requests that are only sampled ahead.
+      standing_by: how many other slots with a wanted request there are.
+    """
+
+    slots: np.ndarray
+    requests: np.ndarray
+    positions: np.ndarray
+    wanted: np.ndarray
+    standing_by: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What one drafter offers n slots: N nodes each, the most promising first.
+
+    Attributes:
+      proposer: whose they are.
+      tokens, parents: int32 [n, N], as in `Drafts`.
+      usable: bool [n, N], which of them are nodes.
+      probability: float [n, N], of being accepted with all ancestors, as often as such nodes were so far.
+      bins: int [n, N], of the drafter's calibration.
+      seconds: that the device spent on it.
+    """
+
+    proposer: "Proposer"
+    tokens: np.ndarray
+    parents: np.ndarray
+    usable: np.ndarray
+    probability: np.ndarray
+    bins: np.ndarray
+    seconds: float = 0.0
+
+
+class Proposer(Protocol):
+    """A drafter as the speculator uses it.
+
+    Attributes:
+      name: of the drafter.
+      drafter: itself.
+    """
+
+    name: str
+    drafter: Drafter
+
+    def refresh(self, params: Params) -> None:
+        """A rollout with these weights begins."""
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        """Compiles what drafting over this shape of a state needs, and takes its time."""
+
+    def forget(self) -> None:
+        """What was accepted before weighs less: the policy has moved."""
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        """Wanted tokens per second that drafting may bring; infinite where asking costs nothing."""
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Proposal]:
+        """Candidates for the active slots. Consumes `state`."""
+
+    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Of its nodes [n, N]: which were verified, and which of these accepted."""
+
+
+def make_proposer(name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> Proposer:
+    """The proposer for this kind of drafter."""
+    if isinstance(drafter, SelfDrafter):
+        return SelfProposer(name, drafter, engine, times)
+    if isinstance(drafter, DeviceDrafter):
+        return DeviceProposer(name, drafter, engine, times)
+    return HostProposer(name, drafter, engine)
+
+
+def ask(name: str, drafter: Drafter, method: str, *arguments: Any) -> Any:
+    """Calls a drafter; what it raises becomes one line that names it."""
+    try:
+        return getattr(drafter, method)(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DrafterError(f"speculation.drafter {name}: {method} raised {error!r}") from error
+
+
+class HostProposer:
+    """Trees from a drafter on the host.
+
+    Args:
+      name: of the drafter, for messages.
+      drafter: what proposes.
+      engine: the decode engine.
+    """
+
+    def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
+        self.name, self.drafter, self._engine = name, drafter, engine
+        self._calibration = Calibration()
+
+    def refresh(self, params: Params) -> None:
+        """It does not read the policy."""
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        """Nothing to compile."""
+
+    def forget(self) -> None:
+        self._calibration.forget()
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        return float("inf")
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Proposal]:
+        width = self._engine.buckets.max_drafts
+        budgets = np.full(len(active.slots), width, np.int32)
+        queries = Queries(active.requests, active.positions, budgets, width)
+        drafts = ask(self.name, self.drafter, "propose", queries)
+        try:
+            usable = usable_nodes(drafts, queries, self._engine.config.vocab_size)
+        except ValueError as error:
+            raise DrafterError(
+                f"speculation.drafter {self.name}: propose returned no drafts: {error}"
+            ) from error
+        returned = np.arange(width) < np.minimum(drafts.counts, budgets)[:, None]
+        statistics.unusable += int(returned.sum() - usable.sum())
+        if self._engine.verification == "rejection":
+            drafts, usable = chains(drafts, usable)
+        return state, _proposal(self, drafts, usable, self._calibration)
+
+    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        self._calibration.add(bins[verified], accepted[verified])
+
+
+class SelfProposer:
+    """Chains that the policy drafts for itself, with other weights.
+
+    Args:
+      name: of the drafter, for messages.
+      drafter: has the weights.
+      engine: the decode engine, which drafts.
+      times: what passes and draft steps take.
+    """
+
+    def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+        self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
+        self._calibration = Calibration()
+        self._acceptance = ChainAcceptance()
+        self._length = 0  # of the chains that were promised last
+
+    def refresh(self, params: Params) -> None:
+        ask(self.name, self.drafter, "refresh", params)
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        for seconds in time_drafts(self._engine, self.drafter.draft_params, batch, length, repeats):
+            self._times.add((batch, length, DRAFT_STEP), seconds)
+
+    def forget(self) -> None:
+        self._calibration.forget()
+        self._acceptance.forget()
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        self._length, rate = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
+        return rate
+
+    def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> tuple[int, float]:
+        """Steps to draft before the next pass, and the tokens per second that they promise."""
+        buckets = self._engine.buckets
+        return best_length(self._acceptance.rate, slots, wanted, buckets, self._times, *shape)
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Proposal]:
+        start = time.perf_counter()
+        state, drafted = self._engine.draft(self.drafter.draft_params, state, self._length)
+        tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
+        seconds = time.perf_counter() - start
+        self._times.add((state.batch, state.cache.length, DRAFT_STEP), seconds / self._length)
+        statistics.draft_seconds += seconds
+        usable = tokens >= 0
+        bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
+        probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
+        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
+        return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
+
+    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        # A margin says something of its own token only: what is behind the first refused one was not judged.
+        taken = accepted.sum(axis=1)
+        judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
+        self._acceptance.add(int(judged.sum()), int(taken.sum()))
+        self._calibration.add(bins[judged], accepted[judged])
+
+
+class DeviceProposer:
+    """Trees from a drafter that follows the slots on the device.
+
+    Args:
+      name: of the drafter, for messages.
+      drafter: what proposes.
+      engine: the decode engine.
+      times: what passes and drafting take.
+    """
+
+    def __init__(self, name: str, drafter: DeviceDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+        self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
+        self._calibration = Calibration()
+        self._acceptance = ChainAcceptance()
+        self._strategy = drafter.strategies[0]  # that was promised last
+        self._depth = 1
+
+    def refresh(self, params: Params) -> None:
+        ask(self.name, self.drafter, "refresh", params)
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        for strategy in self.drafter.strategies:
+            for seconds in time_trees(self._engine, self.drafter, strategy, batch, length, repeats):
+                self._times.add((batch, length, (self.name, strategy)), seconds)
+
+    def forget(self) -> None:
+        self._calibration.forget()
+        self._acceptance.forget()
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        self._strategy, rate = best_strategy(
+            self.name,
+            self.drafter.strategies,
+            self._acceptance.rate,
+            len(active.slots),
+            int(active.wanted.sum()),
+            self._engine.buckets,
+            self._times,
+            *shape,
+        )
+        return rate
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Proposal]:
+        start, strategy = time.perf_counter(), self._strategy
+        drafted = ask(self.name, self.drafter, "draft", state, strategy)
+        arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
+        tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
+        seconds = time.perf_counter() - start
+        self._times.add((state.batch, state.cache.length, (self.name, strategy)), seconds)
+        statistics.draft_seconds += seconds
+        self._depth = strategy.depth
+        more = [(0, 0), (0, self._engine.buckets.max_drafts - tokens.shape[1])]
+        drafts = Drafts(
+            np.pad(tokens, more),
+            np.pad(parents, more, constant_values=-1),
+            np.pad(scores, more, constant_values=-np.inf),
+            usable.sum(axis=1),
+        )
+        usable = np.pad(usable, more)
+        if self._engine.verification == "rejection":
+            drafts, usable = chains(drafts, usable)
+        proposal = _proposal(self, drafts, usable, self._calibration)
+        return state, dataclasses.replace(proposal, seconds=seconds)
+
+    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        taken = accepted.sum(axis=1)
+        tried = verified.any(axis=1)
+        self._acceptance.add(int(np.minimum(taken + 1, self._depth)[tried].sum()), int(taken.sum()))
+        self._calibration.add(bins[verified], accepted[verified])
+
+
+def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: Calibration) -> Proposal:
+    bins = calibration.bins(drafts.log_probability)
+    return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins)

@@ -1,0 +1,191 @@
+"""A head that follows the slots: the tokens are those of plain decoding, whatever it knows and learns."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.base import Outcome
+from drafters.registry import make_drafter, states_read
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.models import transformer
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.rollout.stop_strings import StopStrings
+from tests.rollout.test_scheduler import assert_same, spell
+from tests.rollout.tiny_policy import CONFIG, EOS, SLOTS, make_params, make_requests
+
+BUCKETS = Buckets((2, 4), (128,), (16,), 5)
+
+
+class CheapTimes:
+    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
+
+    def __getitem__(self, shape):
+        return 1.0 if shape[2] == 0 else 1e-3
+
+    def add(self, shape, seconds):
+        assert seconds > 0
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+POOL = ExecutablePool(row_invariant=True)  # the engines of all tests share programs
+
+
+def make_engine(hidden_layers=None):
+    return DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=hidden_layers
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+
+
+def make_speculator(variant="eagle3", others=(), **args):
+    defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "variant": variant}
+    drafters = {"eagle": make_drafter("eagle", **(defaults | args))}
+    drafters |= {name: make_drafter(name) for name in others}
+    engine = make_engine(states_read(drafters, CONFIG))
+    return Speculator(engine, drafters, SLOTS, times=CheapTimes())
+
+
+def roll_out(speculator, params, requests, stop=None, overlap=False):
+    return Scheduler(speculator.engine, SLOTS, stop, speculator, overlap).run(params, requests)
+
+
+@pytest.mark.parametrize(
+    ("variant", "overlap", "others"),
+    [("eagle", True, ()), ("eagle3", False, ()), ("eagle3", True, ("srt", "quantized"))],
+)
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, variant, overlap, others):
+    speculator = make_speculator(variant, others)
+    for _ in range(2):  # in the second one it has learned, and the others remember
+        completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
+        assert_same(completions, expected)
+        assert statistics.drafted == sum(completion.drafted for completion in completions) > 0
+        speculator.learn(outcomes(requests, completions))
+    assert statistics.draft_seconds > 0
+    metrics = speculator.metrics(statistics)
+    assert metrics["speculation/draft_share"] > 0
+    assert metrics["speculation/head/updates"] == 4
+
+
+def outcomes(requests, completions):
+    return [
+        Outcome(request.prompt_ids, completion.response_ids, 0.0)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+
+
+def test_it_knows_the_policys_states_at_every_token(params, requests):
+    """What the passes handed out is what one forward pass over the whole response computes."""
+    speculator = make_speculator()
+    head = speculator.drafters["eagle"]
+    seen = []
+    completions, _ = roll_out_recording(speculator, params, requests, seen)
+    assert len(seen) == len(requests)
+    whole = {}
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
+        whole[tokens] = len(request.prompt_ids)
+    for tokens, states, mask in seen:
+        length = len(tokens)
+        assert mask.tolist() == [False] * whole[tuple(tokens)] + [True] * (length - whole[tuple(tokens)])
+        positions = jnp.arange(length)[None]
+        attention = PackedAttention(jnp.ones((1, length), jnp.int32), Numerics(False))
+        final, _, residuals = transformer.forward_with_residuals(
+            params,
+            CONFIG,
+            jnp.asarray(tokens)[None],
+            positions,
+            attention,
+            jnp.asarray(rope_table(CONFIG, length)),
+            Numerics(False),
+            head.config.layers,
+        )
+        expected_states = np.stack([*residuals, final], axis=2)[0]
+        np.testing.assert_allclose(np.asarray(states, np.float32), expected_states, rtol=1e-3, atol=1e-3)
+
+
+def roll_out_recording(speculator, params, requests, seen, stop=None):
+    """A rollout after whose warm-up the head's trainer only records what it is given."""
+    head = speculator.drafters["eagle"]
+    head.attach(speculator.engine)
+    head.refresh(params)
+    head._trainer.add = lambda *sequence: seen.append(sequence)
+    return roll_out(speculator, params, requests, stop)
+
+
+def test_what_a_stop_string_cuts_off_is_not_learned(params, requests):
+    seen = []
+    stop = StopStrings(["7"], spell)
+    completions, _ = roll_out_recording(make_speculator(), params, requests, seen, stop)
+    assert any(completion.finish_reason == "stop" for completion in completions)
+    known = {
+        (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
+        for request, completion in zip(requests, completions, strict=True)
+    }
+    assert {tuple(tokens) for tokens, _, _ in seen} <= known
+    assert all(len(tokens) == len(states) == len(mask) for tokens, states, mask in seen)
+
+
+def test_nothing_is_learned_from_evaluation(params, requests):
+    speculator, seen = make_speculator(), []
+    evaluated = [dataclasses.replace(request, training=False) for request in requests]
+    roll_out_recording(speculator, params, evaluated, seen)
+    assert not seen
+
+
+def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, requests, expected):
+    speculator = make_speculator(train_below=SLOTS, train_share=1.0, slices=50)
+    before = jax.tree.map(np.array, params)
+    completions, statistics = roll_out(speculator, params, requests)
+    assert_same(completions, expected)
+    assert statistics.train_seconds > 0
+    assert speculator.drafters["eagle"]._trainer.updates > 1
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected):
+    """Long plain stretches in which nobody asks it: more visits than it keeps."""
+    speculator = make_speculator(slices=0)
+    turns = itertools.cycle([True, *[False] * 9])
+    (proposer,) = speculator.proposers
+    promise = proposer.promise
+    proposer.promise = lambda *of: promise(*of) if next(turns) else 0.0
+    completions, statistics = roll_out(speculator, params, requests)
+    assert_same(completions, expected)
+    assert 0 < statistics.verified < statistics.steps
+
+
+def test_a_resumed_head_goes_on_as_it_was(params, requests):
+    first = make_speculator()
+    completions, _ = roll_out(first, params, requests)
+    first.learn(outcomes(requests, completions))
+    second = make_speculator(seed=1)
+    second.load_state(first.state())
+    for speculator in (first, second):
+        completions, _ = roll_out(speculator, params, requests)
+        speculator.learn(outcomes(requests, completions))
+    for name, array in first.state().items():
+        np.testing.assert_array_equal(array, second.state()[name], name)
