@@ -127,7 +127,7 @@ def save_head(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} exists and is not an empty directory; choose another one")
     if config.fused:
-        _check_layers(directory, config)
+        check_layers(directory, config)
     stored_as = np.dtype(dtype)
     tensors = {}
     for name, (path, shape) in _tensor_names(config).items():
@@ -152,8 +152,10 @@ def save_head(
         raise
 
 
-def _check_layers(directory: Path, config: HeadConfig) -> None:
-    """The engines collect a state where a layer begins, each once."""
+def check_layers(directory: Path, config: HeadConfig) -> None:
+    """Raises a CheckpointError for an EAGLE-3 head that cannot be served: the engines collect a state where a
+    layer begins, each once.
+    """
     if len(set(config.layers)) < 3 or not all(0 < each < config.policy.num_layers for each in config.layers):
         raise CheckpointError(
             f"{directory}: a head over the states behind layers {list(config.layers)} of"

@@ -25,12 +25,14 @@ class HeadSequence:
       states: [n, S, d], the policy's (`model.py`), in the type they are kept in.
       response_mask: bool [n], the token is of the response.
       step: the RL step that sampled it.
+      number: its own in the buffer, in the order they came in.
     """
 
     tokens: np.ndarray
     states: np.ndarray
     response_mask: np.ndarray
     step: int
+    number: int = 0
 
     @property
     def length(self) -> int:
@@ -67,6 +69,7 @@ class DataBuffer:
         self._state_shape = tuple(state_shape)
         self._dtype = np.dtype(dtype)
         self._step = 0
+        self._added = 0
         self._sequences: list[HeadSequence] = []
         self.refused = 0
         """Sequences that were larger than the whole buffer."""
@@ -103,10 +106,12 @@ class DataBuffer:
             np.array(states, self._dtype),
             np.array(response_mask, bool),
             self._step,
+            self._added,
         )
         if sequence.bytes > self.max_bytes:
             self.refused += 1
             return
+        self._added += 1
         self._sequences.append(sequence)
         excess = self.bytes - self.max_bytes
         if excess <= 0:
@@ -152,6 +157,8 @@ class DataBuffer:
         return {
             "step": np.asarray(self._step, np.int64),
             "refused": np.asarray(self.refused, np.int64),
+            "added": np.asarray(self._added, np.int64),
+            "numbers": np.asarray([each.number for each in held], np.int64),
             "lengths": np.asarray([each.length for each in held], np.int64),
             "steps": np.asarray([each.step for each in held], np.int64),
             "tokens": np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in held)]),
@@ -175,9 +182,11 @@ class DataBuffer:
             )
         states = stored.view(self._dtype).reshape(-1, *self._state_shape)
         self._step, self.refused = int(state["step"]), int(state["refused"])
+        self._added = int(state["added"])
         self._sequences = []
         start = 0
-        for length, step in zip(lengths.tolist(), np.asarray(state["steps"]).tolist(), strict=True):
+        each = (lengths.tolist(), np.asarray(state["steps"]).tolist(), np.asarray(state["numbers"]).tolist())
+        for length, step, number in zip(*each, strict=True):
             here = slice(start, start + length)
             self._sequences.append(
                 HeadSequence(
@@ -185,6 +194,7 @@ class DataBuffer:
                     np.array(states[here]),
                     np.array(state["response_mask"][here]),
                     step,
+                    number,
                 )
             )
             start += length
@@ -252,3 +262,39 @@ def pack(sequences: Sequence[HeadSequence], pack_length: int) -> PackedRows:
     # One chunk a row: the head does not need the decoder's bits, so sequences may lie anywhere.
     packing = pack_sequences([each.length for each in sequences], pack_length, chunk=pack_length)
     return PackedRows(sequences, packing)
+
+
+def pack_next(sequences: Sequence[HeadSequence], pack_length: int, rows: int) -> PackedRows:
+    """The next batch in a given order: each sequence goes into the tightest of `rows` rows that has room for
+    it, and is left out where none has. The first always gets in, so what is left over comes first next time;
+    short ones from further behind fill up what the long ones leave.
+    """
+    chosen: list[HeadSequence] = []
+    places: list[tuple[int, int]] = []
+    free = [pack_length] * rows
+    for sequence in sequences:
+        fitting = [row for row in range(rows) if free[row] >= sequence.length]
+        if fitting:
+            row = min(fitting, key=lambda row: free[row])
+            places.append((row, pack_length - free[row]))
+            chosen.append(sequence)
+            free[row] -= sequence.length
+    row, start = np.asarray(places, np.int64).reshape(-1, 2).T
+    lengths = np.asarray([each.length for each in chosen], np.int64)
+    return PackedRows(chosen, Packing(lengths, row, start, rows, pack_length))
+
+
+def windows(length: int, pack_length: int, overlap: int) -> list[slice]:
+    """Windows of about equal size, none longer than `pack_length`, that cover a sequence; each begins
+    `overlap` tokens before the one in front of it ends.
+
+    Equal ones: a short last window would hold starts that have seen next to nothing.
+    """
+    if length <= pack_length:
+        return [slice(0, length)]
+    if pack_length <= overlap:
+        raise ValueError(f"pack_length: {pack_length} should be more than the {overlap} tokens of overlap")
+    count = -(-(length - overlap) // (pack_length - overlap))
+    size = -(-(length + (count - 1) * overlap) // count)
+    starts = [index * (size - overlap) for index in range(count)]
+    return [slice(start, min(start + size, length)) for start in starts]

@@ -24,10 +24,15 @@ evaluation: {{problems: 4}}
 """
 
 
-def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Runs the tiny experiment in `directory` with overrides, and returns its metrics."""
+def write_config(directory: Path) -> Path:
+    """The tiny experiment as a file; all that it makes is in `directory`."""
     file = directory / "config.yaml"
     file.write_text(_CONFIG.format(directory=directory))
-    config = load_config(file, overrides)
+    return file
+
+
+def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Runs the tiny experiment in `directory` with overrides, and returns its metrics."""
+    config = load_config(write_config(directory), overrides)
     run(config)
     return RunDirectory(config.run_dir).read_metrics()

@@ -1,0 +1,95 @@
+"""How much of what a head drafts would be accepted, on rollouts it has not seen (TLT, Table 6, Figure 16).
+
+Computed from states, without decoding: at every start in a response the head drafts `depth` tokens deep along
+what was really sampled, fed with its own outputs as in drafting, and each of its distributions q is compared
+with the policy's p: sum_v min(p, q) is the chance that the token is accepted, if those before it were.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from drafters.eagle.data import HeadSequence, pack
+from drafters.eagle.model import HeadConfig
+from drafters.eagle.states import States
+from drafters.eagle.training import HeadTraining, head_loss
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """What a chain of drafts is worth.
+
+    Attributes:
+      accept_length: tokens that a verifying pass yields on average, the policy's own included.
+      by_position: chance that the token at each depth is accepted, if those before it were.
+      agreement: share of starts at which the policy's likeliest token is the head's too, at each depth.
+      starts: that were counted.
+    """
+
+    accept_length: float
+    by_position: tuple[float, ...]
+    agreement: tuple[float, ...]
+    starts: int
+
+
+@functools.partial(jax.jit, static_argnames=("config", "training", "numerics"))
+def _measure(params, config, training, shared, batch, rope, numerics):
+    return head_loss(params, config, training, shared, batch, rope, numerics)[1]
+
+
+def evaluate_head(
+    params: Params,
+    config: HeadConfig,
+    shared: Params,
+    sequences: Iterable[States],
+    rope: Array,
+    numerics: Numerics,
+    depth: int,
+    pack_length: int,
+    rows: int = 4,
+) -> Acceptance:
+    """What the head's drafts are worth on sequences with their states; batches weigh by their starts.
+
+    Args:
+      params: the head's.
+      config: its shape.
+      shared: the policy's embeddings and LM head.
+      sequences: from `StateReader.read`, of the same policy.
+      rope: float32 [at least pack_length + depth - 1, 2, D/2].
+      numerics: see `Numerics`.
+      depth: drafted tokens.
+      pack_length, rows: of the batches.
+    """
+    # No loss is asked for: only its metrics.
+    training = HeadTraining(steps=depth, cross_entropy_weight=0.0)
+    held = [HeadSequence(*sequence, step=0) for sequence in sequences]
+    results: list[dict[str, np.ndarray]] = []
+    for batch in pack(held, pack_length).batches(rows):
+        batch = jax.tree.map(jnp.asarray, batch)
+        results.append(
+            jax.device_get(_measure(params, config, training, shared, batch, jnp.asarray(rope), numerics))
+        )
+    starts = np.asarray([float(result["starts"]) for result in results])
+    if not starts.sum():
+        raise ValueError("sequences: none has a response to draft")
+
+    def mean(name: str) -> float:
+        return float(np.average([float(result[name]) for result in results], weights=starts))
+
+    def by_depth(name: str) -> tuple[float, ...]:
+        return tuple(mean(f"{name}/{step}") for step in range(1, depth + 1))
+
+    return Acceptance(mean("accept_length"), by_depth("acceptance"), by_depth("agreement"), int(starts.sum()))
+
+
+def describe(acceptance: Acceptance) -> str:
+    """One line for the user."""
+    positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
+    return f"accept length {acceptance.accept_length:.2f}, acceptance by position {positions}"

@@ -1,0 +1,66 @@
+"""Training EAGLE heads: `python scripts/bench_drafters.py [--config FILE] [key=value ...]`.
+
+Heads of the config's policy, after its warm start, trained on its own rollouts. `docs/eagle.md` says what
+each row means.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from drafter_benchmarks.adaptation import adaptation_rows
+from drafter_benchmarks.objectives import objective_rows
+from drafter_benchmarks.packing import packing_rows
+from drafter_benchmarks.saving import saving_rows
+from drafters.warm_up import WarmUp
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.config import ExperimentConfig, load_config
+from rljax.errors import UserError
+from training_benchmarks.policies import POLICIES
+
+_CONFIG = "configs/quickstart.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = _benchmark(None, WarmUp()).parser()
+    parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"the policy (default: {_CONFIG})")
+    parser.add_argument("--slices", type=int, default=80, help="of each head's training (default: 80)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        if arguments.slices < 1:
+            raise UserError(f"--slices: {arguments.slices} is not at least 1")
+        config = load_config(arguments.config, arguments.overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    settings = WarmUp(steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
+    return _benchmark(config, settings).run(arguments)
+
+
+def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
+    return Benchmark(
+        "drafters",
+        __doc__.splitlines()[0],
+        (
+            Measurement(
+                "training", "what an objective is worth", lambda: objective_rows(config, settings, 5)
+            ),
+            Measurement("packing", "against padding", lambda: packing_rows(config, settings, 5)),
+            *(
+                Measurement("checkpoint", name, lambda name=name: saving_rows(name, POLICIES[name], 7))
+                for name in ("2M", "100M")
+            ),
+            Measurement(
+                "adaptation",
+                "heads and policies",
+                lambda: adaptation_rows(config, settings, rl_steps=6, learning_rate=5e-4, slices=20),
+                disturbed=False,
+            ),
+        ),
+        packages=("numpy", "safetensors"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""A head that is trained along with the policy against one that is not (TLT, Table 6 and Figure 16).
+
+Three heads: *frozen* after its warm-up; *trained on*, for as many slices more as the adapted one, but on the
+base policy's rollouts, to tell more training from adapting; *adapted*, on the rollouts of each RL step,
+before that step's update, as it would be in a run: it is always one update behind.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.eagle.evaluation import Acceptance
+from drafters.eagle.model import HeadConfig, shared_params
+from drafters.training import HeadTrainer
+from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig
+from rljax.models.transformer import Params
+from rollout_benchmarks.variants import collect_step, open_run
+
+
+def adaptation_rows(
+    config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
+) -> list[Row]:
+    """Accept lengths of the three heads with the base policy and with the one after RL.
+
+    Args:
+      config: the experiment.
+      settings: the warm-up.
+      rl_steps: real policy updates.
+      learning_rate: of these; large, so that a few of them matter.
+      slices: of the head in each of these steps.
+    """
+    config = config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(
+                update={"learning_rate": learning_rate, "warmup_steps": 0}
+            ),
+            "training": config.training.model_copy(update={"steps": rl_steps}),
+        }
+    )
+    with open_run(config) as (run, progress):
+        head = HeadConfig(settings.variant, run.trainer.config)
+        rollouts = PolicyRollouts(run, head)
+        trainer = make_trainer(run, head, settings)
+        # A copy: the policy's own arrays are given up to its updates.
+        base = jax.tree.map(jnp.copy, shared_params(run.state.params, head.policy))
+        base_heldout = rollouts.heldout(settings.heldout)
+        progress.stage("warm-up", settings.steps, sparse=True)
+        for done in range(settings.steps):
+            if done % settings.slices_per_round == 0:
+                begin(trainer, rollouts, done // settings.slices_per_round)
+            trainer.slice(base)
+            progress.step(done + 1, {})
+        heads: dict[str, Params] = {"frozen": trainer.params}
+        warm = trainer.state()
+        for step in range(rl_steps):
+            begin(trainer, rollouts, step)
+            for _ in range(slices):
+                trainer.slice(base)
+        heads["trained on"] = trainer.params
+        trainer.load_state(warm)
+        rewards = []
+        progress.stage("rl", rl_steps)
+        for step in range(rl_steps):
+            groups, _, _ = collect_step(run, run.collector, step)
+            trainer.begin_step(step)
+            for sequence in rollouts.read(groups):
+                trainer.add(*sequence)
+            shared = shared_params(run.state.params, head.policy)
+            for _ in range(slices):
+                trainer.slice(shared)
+            rewards.append(float(np.mean([group.reward for group in groups])))
+            minibatches, _ = run.minibatches(groups)
+            run.update(minibatches, run.reference_logprobs(minibatches))
+            progress.step(step + 1, {"reward": rewards[-1]})
+        heads["adapted"] = trainer.params
+        updated, updated_heldout = (
+            shared_params(run.state.params, head.policy),
+            rollouts.heldout(settings.heldout),
+        )
+        policies = {"base": (base, base_heldout), "RL": (updated, updated_heldout)}
+        found: dict[tuple[str, str], Acceptance] = {
+            (policy, name): measure(run, head, params, shared, heldout, settings.depth)
+            for policy, (shared, heldout) in policies.items()
+            for name, params in heads.items()
+        }
+    details = {
+        "variant": settings.variant,
+        "warm_up_slices": settings.steps,
+        "slices_per_step": slices,
+        "rl_steps": rl_steps,
+        "policy_learning_rate": learning_rate,
+        "reward_first_step": rewards[0],
+        "reward_last_step": rewards[-1],
+    }
+    rows = []
+    for (policy, name), acceptance in found.items():
+        baseline = found[policy, "frozen"].accept_length
+        rows.append(
+            Row(
+                f"adaptation/{policy} policy/{name} head",
+                acceptance.accept_length,
+                "tokens a pass",
+                f"{policy} policy, frozen head",
+                baseline,
+                acceptance.accept_length / baseline,
+                {
+                    **details,
+                    "acceptance_by_position": list(acceptance.by_position),
+                    "agreement_by_position": list(acceptance.agreement),
+                    "starts": acceptance.starts,
+                },
+            )
+        )
+    return rows
+
+
+def begin(trainer: HeadTrainer, rollouts: PolicyRollouts, step: int) -> None:
+    """A step's rollouts by the policy as it is now."""
+    trainer.begin_step(step)
+    for sequence in rollouts.training(step):
+        trainer.add(*sequence)

@@ -1,0 +1,103 @@
+"""What the ways to train a head are worth after equal numbers of slices, and what a slice costs (TLT, Tables
+7 and 8).
+"""
+
+from collections.abc import Sequence
+
+from drafters.eagle.evaluation import Acceptance
+from drafters.eagle.model import HeadConfig, Variant, shared_params
+from drafters.eagle.training import HeadTraining
+from drafters.training import HeadTrainer
+from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
+from rljax.benchmarking import Row, compare, interleave
+from rljax.config import ExperimentConfig
+from rollout_benchmarks.variants import collect_step, open_run
+
+_EAGLE = {"hidden_weight": 1.0, "cross_entropy_weight": 0.1}
+OBJECTIVES: dict[str, tuple[Variant, HeadTraining]] = {
+    "EAGLE": ("eagle", HeadTraining(**_EAGLE)),
+    "EAGLE, reverse KL": ("eagle", HeadTraining(**_EAGLE, reverse_kl_weight=0.1)),
+    "HASS": ("hass", HeadTraining(steps=3, **_EAGLE)),
+    "EAGLE-3": ("eagle3", HeadTraining(steps=7, step_decay=0.8)),
+    "EAGLE-3, reverse KL": ("eagle3", HeadTraining(steps=7, step_decay=0.8, reverse_kl_weight=1.0)),
+    "EAGLE-3, LK": ("eagle3", HeadTraining(steps=7, step_decay=0.8, lk_weight=1.0)),
+}
+"""Published losses and steps; the others add theirs with the weight of the cross entropy."""
+
+
+def objective_rows(
+    config: ExperimentConfig,
+    settings: WarmUp,
+    repeats: int,
+    names: Sequence[str] = tuple(OBJECTIVES),
+) -> list[Row]:
+    """Accept length on held-out rollouts, and seconds per slice, against the first of `names`."""
+    with open_run(config) as (run, progress):
+        rounds = -(-settings.steps // settings.slices_per_round)
+        groups = [collect_step(run, run.collector, step)[0] for step in range(rounds)]
+        trainers: dict[str, HeadTrainer] = {}
+        worth: dict[str, tuple[Acceptance, Acceptance]] = {}
+        progress.stage("bench", len(names))
+        for number, name in enumerate(names, 1):
+            variant, training = OBJECTIVES[name]
+            head = HeadConfig(variant, run.trainer.config)
+            rollouts = PolicyRollouts(run, head)
+            shared = shared_params(run.state.params, head.policy)
+            trainer = trainers[name] = make_trainer(run, head, settings, training)
+            heldout = rollouts.heldout(settings.heldout)
+            before = measure(run, head, trainer.params, shared, heldout, settings.depth)
+            for done in range(settings.steps):
+                if done % settings.slices_per_round == 0:
+                    step = done // settings.slices_per_round
+                    trainer.begin_step(step)
+                    for sequence in rollouts.read(groups[step]):
+                        trainer.add(*sequence)
+                trainer.slice(shared)
+            after = measure(run, head, trainer.params, shared, heldout, settings.depth)
+            worth[name] = before, after
+            progress.step(number, {"accept_length": after.accept_length})
+        seconds = interleave(
+            {name: lambda trainer=trainer: trainer.slice(shared) for name, trainer in trainers.items()},
+            repeats,
+        )
+    rows, first = [], names[0]
+    for name in names:
+        (before, after), baseline = worth[name], worth[first][1]
+        details = {
+            "steps_unrolled": OBJECTIVES[name][1].steps,
+            "slices": settings.steps,
+            "learning_rate": settings.learning_rate,
+            "untrained": before.accept_length,
+            "acceptance_by_position": list(after.by_position),
+            "agreement_by_position": list(after.agreement),
+            "starts": after.starts,
+        }
+        rows.append(
+            Row(
+                f"training/{name}/accept length",
+                after.accept_length,
+                "tokens a pass",
+                first,
+                baseline.accept_length,
+                after.accept_length / baseline.accept_length,
+                details,
+            )
+        )
+        timing = compare(seconds[name], seconds[first])
+        rows.append(
+            Row(
+                f"training/{name}/slice",
+                timing.seconds,
+                "s",
+                first,
+                timing.baseline_seconds,
+                timing.ratio,
+                {
+                    "rounds": repeats,
+                    "ratio_low": timing.ratio_low,
+                    "ratio_high": timing.ratio_high,
+                    "tokens": trainers[name].rows * trainers[name].pack_length,
+                },
+            )
+        )
+    return rows

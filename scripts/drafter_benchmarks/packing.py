@@ -1,0 +1,99 @@
+"""Packed against padded batches on the lengths of real rollouts (TLT, Figure 17b)."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.eagle.data import HeadSequence, PackedRows, pack
+from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.training import HeadBatch, init_state, jitted_train_step, published_training
+from drafters.training import head_optimizer
+from drafters.warm_up import PolicyRollouts, WarmUp
+from rljax.benchmarking import Row, compare, interleave
+from rljax.config import ExperimentConfig
+from rljax.models.rope import rope_table
+from rljax.training.packing import Packing
+from rollout_benchmarks.variants import open_run
+
+_ROUNDED_TO = 64  # lengths of padded batches, so that few programs are compiled
+
+
+def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> list[Row]:
+    """Tokens per second of an EAGLE head's updates over one step's rollouts, each sequence once."""
+    training = config.training
+    with open_run(config) as (run, _):
+        head = HeadConfig("eagle", run.trainer.config)
+        sequences = [HeadSequence(*each, step=0) for each in PolicyRollouts(run, head).training(0)]
+        order = np.random.default_rng(config.seed).permutation(len(sequences))  # rows come out by length
+        sequences = [sequences[i] for i in order]
+        lengths = np.asarray([each.length for each in sequences])
+        longest = int(lengths.max())
+        count = max(training.rows_per_microbatch * training.pack_length // longest, 1)
+        batches = {
+            "packed": list(pack(sequences, training.pack_length).batches(training.rows_per_microbatch)),
+            "padded to the longest": list(padded(sequences, count, longest)),
+            "padded to the longest of each batch": list(padded(sequences, count)),
+        }
+        positions = {name: sum(each.tokens.size for each in own) for name, own in batches.items()}
+        optimizer = head_optimizer(settings.learning_rate)
+        shared = shared_params(run.state.params, head.policy)
+        rope = jnp.asarray(rope_table(head.policy, training.pack_length))
+        state = init_state(init_head(head, run.state.params, config.seed), optimizer)
+
+        def sweep(own: Sequence[HeadBatch]) -> Callable[[], None]:
+            def run_all() -> None:
+                nonlocal state
+                for batch in own:
+                    state, metrics = jitted_train_step(
+                        state,
+                        jax.tree.map(jnp.asarray, batch),
+                        shared,
+                        rope,
+                        head,
+                        published_training("eagle"),
+                        optimizer,
+                        run.numerics,
+                    )
+                metrics["loss"].block_until_ready()
+
+            return run_all
+
+        seconds = interleave({name: sweep(own) for name, own in batches.items()}, repeats)
+    rows, tokens = [], int(lengths.sum())
+    for name in list(batches)[1:]:
+        timing = compare(seconds["packed"], seconds[name])
+        rows.append(
+            Row(
+                f"packing/against {name}",
+                tokens / timing.seconds,
+                "tokens/s",
+                name,
+                tokens / timing.baseline_seconds,
+                timing.ratio,
+                {
+                    "rounds": repeats,
+                    "ratio_low": timing.ratio_low,
+                    "ratio_high": timing.ratio_high,
+                    "sequences": len(sequences),
+                    "tokens": tokens,
+                    "length_mean": float(lengths.mean()),
+                    "length_max": longest,
+                    "positions": positions["packed"],
+                    "baseline_positions": positions[name],
+                },
+            )
+        )
+    return rows
+
+
+def padded(sequences: Sequence[HeadSequence], count: int, length: int | None = None) -> Iterator[HeadBatch]:
+    """Batches of `count` sequences, one a row, as long as the longest of the batch, or all of one length."""
+    for first in range(0, len(sequences), count):
+        own = sequences[first : first + count]
+        lengths = np.asarray([each.length for each in own], np.int64)
+        width = length or -(-int(lengths.max()) // _ROUNDED_TO) * _ROUNDED_TO
+        rows = np.arange(len(own))
+        packing = Packing(lengths, rows, np.zeros_like(rows), len(own), width)
+        yield from PackedRows(own, packing).batches(count)

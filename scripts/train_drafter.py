@@ -1,0 +1,96 @@
+"""Train an EAGLE head before RL: `python scripts/train_drafter.py --config FILE --output DIR`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rljax.config import load_config
+from rljax.errors import Interrupted, UserError
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_drafter.py",
+        description="Train a draft head on the rollouts of a config's policy. Started again, it resumes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="where the head will be; DIR.partial is for resuming, and goes in the end",
+    )
+    parser.add_argument(
+        "--variant",
+        choices=("eagle", "hass", "eagle3"),
+        default="eagle",
+        help="eagle is the fastest to train, eagle3 reads three layers (default: eagle)",
+    )
+    parser.add_argument("--steps", type=_count, default=400, help="updates in all (default: 400)")
+    parser.add_argument(
+        "--slices-per-round", type=_count, default=100, help="updates before new rollouts (default: 100)"
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=_rate,
+        default=1e-3,
+        help="for toys; 3e-5 for policies of billions of weights (default: 1e-3)",
+    )
+    parser.add_argument(
+        "--heldout", type=_count, default=64, help="held-out problems to measure acceptance on (default: 64)"
+    )
+    parser.add_argument(
+        "--engine", choices=("sglang", "vllm"), default="sglang", help="who shall load it (default: sglang)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a key of the config, such as seed=1"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        # JAX takes seconds to import: not before the config is known to be right.
+        from drafters.warm_up import WarmUp, warm_up
+
+        settings = WarmUp(
+            variant=arguments.variant,
+            steps=arguments.steps,
+            slices_per_round=arguments.slices_per_round,
+            learning_rate=arguments.learning_rate,
+            heldout=arguments.heldout,
+            engine=arguments.engine,
+        )
+        warm_up(config, settings, arguments.output)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as interrupted:
+        print(f"{interrupted}; the same command continues {arguments.output}", file=sys.stderr)
+        return 128 + interrupted.signal
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command resumes {arguments.output}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
