@@ -29,7 +29,7 @@ from flax import struct
 from jax import Array, lax
 
 from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
-from rljax.engine.draft_tree import MAX_NODES, DraftTree
+from rljax.engine.draft_tree import DraftTree, most_nodes
 from rljax.engine.kv_cache import KVCache, block_scores, commit, empty_cache
 from rljax.engine.noise import gumbel
 from rljax.engine.sampling import SamplingParams, transform_logits
@@ -55,7 +55,7 @@ class DraftStrategy:
     def __post_init__(self):
         if self.depth < 1 or self.top_k < 1:
             raise ValueError(f"depth and top_k must be at least 1, got {self}")
-        most = min(self.top_k + (self.depth - 1) * self.top_k**2, MAX_NODES - 1)
+        most = most_nodes(self.depth, self.top_k)
         if not 1 <= self.nodes <= most:
             raise ValueError(f"nodes: a tree of depth {self.depth} and top_k {self.top_k} has 1 to {most}")
 

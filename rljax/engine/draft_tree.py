@@ -18,6 +18,13 @@ MAX_NODES = 64
 _WORD = 32
 
 
+def most_nodes(depth: int, top_k: int) -> int:
+    """Draft nodes that a tree can have in a pass: `depth` levels, `top_k` nodes of each with `top_k` children
+    (EAGLE-2).
+    """
+    return min(top_k + (depth - 1) * top_k**2, MAX_NODES - 1)
+
+
 @struct.dataclass
 class DraftTree:
     """Draft nodes of B slots, N a slot; NumPy arrays on the host, JAX arrays on the device.

@@ -1,0 +1,193 @@
+"""Strategies of speculation, and which of them come into question at which batch size.
+
+TLT (section 5.1 and the first lines of Algorithm 1): strategies are grouped by how many tokens they verify,
+and the groups are mapped to batch sizes: the larger the batch, the fewer tokens. What is ours:
+
+- the batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
+  passes bound what a batch may verify;
+- neighbouring groups come into question, too, so that there is something to choose from: with one group a
+  bucket and one strategy a group, the bandit would never explore;
+- each drafter's strategies are mapped for themselves, so that every drafter has a say at every batch size;
+- the plain step, without drafts, comes into question everywhere.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import MAX_NODES, most_nodes
+from rljax.errors import ConfigError, known_names
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Strategy:
+    """Who drafts, and how much is drafted and verified.
+
+    Attributes:
+      drafter: a drafter's name.
+      depth: levels of the tree, the tokens that can be accepted at most (TLT's Draft_Depth).
+      top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
+      nodes: draft nodes of a slot to verify (TLT's Tokens_to_Verify, without the slot's last token).
+    """
+
+    drafter: str
+    depth: int
+    top_k: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "top_k", "nodes"):
+            value = getattr(self, name)
+            if not 1 <= value < MAX_NODES:
+                raise ValueError(f"{name}: should be from 1 to {MAX_NODES - 1}, got {value}")
+        most = most_nodes(self.depth, self.top_k)
+        if self.nodes > most:
+            raise ValueError(
+                f"nodes: {self.nodes} is more than the {most} that a tree of depth {self.depth} and top_k"
+                f" {self.top_k} can have to verify"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.drafter} {self.depth}/{self.top_k}/{self.nodes}"
+
+
+Arm = Strategy | None
+"""What a step can do: speculate in one way, or (None) decode plainly."""
+
+
+def arm_name(arm: Arm) -> str:
+    """For logs."""
+    return "plain" if arm is None else str(arm)
+
+
+_KEY = "speculation.strategies"
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Strategy)}
+_EXAMPLE = "{drafter: srt, depth: 15, top_k: 1, nodes: 15}"
+
+
+def parse_strategies(given: Any, drafters: Collection[str], max_drafts: int) -> tuple[Strategy, ...]:
+    """The strategies of a config, in its order.
+
+    Args:
+      given: the value of `speculation.strategies`, a list of mappings.
+      drafters: names of the drafters that there are.
+      max_drafts: most draft nodes of a slot in a pass (`speculation.max_drafts`).
+
+    Raises:
+      ConfigError: one line that names the key and what would be right.
+    """
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"{_KEY}: should be a list such as [{_EXAMPLE}], got {given!r}")
+    strategies: list[Strategy] = []
+    for i, one in enumerate(given):
+        key = f"{_KEY}[{i}]"
+        strategy = _parse_strategy(one, key, drafters)
+        if strategy.nodes > max_drafts:
+            raise ConfigError(
+                f"{key}.nodes: {strategy.nodes} is more than speculation.max_drafts {max_drafts}"
+            )
+        if strategy in strategies:
+            raise ConfigError(f"{key}: is the same as {_KEY}[{strategies.index(strategy)}]; leave one out")
+        strategies.append(strategy)
+    return tuple(strategies)
+
+
+def _parse_strategy(given: Any, key: str, drafters: Collection[str]) -> Strategy:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{key}: should be a section of keys such as {_EXAMPLE}, got {given!r}")
+    for name in given:
+        if name not in _FIELDS:
+            raise ConfigError(f"{key}.{name}: unknown key; {known_names(str(name), _FIELDS)}")
+    for name, kind in _FIELDS.items():
+        if name not in given:
+            raise ConfigError(f"{key}.{name}: is missing; a strategy has all of {', '.join(_FIELDS)}")
+        value = given[name]
+        if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"{key}.{name}: should be a whole number, got {value!r}")
+        if kind is str and not isinstance(value, str):
+            raise ConfigError(
+                f"{key}.{name}: should be a drafter's name, got {value!r}; the plain step needs no strategy"
+            )
+    if given["drafter"] not in drafters:
+        name = given["drafter"]
+        raise ConfigError(f"{key}.drafter: unknown drafter {name!r}; {known_names(name, drafters)}")
+    try:
+        return Strategy(**given)
+    except ValueError as error:  # it begins with the field
+        raise ConfigError(f"{key}.{error}") from error
+
+
+def group_by_nodes(strategies: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
+    """Strategies that verify as many nodes together, those that verify most first."""
+    groups = collections.defaultdict(list)
+    for strategy in strategies:
+        groups[strategy.nodes].append(strategy)
+    return [tuple(groups[nodes]) for nodes in sorted(groups, reverse=True)]
+
+
+def room_per_slot(buckets: Buckets, batch: int) -> int:
+    """Draft nodes that one pass can verify of every slot of a batch; 0 where there is no such pass."""
+    rows = max((rows for rows, _ in buckets.passes(batch)), default=0)
+    return max(min(rows // batch - 1, buckets.max_drafts), 0)
+
+
+def arms_by_batch(
+    strategies: Sequence[Strategy], buckets: Buckets, max_batch: int, neighbours: int = 1
+) -> dict[int, tuple[Arm, ...]]:
+    """What comes into question at every batch bucket: the plain step, and strategies in the order given.
+
+    Of the m groups of a drafter, those with the most nodes first, the j-th of n batch buckets has what lies
+    between j/n and (j + 1)/n of the way: group j where n = m, as in Algorithm 1. To these come `neighbours`
+    groups on either side. Groups that verify more than a pass over the batch has room for are left out,
+    except the smallest: its pass goes to the likeliest nodes. So neither the most nor the fewest nodes of a
+    batch ever rise with its size, and every strategy comes into question somewhere. Batches above
+    `max_batch`, and those that no pass verifies, decode plainly.
+
+    Args:
+      strategies: as configured.
+      buckets: the engine's.
+      max_batch: `speculation.max_batch`.
+      neighbours: how many groups on either side; 0 is the paper's mapping.
+
+    Raises:
+      ConfigError: a strategy with more nodes than any pass has room for.
+    """
+    batches = [batch for batch in buckets.batch if batch <= max_batch and buckets.passes(batch)]
+    rooms = [room_per_slot(buckets, batch) for batch in batches]
+    arms: dict[int, set[Strategy]] = {batch: set() for batch in buckets.batch}
+    for drafter in {strategy.drafter for strategy in strategies}:
+        groups = group_by_nodes([strategy for strategy in strategies if strategy.drafter == drafter])
+        if batches and groups[0][0].nodes > rooms[0]:
+            raise ConfigError(
+                f"{_KEY}: {groups[0][0]} has more nodes than the {rooms[0]} that a pass over a batch of"
+                f" {batches[0]} has room for; lower nodes, or raise speculation.verify_buckets"
+            )
+        spans = _spans(rooms, [group[0].nodes for group in groups], neighbours)
+        for batch, (first, last) in zip(batches, spans, strict=True):
+            arms[batch].update(itertools.chain.from_iterable(groups[first : last + 1]))
+    return {batch: (None, *(s for s in strategies if s in own)) for batch, own in arms.items()}
+
+
+def _spans(rooms: Sequence[int], sizes: Sequence[int], neighbours: int) -> list[tuple[int, int]]:
+    """The first and the last group of every batch.
+
+    Args:
+      rooms: draft nodes that a slot has room for, by batch.
+      sizes: nodes of the groups, descending.
+      neighbours: how many more groups on either side.
+    """
+    batches, groups = len(rooms), len(sizes)
+    spans = []
+    for j, room in enumerate(rooms):
+        fitting = next((i for i, size in enumerate(sizes) if size <= room), groups - 1)
+        first = max(j * groups // batches - neighbours, fitting, 0)
+        behind = -(-(j + 1) * groups // batches) + neighbours
+        spans.append((first, min(max(behind - 1, fitting), groups - 1)))
+    # What fits a batch must not be lost because it does not fit the next.
+    for j in range(batches - 1):
+        first, last = spans[j]
+        spans[j] = first, max(last, spans[j + 1][0] - 1)
+    return spans
