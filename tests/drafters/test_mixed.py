@@ -64,7 +64,11 @@ def reference(trees, independence):
         )
         total[path] = min(total[path[:-1]], max(total[path[:-1]] * worth, *said[path].values()))
     del total[()]
-    return total, {path: sum(1 << drafter for drafter in by_drafter) for path, by_drafter in said.items()}, nodes
+    return (
+        total,
+        {path: sum(1 << drafter for drafter in by_drafter) for path, by_drafter in said.items()},
+        nodes,
+    )
 
 
 PROBABILITIES = [0.0, -0.5, float("nan"), 1e-300, 0.1, 0.25, 0.5, 0.5, 0.7, 0.9, 1.0, 1.5]
