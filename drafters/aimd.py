@@ -1,4 +1,4 @@
-"""A window of draft tokens for every request: wider after every draft accepted whole, narrow after a rejection.
+"""A window of draft tokens for every request: wider after a draft accepted whole, narrow after a rejection.
 
 RhymeRL (arXiv 2508.18588), section 5.4, after TCP's additive increase, multiplicative decrease: a window of 2
 tokens grows by 2 up to 32, and falls back to 2 when a draft token was rejected.

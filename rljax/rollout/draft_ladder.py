@@ -1,9 +1,9 @@
 """Which drafter a rollout begins with, and which ones its stragglers try next.
 
 SpecActor, section 4.2: no drafter is best for all requests, and how well one will do is not known before. But
-what an acceptance rate is worth with a drafter can be profiled offline, without the policy's weights: drafting
-costs what it costs, and for verification it does not matter which tokens are accepted. The table of that, the
-draft ladder, turns the acceptance of earlier rollouts into the drafter to begin with. In the tail, requests
+what an acceptance rate is worth with a drafter can be profiled offline, without the policy's weights: what
+drafting costs does not depend on them, and for what verifying costs it does not matter which tokens are
+accepted. The table of that, the draft ladder, turns the acceptance of earlier rollouts into the drafter to begin with. In the tail, requests
 whose drafter does badly get the others, best first, on slots that have fallen idle.
 
 The paper times passes whose tokens are accepted at random. Here their number is its expectation: drafts that
@@ -77,7 +77,7 @@ class Ladder:
     windows: np.ndarray
 
     def speedup(self, drafter: str, acceptance: float, batch: int) -> float:
-        """Predicted speed-up, linear in between acceptances; batches are rounded up, to the largest at most."""
+        """Predicted speed-up; between acceptances linear, batches rounded up, to the largest at most."""
         of_drafter = self.speedups[self.drafters.index(drafter), :, self._column(batch)]
         return float(np.interp(acceptance, self.acceptances, of_drafter))
 

@@ -1,4 +1,4 @@
-"""The draft length over training steps: a rung up while nearly all drafts are accepted, a rung down while few.
+"""The draft length over training steps: up while nearly all draft tokens are accepted, down while too few.
 
 EfficientRollout, section 3.3 and Algorithm 1 (appendix E.1), lines 14 to 19.
 After each step, with tau the tokens of a pass, P the patience:
@@ -12,6 +12,7 @@ length; the algorithm as printed compares tau of the length before with the thre
 a single step could take back the rise from 5 to 7 that the step before had earned.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ class PatienceLadder:
         patience: int = 2,
     ) -> None:
         first = lengths[0] if first is None and lengths else first
-        if not lengths or lengths[0] < 1 or any(b <= a for a, b in zip(lengths, lengths[1:], strict=False)):
+        if not lengths or lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
             raise ValueError(f"lengths: {list(lengths)}; expected ascending whole numbers from 1")
         if first not in lengths:
             raise ValueError(f"first: {first} is none of the lengths {list(lengths)}")
