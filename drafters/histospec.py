@@ -2,9 +2,8 @@
 
 RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
 rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards; a window of draft
-tokens per response that starts at 2, grows by 2 when all of them were accepted, up to 32, and falls back to 2
-when one was rejected. Turning speculation off where it does not pay is the speculator's business
-(`rljax/rollout/speculation.py`).
+tokens per response that grows while they are accepted (`drafters/aimd.py`). Turning speculation off where it
+does not pay is the speculator's business (`rljax/rollout/speculation.py`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from drafters.aimd import AimdWindows
 from drafters.arguments import MatchArguments, SpillArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import RolloutHistory
@@ -59,7 +59,12 @@ class HistoSpec:
         self._sequences = self._forest.track(
             np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
         )
-        self._windows = np.full(len(requests), self._arguments.first_window, np.int32)
+        self._windows = AimdWindows(
+            len(requests),
+            self._arguments.first_window,
+            self._arguments.window_step,
+            self._arguments.max_window,
+        )
 
     def propose(self, queries: Queries) -> Drafts:
         proposals = self._forest.propose(
@@ -75,10 +80,7 @@ class HistoSpec:
 
     def observe(self, sampled: Sampled) -> None:
         self._forest.advance(self._sequences[sampled.requests], sampled.tokens, sampled.counts)
-        windows = self._windows[sampled.requests]
-        larger = np.minimum(windows + self._arguments.window_step, self._arguments.max_window)
-        after = np.where(sampled.accepted == sampled.drafted, larger, self._arguments.first_window)
-        self._windows[sampled.requests] = np.where(sampled.drafted > 0, after, windows)
+        self._windows.observe(sampled.requests, sampled.drafted, sampled.accepted)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         self.history.record(outcomes)
