@@ -203,12 +203,20 @@ def _print(rows: Sequence[Row], calibration: Calibration, console) -> None:
 def _verdict(reached: Gates) -> str:
     if reached.sign is None or reached.target_error is None:
         return "gates not judged: no verifying pass was held out"
+    medians = ", ".join(
+        f"{kind} {error:.1%}"
+        for kind, error in (
+            ("plain", reached.target_median_error),
+            ("verifying", reached.verify_median_error),
+            ("drafting", reached.draft_median_error),
+        )
+        if error is not None
+    )
     return (
         f"gates {'passed' if reached.passed else 'NOT passed'}: sign right in {reached.sign:.0%} of"
-        f" {reached.cases} held-out passes, of which {reached.paying} pay"
-        f" ({reached.sign_by_acceptance:.0%} at lower acceptance); target time error"
-        f" {reached.target_error:.1%} (medians: target {reached.target_median_error:.1%}, verifying {reached.verify_median_error:.1%}, drafting"
-        f" {reached.draft_median_error:.1%})"
+        f" {reached.cases} held-out passes, of which {reached.paying} pay, and in"
+        f" {reached.sign_by_acceptance:.0%} at lower acceptance; target time error"
+        f" {reached.target_error:.1%} (medians: {medians})"
     )
 
 
