@@ -1,0 +1,248 @@
+"""When does speculation pay on this machine: `python scripts/calibrate.py --config FILE [key=value ...]`.
+
+Times forward passes of the config's policy, fits the roofline to two thirds of them, compares it with the
+rest, and keeps its constants for runs of the same policy on the same device: see `docs/roofline.md`.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.table import Table
+
+from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
+from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
+from rljax.config import ExperimentConfig, load_config
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import UserError
+from rljax.provenance import command_line
+from rljax.rollout.calibration import (
+    CALIBRATION_DIR,
+    Calibration,
+    calibration_key,
+    calibration_path,
+    load_calibration,
+    measure,
+    save_calibration,
+)
+from rljax.rollout.policy_costs import policy_costs
+from rljax.rollout.roofline import ERROR_GATE, SIGN_GATE, Gates, Point, Roofline, fit, gates, held_out
+from rollout_benchmarks.variants import open_run
+
+_OUTPUT = Path("benchmarks/results/calibration.json")
+_MUCH_INTERFERENCE = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        calibrate(config, arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="calibrate.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(CALIBRATION_DIR), metavar="DIR", help="keeps constants"
+    )
+    parser.add_argument("--again", action="store_true", help="measure although the cache has constants")
+    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE", help=f"default: {_OUTPUT}")
+    parser.add_argument("--rounds", type=int, default=3, help="sweeps over all shapes")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of a shape in a sweep")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
+    return parser
+
+
+def calibrate(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
+    """Measures, unless the cache knows already; prints, and writes what was measured."""
+    for name in ("rounds", "repeats"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name}: {getattr(arguments, name)} is too few; use at least 1")
+    console, fmt = results_console(), draft_format(config)
+    # Times do not depend on what the weights are: none are trained first.
+    with open_run(config.model_copy(update={"warm_start": None})) as (run, progress):
+        key = calibration_key(run.engine.config, run.engine.numerics, fmt, config.mesh.num_devices)
+        path = calibration_path(arguments.cache, key)
+        known = None if arguments.again else load_calibration(arguments.cache, key)
+        if known is not None:
+            _print(_rows(known), known, console)
+            console.print(f"from {path}; --again measures again", soft_wrap=True)
+            return
+        engine = calibration_engine(config, run.engine)
+        shapes = [Point("plain", b, s, b, b, 1.0) for b in engine.buckets.batch for s in engine.buckets.cache]
+        if not all(held_out(shapes)):
+            raise UserError(
+                f"engine.batch_buckets, engine.cache_buckets: {list(engine.buckets.batch)} and"
+                f" {list(engine.buckets.cache)} leave no third to check the fit with; use at least two of one"
+            )
+        params = engine.load_params(run.state.params)
+        draft_params = QuantizedPolicy(fmt).refresh(params)
+        with Interference() as interference:
+            points = measure(
+                engine, params, draft_params, arguments.rounds, arguments.repeats, progress.message
+            )
+    to_fit, _ = held_out(points)
+    costs = policy_costs(engine.config, engine.numerics, fmt)
+    calibration = Calibration(fit(costs, to_fit), points)
+    save_calibration(arguments.cache, key, calibration)
+    rows = _rows(calibration, interference.share, arguments.rounds * arguments.repeats)
+    _print(rows, calibration, console)
+    write_results(arguments.output, rows, command_line())
+    if interference.share is not None and interference.share > _MUCH_INTERFERENCE:
+        console.print(
+            f"[yellow]other processes took {interference.share:.0%} of the cores:"
+            " repeat on a quiet machine, with --again[/yellow]"
+        )
+    console.print(f"constants are in {path}, measurements in {arguments.output}", soft_wrap=True)
+
+
+def draft_format(config: ExperimentConfig) -> WeightFormat:
+    """How the self-drafter's weights are stored: as the config says if it drafts with them, else as suits the
+    device.
+    """
+    bits = config.speculation.args.get("bits") if config.speculation.drafter == "quantized" else None
+    return default_format(bits or (8 if jax.default_backend() == "cpu" else 4))
+
+
+def calibration_engine(config: ExperimentConfig, engine: DecodeEngine) -> DecodeEngine:
+    """The run's engine, with the config's verifying passes whatever drafts; no token ends a sequence."""
+    speculation = config.speculation
+    buckets = dataclasses.replace(
+        engine.buckets, verify=speculation.verify_buckets, max_drafts=speculation.max_drafts
+    )
+    if not any(buckets.passes(batch) for batch in buckets.batch):
+        raise UserError(
+            f"speculation.verify_buckets: {list(buckets.verify)} are all too few for"
+            f" {buckets.batch[0]} slots; nothing could be verified"
+        )
+    return DecodeEngine(
+        engine.config,
+        engine.numerics,
+        engine.sampling,
+        buckets,
+        (),
+        engine.decode_steps_per_visit,
+        engine.pool,
+        engine.mesh,
+        engine.verification,
+    )
+
+
+# -- what is reported --------------------------------------------------------------------------------------
+
+
+def _rows(
+    calibration: Calibration, interference: float | None = None, measurements: int | None = None
+) -> list[Row]:
+    """A row a point, measured against predicted, and a row a gate."""
+    roofline, rows = calibration.roofline, []
+    _, kept = held_out(calibration.points)
+    for point in calibration.points:
+        predicted = roofline.seconds(point)
+        what = f"{point.kind} of {point.rows}" if point.kind == "verify" else point.kind
+        rows.append(
+            Row(
+                name=f"calibration/batch {point.batch}/cache {point.context}/{what}",
+                value=1e3 * point.seconds,
+                unit="ms",
+                baseline="predicted, held out" if point in kept else "predicted",
+                baseline_value=1e3 * predicted,
+                ratio=predicted / point.seconds,
+                details={
+                    **dataclasses.asdict(point),
+                    "held_out": point in kept,
+                    "measurements": measurements,
+                    "interference": interference,
+                },
+            )
+        )
+    return rows + _gate_rows(roofline, kept)
+
+
+def _gate_rows(roofline: Roofline, points: Sequence[Point]) -> list[Row]:
+    rows = []
+    for drafts_itself, drafter in ((True, "self-drafting"), (False, "drafts from the host")):
+        reached = gates(roofline, points, drafts_itself)
+        details = {**dataclasses.asdict(reached), "passed": reached.passed}
+        if reached.sign is not None:
+            rows.append(_gate_row(f"sign, {drafter}", reached.sign, SIGN_GATE, details))
+    if reached.target_error is not None:  # the same for both
+        details = {**details, "constants": roofline.as_json()}
+        rows.append(_gate_row("target time error", reached.target_error, ERROR_GATE, details))
+    return rows
+
+
+def _gate_row(name: str, value: float, gate: float, details: dict) -> Row:
+    # An error that is 0 is infinitely better than its gate; JSON has no such number.
+    ratio = value / gate if gate == SIGN_GATE else gate / max(value, 1e-6)
+    return Row(f"calibration/{name}", 100 * value, "%", "EfficientRollout's gate", 100 * gate, ratio, details)
+
+
+def _print(rows: Sequence[Row], calibration: Calibration, console) -> None:
+    print_table(rows, "seconds of passes, measured and predicted", console)
+    console.print(_constants(calibration.roofline))
+    _, kept = held_out(calibration.points)
+    for drafts_itself, drafter in ((True, "self-drafting"), (False, "drafts from the host")):
+        console.print(f"{drafter}: {_verdict(gates(calibration.roofline, kept, drafts_itself))}")
+
+
+def _verdict(reached: Gates) -> str:
+    if reached.sign is None or reached.target_error is None:
+        return "gates not judged: no verifying pass was held out"
+    medians = ", ".join(
+        f"{kind} {error:.1%}"
+        for kind, error in (
+            ("plain", reached.target_median_error),
+            ("verifying", reached.verify_median_error),
+            ("drafting", reached.draft_median_error),
+        )
+        if error is not None
+    )
+    return (
+        f"gates {'passed' if reached.passed else 'NOT passed'}: sign right in {reached.sign:.0%} of"
+        f" {reached.cases} held-out passes, of which {reached.paying} pay, and in"
+        f" {reached.sign_by_acceptance:.0%} at lower acceptance; target time error"
+        f" {reached.target_error:.1%} (medians: {medians})"
+    )
+
+
+def _constants(roofline: Roofline) -> Table:
+    """The constants in the units of data sheets."""
+
+    def rate(seconds: float, unit: str) -> str:
+        return f"{1e-9 / seconds:.1f} {unit}" if seconds else "no limit seen"
+
+    table = Table(title="constants", title_justify="left", show_header=False)
+    for name, value in (
+        ("bandwidth, weights", rate(roofline.byte, "GB/s")),
+        ("bandwidth, keys and values", rate(roofline.kv_byte, "GB/s")),
+        ("bandwidth, drafter's weights", rate(roofline.draft_byte, "GB/s")),
+        ("arithmetic, weights", rate(roofline.flop, "GFLOP/s")),
+        ("arithmetic, attention", rate(roofline.attention_flop, "GFLOP/s")),
+        ("arithmetic, drafter's weights", rate(roofline.draft_flop, "GFLOP/s")),
+        ("a slot adds to a plain step", f"{1e3 * roofline.slot:.3f} ms"),
+        ("to a verifying pass", f"{1e3 * roofline.verified_slot:.3f} ms"),
+        ("to a draft step", f"{1e3 * roofline.draft_slot:.3f} ms"),
+        ("any verifying pass", f"{1e3 * roofline.verifying:.3f} ms"),
+        ("reading and computing overlap", f"{roofline.overlap:.0%}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""scripts/calibrate.py on a policy of one layer: measures, keeps, and reuses."""
+
+import json
+
+import pytest
+
+from rljax.rollout.calibration import Calibration
+from tests.scripts import load_script
+
+calibrate = load_script("calibrate")
+
+_CONFIG = """
+run_dir: {runs}
+policy:
+  shape: {{hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 48}}
+warm_start: {{steps: 1000000}}
+task: {{name: chain_arithmetic}}
+rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_prompt_length: 64, max_response_length: 64}}
+engine: {{max_slots: 2, batch_buckets: [2], cache_buckets: [64, 128], compilation_cache: null}}
+speculation: {{verify_buckets: [8], max_drafts: 3}}
+training: {{pack_length: 256}}
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(_CONFIG.format(runs=tmp_path / "runs"))
+    command = ["--config", str(config), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--repeats", "1"]
+    return [*command, "--output", str(tmp_path / "calibration.json")]
+
+
+def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch):
+    # A million steps of warm start would be noticed; and the config names no drafter.
+    assert calibrate.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "gates" in output and "bandwidth, weights" in output
+    content = json.loads((tmp_path / "calibration.json").read_text())
+    assert set(content) == {"command", "commit", "date", "machine", "rows"}
+    points = {row["name"]: row for row in content["rows"] if "kind" in row}
+    assert set(points) == {
+        f"calibration/batch 2/cache {length}/{what}"
+        for length in (64, 128)
+        for what in ("plain", "draft", "verify of 8")
+    }
+    assert all(row["held_out"] == (row["context"] == 128) for row in points.values())
+    # rows: 2 slots of at most 3 drafts each. Attention is computed for all of them.
+    verify = points["calibration/batch 2/cache 64/verify of 8"]
+    assert (verify["rows"], verify["attended"]) == (8, 8)
+    assert verify["value"] == pytest.approx(1e3 * verify["seconds"]) and verify["baseline_value"] > 0
+    judged = {row["name"]: row for row in content["rows"] if "kind" not in row}
+    assert set(judged) == {
+        "calibration/sign, self-drafting",
+        "calibration/sign, drafts from the host",
+        "calibration/target time error",
+    }
+    (kept,) = (tmp_path / "cache").iterdir()
+    constants = json.loads(kept.read_text())["roofline"]
+    assert judged["calibration/target time error"]["constants"] == constants
+
+    def measure(*args):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    (tmp_path / "calibration.json").unlink()
+    assert calibrate.main(arguments) == 0
+    assert "--again measures again" in capsys.readouterr().out
+    assert not (tmp_path / "calibration.json").exists()  # nothing was measured
+    with pytest.raises(AssertionError, match="measured again"):
+        calibrate.main([*arguments, "--again"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            ["engine.cache_buckets=[128]"],
+            "error: engine.batch_buckets, engine.cache_buckets: [2] and [128] leave",
+        ),
+        (["--rounds", "0"], "error: --rounds: 0 is too few; use at least 1"),
+        (["engine.slots=2"], "error: "),
+    ],
+)
+def test_errors_are_one_line(arguments, capsys, extra, message):
+    assert calibrate.main([*arguments, *extra]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_the_cached_verdict_is_the_measured_one():
+    """Rows are made of points and constants alone, so a reused calibration prints what was measured."""
+    from tests.rollout.test_roofline import roofline, synthetic
+
+    known = Calibration(roofline(), synthetic(roofline()))
+    rows = {row.name: row for row in calibrate._rows(known)}
+    assert rows["calibration/sign, self-drafting"].value == 100
+    assert rows["calibration/target time error"].value == pytest.approx(0, abs=1e-6)
+    assert all(row.ratio == pytest.approx(1) for row in rows.values() if "kind" in row.details)
