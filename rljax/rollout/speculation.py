@@ -6,7 +6,7 @@ While verifying does not pay, the drafter is asked ever more seldom.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from drafters.base import (
     Drafter,
     DraftRequest,
     Outcome,
+    ProtocolError,
     Queries,
     Sampled,
     SelfDrafter,
     chains,
+    usable_metrics,
     usable_nodes,
+    usable_state,
 )
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine, DecodeResult, Pending
@@ -42,6 +45,7 @@ from rljax.rollout.records import DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 
 _WARM_UP_REPEATS = 3
+_MOST_OF_AN_ERROR = 300  # characters of what a drafter raised that its message shows
 _HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
 
 
@@ -113,6 +117,8 @@ class Speculator:
         self.run_ahead = run_ahead
         self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
         self._drafts_itself = isinstance(drafter, SelfDrafter)
+        self._state_prefix = getattr(drafter, "state_name", name) + "/"
+        self._state_of_others: dict[str, np.ndarray] = {}  # from a checkpoint, for the runs to come
         self._calibration = Calibration()
         self._chains = ChainAcceptance()
         self._times = PassTimes()
@@ -265,21 +271,29 @@ class Speculator:
         if self.run_ahead is not None:
             metrics["run_ahead_tokens"] = statistics.ahead_tokens
             metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
-        metrics |= self._ask("metrics")
+        metrics |= self._ask_for("metrics", lambda found: usable_metrics(found, metrics))
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps: the drafter's, and what decides the order of requests."""
+        own = self._ask_for("state", usable_state)
+        named = {self._state_prefix + name: array for name, array in own.items()}
         ahead = {} if self.run_ahead is None else self.run_ahead.state()
-        return self._ask("state") | ahead | self.lengths.state()
+        return self._state_of_others | named | ahead | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; from a checkpoint without it, the drafter starts empty."""
+        """Takes up what `state` returned; from a checkpoint without it, the drafter starts empty. What other
+        drafters left there is kept for them.
+        """
         state = self.lengths.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
-        if state:
-            self._ask("load_state", state)
+        own = {name: array for name, array in state.items() if name.startswith(self._state_prefix)}
+        self._state_of_others = {
+            name: array for name, array in state.items() if "/" in name and name not in own
+        }
+        if own:
+            self._ask("load_state", {name.removeprefix(self._state_prefix): own[name] for name in own})
 
     # -- warming up ------------------------------------------------------------------------------------------
 
@@ -306,8 +320,18 @@ class Speculator:
             return getattr(self.drafter, method)(*arguments)
         except UserError:
             raise
+        except ProtocolError as error:
+            raise DrafterError(f"speculation.drafter {self.name}: {method} returned {error}") from error
         except Exception as error:
-            raise DrafterError(f"speculation.drafter {self.name}: {method} raised {error!r}") from error
+            said = " ".join(repr(error).split())[:_MOST_OF_AN_ERROR]
+            raise DrafterError(f"speculation.drafter {self.name}: {method} raised {said}") from error
+
+    def _ask_for(self, method: str, check: Callable[[Any], Any]) -> Any:
+        found = self._ask(method)
+        try:
+            return check(found)
+        except ProtocolError as error:
+            raise DrafterError(f"speculation.drafter {self.name}: {method} returned {error}") from error
 
     def _draft(self, shape: tuple[int, int], active: ActiveSlots) -> tuple[int, DraftTree | None, np.ndarray]:
         """Rows of the next pass, 0 for a plain step; the tree it verifies; the drafter's nodes' bins."""
