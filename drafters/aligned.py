@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled
+from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled, usable_metrics
 
 _AGREEMENT = 0.97  # of a token with the one sampled ahead; corrected by the speculator's calibration
 
@@ -21,6 +21,8 @@ class AlignedDrafter:
 
     def __init__(self, fallback: HostDrafter) -> None:
         self._fallback = fallback
+        if hasattr(fallback, "state_name"):
+            self.state_name = fallback.state_name
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         self._fallback.begin(requests)
@@ -78,7 +80,5 @@ class AlignedDrafter:
 
     def metrics(self) -> dict[str, float]:
         """`ahead_tokens` were sampled ahead for the rollout's requests, `ahead_agreed` of them came again."""
-        return self._fallback.metrics() | {
-            "ahead_tokens": self.tokens_ahead,
-            "ahead_agreed": self.tokens_used,
-        }
+        own = {"ahead_tokens": self.tokens_ahead, "ahead_agreed": self.tokens_used}
+        return usable_metrics(self._fallback.metrics(), own) | own

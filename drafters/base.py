@@ -9,12 +9,12 @@ Drafters on the host propose; the engine drafts with other weights (`SelfDrafter
 device and follows the slots there (`DeviceDrafter`).
 
 A drafter can only waste time: verification samples every token itself, so a wrong draft is refused, and what
-is no draft at all (`usable_nodes`) is left out and counted. What it raises stops the run in one line that
-names it.
+is no draft at all (`usable_nodes`) is left out and counted. What it raises, and what it returns that is not
+what the protocol says, stops the run in one line that names it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -130,7 +130,10 @@ class Drafter(Protocol):
         """The responses of a training rollout, rewarded."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps, by name."""
+        """What a checkpoint keeps, by name, under the drafter's own name. Drafters with the same attribute
+        `state_name` share what is kept under that one instead, and find it when they take over from each
+        other.
+        """
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Takes up what `state` returned."""
@@ -215,6 +218,10 @@ class TrainedDrafter(Drafter, Protocol):
         """One slice; False when there is nothing left to do."""
 
 
+class ProtocolError(ValueError):
+    """What a drafter returned is not what the protocol says; the message goes on behind "METHOD returned"."""
+
+
 _KINDS = {
     "tokens": (np.integer, "integers"),
     "parents": (np.signedinteger, "signed integers"),  # -1 is one of them
@@ -257,6 +264,48 @@ def usable_nodes(drafts: Any, queries: Queries, vocab_size: int) -> np.ndarray:
         rows = np.flatnonzero(has_parent)
         usable[rows, node] = usable[rows, parent[rows]]
     return usable
+
+
+def usable_metrics(metrics: Any, taken: Collection[str] = ()) -> dict[str, float]:
+    """What `Drafter.metrics` returned, if a metrics line can hold it beside the names `taken`.
+
+    Raises:
+      ProtocolError: it cannot.
+    """
+    for name, value in _named(metrics, "numbers").items():
+        if name in taken:
+            raise ProtocolError(f"{name!r}, which says something else already: give it another name")
+        if not isinstance(value, int | float) and (
+            getattr(value, "ndim", None) != 0 or np.dtype(value.dtype).kind not in "biuf"
+        ):
+            raise ProtocolError(f"{name!r} as {_described(value)}, expected a number")
+    return metrics
+
+
+def usable_state(state: Any) -> dict[str, np.ndarray]:
+    """What `Drafter.state` returned, if a checkpoint can hold it and gives it back as it was.
+
+    Raises:
+      ProtocolError: it cannot.
+    """
+    for name, array in _named(state, "numpy arrays").items():
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufcSU":
+            raise ProtocolError(f"{name!r} as {_described(array)}, expected a numpy array of numbers or text")
+    return state
+
+
+def _named(found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ProtocolError(f"{_described(found)}, expected a dict of {what} by name")
+    return found
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict with the key {next(name for name in value if not isinstance(name, str))!r}"
+    return " ".join(f"{type(value).__name__} {value!r}".split())[:80]
 
 
 def chains(drafts: Drafts, usable: np.ndarray) -> tuple[Drafts, np.ndarray]:

@@ -17,6 +17,9 @@ import numpy as np
 from drafters.base import Outcome
 from rljax.errors import UserError
 
+HISTORY = "history"
+"""Under which checkpoints keep it, whichever drafter learned it."""
+
 Prompt = tuple[int, ...]
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from drafters.aimd import AimdWindows
 from drafters.arguments import MatchArguments, SpillArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
-from drafters.history import RolloutHistory
+from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
 
@@ -43,6 +43,7 @@ class HistoSpec:
 
     def __init__(self, arguments: HistoSpecArguments) -> None:
         self.history = RolloutHistory(1, arguments.max_tokens, arguments.spill_dir)
+        self.state_name = HISTORY
         self._arguments = arguments
         self._forest = SuffixForest(arguments.max_match)
 

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from drafters.arguments import MatchArguments, MemoryArguments, SpillArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
-from drafters.history import PastRollout, RolloutHistory
+from drafters.history import HISTORY, PastRollout, RolloutHistory
 from drafters.suffix_automaton import SuffixForest, new_mixture
 
 Scope = Literal["request", "prompt", "all"]
@@ -127,6 +127,8 @@ class SuffixDrafter:
         self, scope: Scope, arguments: SuffixArguments, history: RolloutHistory | None = None
     ) -> None:
         self.history = history
+        if history is not None:
+            self.state_name = HISTORY
         self._scope = scope
         self._live = arguments.live
         self._max_match = arguments.max_match

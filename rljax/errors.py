@@ -20,8 +20,12 @@ class TokenizerError(UserError):
     """A tokenizer directory that cannot be read, or that does not fit the policy."""
 
 
+class PolicyError(UserError):
+    """A policy whose weights, or what it computes, are no numbers."""
+
+
 class DrafterError(UserError):
-    """A drafter that raises, or that returns something that is no drafts."""
+    """A drafter that raises, or that returns what the protocol does not know."""
 
 
 class Interrupted(Exception):

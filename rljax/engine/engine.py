@@ -35,9 +35,10 @@ from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
+from rljax.errors import PolicyError
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.numerics import Numerics, finite_leaves, tree_cast
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Attention, Params
@@ -196,7 +197,19 @@ class DecodeEngine:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def load_params(self, params: Params) -> Params:
-        """The policy's weights as decoding wants them: in the compute dtype, split for it over the mesh."""
+        """The policy's weights as decoding wants them: in the compute dtype, split for it over the mesh.
+
+        Raises:
+          PolicyError: some are not finite. Attention takes a score that is not a number for a key that is not
+            there, so such a policy would go on sampling, and nothing would tell.
+        """
+        for path, finite in jax.tree_util.tree_leaves_with_path(jax.device_get(finite_leaves(params))):
+            if not finite:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise PolicyError(
+                    f"policy: {name} holds NaN or infinity; go on from a checkpoint before that, with a"
+                    " smaller optimizer.learning_rate if training brought it about"
+                )
         return shard_params(tree_cast(params, self.numerics.dtype), self.config, self.mesh, decoding=True)
 
     # -- the contract ----------------------------------------------------------------------------------------

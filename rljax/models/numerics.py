@@ -118,6 +118,12 @@ def log_normalizer(logits: Array, numerics: Numerics) -> Array:
     return top + jnp.log(row_sum(jnp.exp(logits - top), numerics))
 
 
+@jax.jit
+def finite_leaves(tree):
+    """For every leaf whether all of its entries are finite: the tree, of bool []."""
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+
+
 def tree_cast(tree, dtype):
     """Every leaf in `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

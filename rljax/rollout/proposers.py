@@ -10,11 +10,21 @@ drafting and passes took; what came of it is credited afterwards (`credit`).
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from drafters.base import DeviceDrafter, Drafter, Drafts, Queries, SelfDrafter, chains, usable_nodes
+from drafters.base import (
+    DeviceDrafter,
+    Drafter,
+    Drafts,
+    ProtocolError,
+    Queries,
+    SelfDrafter,
+    chains,
+    usable_nodes,
+)
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
@@ -23,6 +33,7 @@ from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length,
 from rljax.rollout.pass_choice import Calibration, PassTimes, time_drafts, time_trees
 from rljax.rollout.records import DecodeStatistics
 
+_MOST_OF_AN_ERROR = 300  # characters of what a drafter raised that its message shows
 _HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
 
 
@@ -114,8 +125,20 @@ def ask(name: str, drafter: Drafter, method: str, *arguments: Any) -> Any:
         return getattr(drafter, method)(*arguments)
     except UserError:
         raise
+    except ProtocolError as error:
+        raise DrafterError(f"speculation.drafter {name}: {method} returned {error}") from error
     except Exception as error:
-        raise DrafterError(f"speculation.drafter {name}: {method} raised {error!r}") from error
+        said = " ".join(repr(error).split())[:_MOST_OF_AN_ERROR]
+        raise DrafterError(f"speculation.drafter {name}: {method} raised {said}") from error
+
+
+def ask_for(name: str, drafter: Drafter, method: str, check: Callable[[Any], Any]) -> Any:
+    """As `ask`, and what comes back is checked."""
+    found = ask(name, drafter, method)
+    try:
+        return check(found)
+    except ProtocolError as error:
+        raise DrafterError(f"speculation.drafter {name}: {method} returned {error}") from error
 
 
 class HostProposer:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
+from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.proposers import ActiveSlots
@@ -314,6 +315,11 @@ class _Run:
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.visits += 1
+        if not np.isfinite(result.logprobs[slots]).all():
+            raise PolicyError(
+                "policy: sampled a token with a log-probability that is not finite: what its weights compute"
+                " overflows; go on from an earlier checkpoint, with a smaller optimizer.learning_rate"
+            )
         stopped, kept = [], []
         requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
         for slot in slots:

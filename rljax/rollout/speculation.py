@@ -5,6 +5,7 @@ While verifying does not pay, the drafter is asked ever more seldom.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,17 @@ from typing import Any
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import DeviceDrafter, Drafter, DraftRequest, Outcome, Sampled, SelfDrafter, TrainedDrafter
+from drafters.base import (
+    DeviceDrafter,
+    Drafter,
+    DraftRequest,
+    Outcome,
+    Sampled,
+    SelfDrafter,
+    TrainedDrafter,
+    usable_metrics,
+    usable_state,
+)
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState, Prefix
@@ -26,7 +37,7 @@ from rljax.rollout.pass_choice import (
     plain_rate,
     time_passes,
 )
-from rljax.rollout.proposers import ActiveSlots, Proposal, ask, make_proposer
+from rljax.rollout.proposers import ActiveSlots, Proposal, ask, ask_for, make_proposer
 from rljax.rollout.records import DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 
@@ -91,6 +102,7 @@ class Speculator:
         self.proposers = [
             make_proposer(name, drafter, engine, self._times) for name, drafter in self.drafters.items()
         ]
+        self._state_of_others: dict[str, np.ndarray] = {}  # from a checkpoint, for the runs to come
         self._patience = 1  # plain steps until the drafters are asked again
         self._plain_requests: set[int] = set()  # those that decoded plainly the last time
 
@@ -294,27 +306,43 @@ class Speculator:
         if self.run_ahead is not None:
             metrics["run_ahead_tokens"] = statistics.ahead_tokens
             metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
-        for name, drafter in self.drafters.items():
-            metrics |= ask(name, drafter, "metrics")
+        for number, (name, drafter) in enumerate(self.drafters.items()):
+            prefix, known = (f"{name}/" if number else ""), tuple(metrics)
+            own = ask_for(name, drafter, "metrics", functools.partial(usable_metrics, taken=known))
+            metrics |= {prefix + key: value for key, value in own.items()}
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps: the drafters', and what decides the order of requests."""
-        state = {} if self.run_ahead is None else self.run_ahead.state()
-        for name, drafter in self.drafters.items():
-            state |= {f"{name}/{key}": value for key, value in ask(name, drafter, "state").items()}
+        state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
+        for prefix, (name, drafter) in self._state_prefixes().items():
+            own = ask_for(name, drafter, "state", usable_state)
+            state |= {prefix + key: array for key, array in own.items()}
         return state | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; a drafter that the checkpoint does not have starts empty."""
+        """Takes up what `state` returned; a drafter that the checkpoint does not have starts empty. What others
+        left there is kept for them.
+        """
         state = self.lengths.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
-        for name, drafter in self.drafters.items():
-            prefix = f"{name}/"
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        for prefix, (name, drafter) in self._state_prefixes().items():
+            own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
             if own:
-                ask(name, drafter, "load_state", own)
+                named = {key.removeprefix(prefix): array for key, array in own.items()}
+                ask(name, drafter, "load_state", named)
+        self._state_of_others = {key: array for key, array in state.items() if "/" in key}
+
+    def _state_prefixes(self) -> dict[str, tuple[str, Drafter]]:
+        """Under what checkpoints keep each drafter's state: those of a kind share it, so that one may go on
+        where another left off; of several in a run, the first.
+        """
+        prefixes: dict[str, tuple[str, Drafter]] = {}
+        for name, drafter in self.drafters.items():
+            prefix = getattr(drafter, "state_name", name) + "/"
+            prefixes[f"{name}/" if prefix in prefixes else prefix] = (name, drafter)
+        return prefixes
 
     # -- warming up ------------------------------------------------------------------------------------------
 

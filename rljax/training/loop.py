@@ -150,6 +150,7 @@ class TrainingRun:
             self.reference = self.trainer.place(jax.tree.map(jnp.copy, policy.params))
         self.step = 0
         self.data_position = 0  # the next training problem
+        self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
     def train(self) -> None:
         config, progress = self.config, self.progress
@@ -206,7 +207,7 @@ class TrainingRun:
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
         stopped_by = stop.signal
         if last or due or stopped_by is not None:
-            drafter = {} if self.speculator is None else self.speculator.state()
+            drafter = self.drafter_state if self.speculator is None else self.speculator.state()
             self.checkpoints.save(self.step, self.state, {"data_position": self.data_position}, drafter)
         return stopped_by
 
@@ -221,8 +222,11 @@ class TrainingRun:
             return
         self.step, self.state, host_state = self.checkpoints.restore(self.state)
         self.data_position = host_state["data_position"]
-        if self.speculator is not None:
-            self.speculator.load_state(self.checkpoints.host_arrays(self.step))
+        drafter_state = self.checkpoints.host_arrays(self.step)
+        if self.speculator is None:
+            self.drafter_state = drafter_state
+        else:
+            self.speculator.load_state(drafter_state)
         self.directory.truncate_after(self.step)
         self.progress.message(f"resumed from step {self.step}")
 

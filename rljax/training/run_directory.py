@@ -14,7 +14,7 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from rljax.training.durable_files import write_durably
 
 # A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
 _MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation")
+# And its drafts may come from elsewhere, where they change no token.
+_MAY_CHANGE_IF_COUPLED = ("speculation",)
 _NONFINITE = "nonfinite"
 
 Metrics = dict[str, Any]
@@ -61,9 +63,11 @@ class RunDirectory:
                 raise ConfigError(
                     f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
                 ) from error
+            coupled = config.engine.verification == "coupled"
+            may_change = _MAY_CHANGE + (_MAY_CHANGE_IF_COUPLED if coupled else ())
             old, new = dict(_flat(held.model_dump())), dict(_flat(config.model_dump()))
             for name in [*new, *(old.keys() - new.keys())]:
-                if old.get(name) != new.get(name) and not _may_change(name):
+                if old.get(name) != new.get(name) and not _is_one_of(name, may_change):
                     raise ConfigError(
                         f"{name}: is {new.get(name)!r}, but the run in {self.path} has {old.get(name)!r};"
                         " choose another run_dir, or set it back to resume that run"
@@ -155,8 +159,8 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def _may_change(name: str) -> bool:
-    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in _MAY_CHANGE)
+def _is_one_of(name: str, keys: Iterable[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def _jsonable(metrics: Mapping[str, Any]) -> Metrics:
