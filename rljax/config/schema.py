@@ -277,6 +277,27 @@ class SpeculationConfig(Section):
         description="More drafters, each with its arguments; before every pass the one that promises most"
         " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
     )
+    choice: Literal["expected", "bandit"] = Field(
+        "expected",
+        description="How it is decided before every pass who drafts, and how far: by the tokens per second"
+        " that acceptance and times so far promise, or by a bandit over strategies (TLT's BEG-MAB).",
+    )
+    mix: bool = Field(
+        False,
+        description="With choice: expected, verify drafts of several drafters as one tree. Pays where they"
+        " fail in different places and verification is cheap.",
+    )
+    strategies: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="With choice: bandit, what it may choose from, each {drafter, depth, top_k, nodes}; empty"
+        " takes a few sizes of every drafter.",
+    )
+    epsilon: float = Field(
+        0.1, ge=0, le=1, description="How often the bandit tries any strategy. Raise it where much changes."
+    )
+    window: Count = Field(
+        32, description="Uses of a strategy that the bandit remembers. Lower it to forget sooner."
+    )
     verify_buckets: Buckets = Field(
         (8, 16, 32, 64, 128),
         description="Tokens of a verifying pass over all responses that are compiled, ascending; before every"
@@ -321,6 +342,10 @@ class SpeculationConfig(Section):
             )
         if self.others and self.drafter is None:
             raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
+        if self.mix and (self.choice != "expected" or not self.others):
+            raise ValueError("speculation.mix: needs speculation.others, and speculation.choice: expected")
+        if self.strategies and self.choice != "bandit":
+            raise ValueError("speculation.strategies: only speculation.choice: bandit reads them")
         if self.drafter in self.others:
             raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
         return self

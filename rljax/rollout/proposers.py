@@ -32,8 +32,11 @@ from rljax.models.transformer import Params
 from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length, best_strategy
 from rljax.rollout.pass_choice import Calibration, PassTimes, time_drafts, time_trees
 from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.strategies import Strategy
 
 _MOST_OF_AN_ERROR = 300  # characters of what a drafter raised that its message shows
+_HOST_NODES = (3, 7, 15, 31)  # of a slot, that a bandit chooses from; and steps of chains
+_CHAIN_LENGTHS = (2, 4, 8)
 _HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
 
 
@@ -75,7 +78,16 @@ class Proposal:
     usable: np.ndarray
     probability: np.ndarray
     bins: np.ndarray
-    seconds: float = 0.0
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """Of the drafter."""
+        return self.proposer.name
+
+    def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Which of the nodes were verified, and which of these accepted: bool [n, up to N]."""
+        self.proposer.credit(self.bins[:, : verified.shape[1]], verified, accepted)
 
 
 class Proposer(Protocol):
@@ -101,10 +113,24 @@ class Proposer(Protocol):
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         """Wanted tokens per second that drafting may bring; infinite where asking costs nothing."""
 
+    def default_strategies(self, room: int) -> list[Strategy]:
+        """What a bandit may choose from, with up to `room` draft nodes of a slot."""
+
     def propose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
-        """Candidates for the active slots. Consumes `state`."""
+        """Candidates for the active slots. Consumes `state`.
+
+        Args:
+          state: what is decoded.
+          active: the slots that want drafts.
+          statistics: of the rollout.
+          strategy: how to draft; None for what was promised last.
+        """
 
     def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Of its nodes [n, N]: which were verified, and which of these accepted."""
@@ -166,8 +192,16 @@ class HostProposer:
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         return float("inf")
 
+    def default_strategies(self, room: int) -> list[Strategy]:
+        sizes = sorted({min(size, room) for size in _HOST_NODES})
+        return [Strategy(self.name, nodes, 1, nodes) for nodes in sizes]
+
     def propose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
         width = self._engine.buckets.max_drafts
         budgets = np.full(len(active.slots), width, np.int32)
@@ -220,19 +254,28 @@ class SelfProposer:
         self._length, rate = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
         return rate
 
+    def default_strategies(self, room: int) -> list[Strategy]:
+        lengths = sorted({min(length, room) for length in _CHAIN_LENGTHS})
+        return [Strategy(self.name, length, 1, length) for length in lengths]
+
     def choose_length(self, shape: tuple[int, int], slots: int, wanted: int) -> tuple[int, float]:
         """Steps to draft before the next pass, and the tokens per second that they promise."""
         buckets = self._engine.buckets
         return best_length(self._acceptance.rate, slots, wanted, buckets, self._times, *shape)
 
     def propose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
         start = time.perf_counter()
-        state, drafted = self._engine.draft(self.drafter.draft_params, state, self._length)
+        length = self._length if strategy is None else strategy.depth
+        state, drafted = self._engine.draft(self.drafter.draft_params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
         seconds = time.perf_counter() - start
-        self._times.add((state.batch, state.cache.length, DRAFT_STEP), seconds / self._length)
+        self._times.add((state.batch, state.cache.length, DRAFT_STEP), seconds / length)
         statistics.draft_seconds += seconds
         usable = tokens >= 0
         bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
@@ -290,17 +333,31 @@ class DeviceProposer:
         )
         return rate
 
+    def default_strategies(self, room: int) -> list[Strategy]:
+        sizes = set()
+        for tree in self.drafter.strategies:
+            most = min(tree.nodes, room)
+            sizes |= {(tree.depth, tree.top_k, nodes) for nodes in (most, max(most // 2, 1))}
+        return [Strategy(self.name, *size) for size in sorted(sizes)]
+
     def propose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
-        start, strategy = time.perf_counter(), self._strategy
-        drafted = ask(self.name, self.drafter, "draft", state, strategy)
+        start, tree = time.perf_counter(), self._strategy
+        if strategy is not None:
+            shape = (strategy.depth, strategy.top_k)
+            tree = next(each for each in self.drafter.strategies if (each.depth, each.top_k) == shape)
+        drafted = ask(self.name, self.drafter, "draft", state, tree)
         arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
         tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
         seconds = time.perf_counter() - start
-        self._times.add((state.batch, state.cache.length, (self.name, strategy)), seconds)
+        self._times.add((state.batch, state.cache.length, (self.name, tree)), seconds)
         statistics.draft_seconds += seconds
-        self._depth = strategy.depth
+        self._depth = tree.depth
         more = [(0, 0), (0, self._engine.buckets.max_drafts - tokens.shape[1])]
         drafts = Drafts(
             np.pad(tokens, more),
@@ -323,4 +380,4 @@ class DeviceProposer:
 
 def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: Calibration) -> Proposal:
     bins = calibration.bins(drafts.log_probability)
-    return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins)
+    return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, 0.0)

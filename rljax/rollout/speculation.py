@@ -29,12 +29,11 @@ from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
+from rljax.rollout.manager import EXPECTED, Choice, StrategyChoice
 from rljax.rollout.pass_choice import (
     Candidates,
     PassTimes,
     best_rows,
-    candidates,
-    plain_rate,
     time_passes,
 )
 from rljax.rollout.proposers import ActiveSlots, Proposal, ask, ask_for, make_proposer
@@ -51,7 +50,7 @@ class VerifyingPass:
     Attributes:
       active: the slots that take part.
       tree: what is verified.
-      proposal: where it is from.
+      choice: why.
       shape: (batch, cache length, rows).
       dispatched: when, by `time.perf_counter`.
       timed: whether nothing but passes was before it, so that its time is a pass's.
@@ -60,7 +59,7 @@ class VerifyingPass:
 
     active: ActiveSlots
     tree: DraftTree
-    proposal: Proposal
+    choice: Choice
     shape: tuple[int, int, int]
     dispatched: float
     timed: bool
@@ -76,6 +75,7 @@ class Speculator:
       max_batch: batch buckets above it decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
       times: what passes took so far; speculators of the same engine may share them.
+      strategies: how the manager chooses among the drafters.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Speculator:
         max_batch: int,
         run_ahead: RunAhead | None = None,
         times: PassTimes | None = None,
+        strategies: StrategyChoice = EXPECTED,
     ) -> None:
         self.engine = engine
         self.max_batch = max_batch
@@ -102,6 +103,13 @@ class Speculator:
         self.proposers = [
             make_proposer(name, drafter, engine, self._times) for name, drafter in self.drafters.items()
         ]
+        self.manager = strategies.manager(
+            self.proposers,
+            engine.buckets,
+            self._times,
+            max_batch,
+            lambda shape, found: self.choose(shape, found),
+        )
         self._state_of_others: dict[str, np.ndarray] = {}  # from a checkpoint, for the runs to come
         self._patience = 1  # plain steps until the drafters are asked again
         self._plain_requests: set[int] = set()  # those that decoded plainly the last time
@@ -127,6 +135,7 @@ class Speculator:
         """
         self._statistics = statistics
         start = time.perf_counter()
+        self.manager.begin()
         for proposer in self.proposers:
             proposer.refresh(params)
             proposer.forget()
@@ -134,6 +143,7 @@ class Speculator:
         self._drafted = np.zeros(len(requests), np.int64)
         self._accepted = np.zeros(len(requests), np.int64)
         self._patience = 1
+        self._choice: Choice | None = None  # the last one
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
         coupled = self.engine.verification == "coupled"
@@ -201,13 +211,16 @@ class Speculator:
             return state, None
         start, drafting = time.perf_counter(), self._statistics.draft_seconds
         shape, timed = (state.batch, state.cache.length), self._only_passes_before(state)
-        state, proposal, rows, tree = self._draft(state, active)
-        under_way = None
+        state, choice = self.manager.choose(state, active, self._statistics)
+        if self._statistics.draft_seconds > drafting:
+            self._last_end = self._busy_until = time.perf_counter()
+        self._choice, under_way, rows = choice, None, choice.rows
         if rows:
+            tree = self._tree(choice, state.batch, active.slots)
             state, pending = self.engine.verify(params, state, tree, pack_rows(tree, active.slots, rows))
             self._dispatched(self._times[(*shape, rows)])
             now = time.perf_counter()
-            under_way = VerifyingPass(active, tree, proposal, (*shape, rows), now, timed, pending)
+            under_way = VerifyingPass(active, tree, choice, (*shape, rows), now, timed, pending)
             self._under_way.append(under_way)
         drafting = self._statistics.draft_seconds - drafting
         self._statistics.host_seconds += time.perf_counter() - start - drafting
@@ -232,7 +245,10 @@ class Speculator:
             self._busy_until = now + sum(self._times[other.shape] for other in self._under_way)
         self._statistics.device_seconds += seconds
         self._patience = 1
-        self._account(result, under_way.active, under_way.tree, under_way.proposal)
+        self._account(result, under_way.active, under_way.tree, under_way.choice.proposal)
+        kept = int((result.tokens[under_way.active.slots] >= 0).sum())
+        batch, responses = under_way.shape[0], len(under_way.active.slots)
+        self.manager.record(under_way.choice, batch, responses, kept, seconds)
         for drafter in self._on_device:
             drafter.advance(result)
         self._statistics.host_seconds += time.perf_counter() - now
@@ -256,6 +272,9 @@ class Speculator:
         if timed:
             self._times.add((state.batch, state.cache.length, 0), seconds / max(result.steps, 1))
         self._statistics.device_seconds += seconds
+        if asks and self._choice is not None:
+            kept = int((result.tokens >= 0).sum())
+            self.manager.record(self._choice, state.batch, len(active.slots), kept, seconds)
         self._last = (np.zeros_like(active.requests),) * 2
         for drafter in self._on_device:
             drafter.advance(result)
@@ -318,13 +337,13 @@ class Speculator:
         for prefix, (name, drafter) in self._state_prefixes().items():
             own = ask_for(name, drafter, "state", usable_state)
             state |= {prefix + key: array for key, array in own.items()}
-        return state | self.lengths.state()
+        return state | self.manager.state() | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; a drafter that the checkpoint does not have starts empty. What others
-        left there is kept for them.
+        """Takes up what `state` returned; a drafter that the checkpoint does not have starts empty. What
+        others left there is kept for them.
         """
-        state = self.lengths.load_state(state)
+        state = self.manager.load_state(self.lengths.load_state(state))
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
         for prefix, (name, drafter) in self._state_prefixes().items():
@@ -367,56 +386,17 @@ class Speculator:
         for name, drafter in self.drafters.items():
             ask(name, drafter, method, *arguments)
 
-    def _draft(
-        self, state: DecodeState, active: ActiveSlots
-    ) -> tuple[DecodeState, Proposal | None, int, DraftTree | None]:
-        """The most promising proposal, the rows of its pass, 0 for a plain step, and the tree to verify."""
-        shape = (state.batch, state.cache.length)
-        best, best_rows = None, 0
-        best_rate = plain_rate(active.wanted.sum() + active.standing_by, self._times, *shape)
-        promises = [(proposer.promise(shape, active), proposer) for proposer in self.proposers]
-        # Those who cost nothing come first; who takes time is asked where more is expected than they have.
-        for promise, proposer in sorted(promises, key=lambda each: -each[0]):
-            if promise <= best_rate:
-                continue
-            if promise < float("inf"):
-                self._dispatched(0.0)
-            state, proposal = proposer.propose(state, active, self._statistics)
-            if proposal.seconds:
-                self._last_end = self._busy_until = time.perf_counter()
-            found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
-            rows = self.choose(shape, found)
-            if not rows:
-                continue
-            rate = found.expected(rows, self._nodes(shape, rows)) / self._times[(*shape, rows)]
-            if best is None or rate > best_rate:
-                best, best_rows, best_rate, best_found = proposal, rows, rate, found
-        if best is None:
-            return state, None, 0, None
-        return state, best, best_rows, self._select(best, best_found, best_rows, shape, active.slots)
-
     def choose(self, shape: tuple[int, int], found: Candidates) -> int:
         """Rows of the next pass; 0 for a plain step."""
         return best_rows(found, self.engine.buckets, self._times, *shape)
 
-    def _nodes(self, shape: tuple[int, int], rows: int) -> int:
-        """Draft nodes of a slot in a pass of so many rows."""
-        return dict(self.engine.buckets.passes(shape[0]))[rows]
-
-    def _select(
-        self,
-        proposal: Proposal,
-        found: Candidates,
-        rows: int,
-        shape: tuple[int, int],
-        slots: np.ndarray,
-    ) -> DraftTree:
-        """The nodes that a pass of so many rows verifies, at the slots of the state."""
-        nodes = self._nodes(shape, rows)
-        taken = found.take(rows, nodes)[:, :nodes]
-        tree = empty_tree(shape[0], nodes)
-        tree.tokens[slots] = np.where(taken, proposal.tokens[:, :nodes], 0)
-        tree.parents[slots] = np.where(taken, proposal.parents[:, :nodes], -1)
+    def _tree(self, choice: Choice, batch: int, slots: np.ndarray) -> DraftTree:
+        """The nodes that the pass verifies, at the slots of the state."""
+        nodes = dict(self.engine.buckets.passes(batch))[choice.rows]
+        taken = choice.found.take(choice.rows, nodes)[:, :nodes]
+        tree = empty_tree(batch, nodes)
+        tree.tokens[slots] = np.where(taken, choice.proposal.tokens[:, :nodes], 0)
+        tree.parents[slots] = np.where(taken, choice.proposal.parents[:, :nodes], -1)
         tree.valid[slots] = taken
         return tree
 
@@ -429,7 +409,7 @@ class Speculator:
         rows, depths = np.nonzero(np.arange(1, tree.nodes + 1) < counts[:, None])
         accepted[rows, result.path[active.slots[rows], depths + 1] - 1] = True
         drafted, taken = verified.sum(axis=1), accepted.sum(axis=1)
-        proposal.proposer.credit(proposal.bins[:, : tree.nodes], verified, accepted)
+        proposal.credit(verified, accepted)
         self._last = (drafted.astype(np.int32), taken.astype(np.int32))
         self._drafted[active.requests] += drafted
         self._accepted[active.requests] += taken

@@ -30,6 +30,7 @@ from rljax.errors import Interrupted
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
+from rljax.rollout.manager import strategy_choice
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
@@ -120,7 +121,13 @@ class TrainingRun:
         if drafters:
             if speculation.run_ahead_below:
                 self.run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
-            self.speculator = Speculator(self.engine, drafters, speculation.max_batch, self.run_ahead)
+            self.speculator = Speculator(
+                self.engine,
+                drafters,
+                speculation.max_batch,
+                self.run_ahead,
+                strategies=strategy_choice(speculation, config.seed),
+            )
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
             task,

@@ -1,5 +1,7 @@
 """Drafters that break the protocol beside drafting, and drafters that take over from another one."""
 
+import types
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
 from rljax.errors import DrafterError
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.run_ahead import RunAhead
@@ -48,7 +51,8 @@ def speculator(drafter, ahead=False, name="mine"):
     run_ahead = None
     if ahead:
         run_ahead = RunAhead(1, 0.5)
-    speculating = Speculator(None, {name: drafter}, 4, run_ahead)
+    engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)))
+    speculating = Speculator(engine, {name: drafter}, 4, run_ahead)
     if ahead:
         speculating.drafters[name].begin([])
     return speculating

@@ -1,0 +1,254 @@
+"""The adaptive rollout manager: before every pass, who drafts, how far, and how much of it is verified.
+
+    Expected    what promises the most tokens per second, from how often such drafts were accepted and what
+                drafting and passes took
+    Bandit      TLT's BEG-MAB: the strategy that brought most when it was used (`rljax/rollout/bandit.py`)
+
+Both decide only how much work a forward pass does, never a token.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rljax.config.schema import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.state import DecodeState
+from rljax.rollout.bandit import BegMab
+from rljax.rollout.mixing import Mixer
+from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
+from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.strategies import Arm, Strategy, arms_by_batch, parse_strategies, room_per_slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What the next step does.
+
+    Attributes:
+      proposal: whose drafts are verified; None for a plain step.
+      found: its nodes as candidates.
+      rows: of the pass; 0 for a plain step.
+      reason: why, for the log.
+      expected: tokens per second that it promises; 0 where nothing is promised.
+      plain: that plain decoding promises.
+      arm: of the bandit.
+      seconds: that drafting took on the device, whether it is used or not.
+    """
+
+    proposal: Proposal | None
+    found: Candidates | None
+    rows: int
+    reason: str
+    expected: float
+    plain: float
+    arm: Arm = None
+    seconds: float = 0.0
+
+
+class Manager(Protocol):
+    """Decides what the next step does."""
+
+    def begin(self) -> None:
+        """A rollout begins, with weights that have moved."""
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        """Drafts where that pays. Consumes `state`."""
+
+    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        """What came of a choice in a state of `batch`: tokens of so many responses, and its passes' time."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps."""
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes up its own part of what `state` returned, and returns the rest."""
+
+
+RowsChoice = Callable[[tuple[int, int], Candidates], int]
+"""(batch and cache length, candidates) -> rows of the pass, 0 for a plain step."""
+
+
+class Expected:
+    """Chooses what promises the most tokens per second.
+
+    Args:
+      proposers: who can draft.
+      buckets: sizes of passes.
+      times: what passes and drafting take.
+      mix: verify the drafts of several drafters as one tree, where more than one has drafted.
+      rows: chooses the rows of a pass.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        buckets: Buckets,
+        times: PassTimes,
+        mix: bool,
+        rows: RowsChoice,
+    ) -> None:
+        self._proposers, self._buckets, self._times = proposers, buckets, times
+        self._mixer = Mixer(proposers, buckets.max_drafts) if mix and len(proposers) > 1 else None
+        self._choose_rows = rows
+
+    def begin(self) -> None:
+        if self._mixer is not None:
+            self._mixer.forget()
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        shape = (state.batch, state.cache.length)
+        plain = plain_rate(active.wanted.sum() + active.standing_by, self._times, *shape)
+        best = Choice(None, None, 0, "nothing promises more than a plain step", plain, plain)
+        offered: list[Proposal] = []
+        spent = 0.0
+        promises = [(proposer.promise(shape, active), proposer) for proposer in self._proposers]
+        # Those who cost nothing come first; who takes time is asked where more is expected than they have.
+        for promise, proposer in sorted(promises, key=lambda each: -each[0]):
+            if promise <= best.expected:
+                continue
+            state, proposal = proposer.propose(state, active, statistics)
+            offered.append(proposal)
+            spent += proposal.seconds
+            best = self._better(best, proposal, shape, active)
+            if self._mixer is not None and len(offered) > 1:
+                best = self._better(best, self._mixer.mix(offered, len(active.slots)), shape, active)
+        return state, dataclasses.replace(best, seconds=spent)
+
+    def _better(
+        self, best: Choice, proposal: Proposal, shape: tuple[int, int], active: ActiveSlots
+    ) -> Choice:
+        """The better of a choice and verifying a proposal."""
+        found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
+        rows = self._choose_rows(shape, found)
+        if not rows:
+            return best
+        nodes = dict(self._buckets.passes(shape[0]))[rows]
+        rate = found.expected(rows, nodes) / self._times[(*shape, rows)]
+        if best.rows and rate <= best.expected:
+            return best
+        reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
+        return Choice(proposal, found, rows, reason, rate, best.plain)
+
+    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        """Proposers are credited with what was accepted; there is nothing else to learn."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {} if self._mixer is None else self._mixer.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state if self._mixer is None else self._mixer.load_state(state)
+
+
+class Bandit:
+    """Chooses the strategy that has brought the most tokens per second of late.
+
+    Args:
+      proposers: who can draft.
+      buckets: sizes of passes.
+      strategies: what comes into question; empty for `default_strategies`.
+      max_batch: larger batches decode plainly.
+      epsilon, window, seed: see `BegMab`.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        buckets: Buckets,
+        strategies: Sequence[Strategy],
+        max_batch: int,
+        epsilon: float,
+        window: int,
+        seed: int,
+    ) -> None:
+        self._proposers = {proposer.name: proposer for proposer in proposers}
+        self._buckets = buckets
+        if not strategies:
+            room = room_per_slot(buckets, buckets.batch[0])
+            strategies = [each for proposer in proposers for each in proposer.default_strategies(room)]
+        self._bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
+
+    def begin(self) -> None:
+        """The window forgets by itself."""
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        responses = len(active.slots)
+        arm = self._bandit.choose(state.batch)
+        _, reason, medians = self._bandit.explain(state.batch)
+        promised, plain = medians.get(arm, 0.0), medians.get(None, 0.0)
+        nothing = Choice(None, None, 0, reason, promised, plain, arm)
+        if arm is None:
+            return state, nothing
+        start = time.perf_counter()
+        state, proposal = self._proposers[arm.drafter].propose(state, active, statistics, arm)
+        usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < arm.nodes)
+        found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
+        spent = time.perf_counter() - start
+        rows = self._rows(state.batch, responses + int(usable.sum()))
+        if not usable.any():
+            return state, dataclasses.replace(nothing, seconds=spent)
+        return state, Choice(proposal, found, rows, reason, promised, plain, arm, spent)
+
+    def _rows(self, batch: int, wanted: int) -> int:
+        """Of the smallest pass that has room for so many nodes, or of the largest."""
+        sizes = [rows for rows, _ in self._buckets.passes(batch)]
+        return next((rows for rows in sizes if rows >= wanted), sizes[-1])
+
+    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        self._bandit.record(batch, choice.arm, tokens, choice.seconds + seconds, responses)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self._bandit.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self._bandit.load_state(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyChoice:
+    """How a run's manager chooses.
+
+    Attributes:
+      by: "expected" or "bandit".
+      mix: see `Expected`.
+      strategies, epsilon, window, seed: see `Bandit`.
+    """
+
+    by: Literal["expected", "bandit"] = "expected"
+    mix: bool = False
+    strategies: tuple[Strategy, ...] = ()
+    epsilon: float = 0.1
+    window: int = 32
+    seed: int = 0
+
+    def manager(
+        self,
+        proposers: Sequence[Proposer],
+        buckets: Buckets,
+        times: PassTimes,
+        max_batch: int,
+        rows: RowsChoice,
+    ) -> Manager:
+        """The manager of these drafters."""
+        if self.by == "expected":
+            return Expected(proposers, buckets, times, self.mix, rows)
+        return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
+
+
+EXPECTED = StrategyChoice()
+
+
+def strategy_choice(config: SpeculationConfig, seed: int) -> StrategyChoice:
+    """As the config says; raises a ConfigError for strategies that cannot be."""
+    strategies = parse_strategies(config.strategies, config.drafters, config.max_drafts)
+    return StrategyChoice(config.choice, config.mix, strategies, config.epsilon, config.window, seed)

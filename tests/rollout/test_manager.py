@@ -1,0 +1,206 @@
+"""Which drafter drafts, how far, and how it is decided: the tokens are the same through all of it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from drafters.base import Outcome
+from drafters.registry import make_drafter, states_read
+from rljax.config.schema import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError
+from rljax.models.numerics import Numerics
+from rljax.rollout.draft_length import DRAFT_STEP
+from rljax.rollout.manager import Bandit, StrategyChoice, strategy_choice
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.rollout.strategies import Strategy
+from tests.rollout.test_scheduler import assert_same
+from tests.rollout.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
+POOL = ExecutablePool(row_invariant=True)
+CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.05, 16: 1.1, 32: 1.2})
+BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
+MIXED = StrategyChoice(mix=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+def make_engine(hidden_layers=None):
+    return DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=hidden_layers
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+
+
+def make_speculator(names, choice, **arguments):
+    drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in names}
+    return Speculator(
+        make_engine(states_read(drafters, CONFIG)), drafters, SLOTS, times=CHEAP, strategies=choice
+    )
+
+
+def roll_out(speculator, params, requests):
+    return Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
+
+
+def learn(speculator, requests, completions):
+    speculator.learn(
+        [
+            Outcome(request.prompt_ids, completion.response_ids, 0.0)
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("choice", [StrategyChoice(), MIXED, BANDIT], ids=["expected", "mixed", "bandit"])
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, choice):
+    speculator = make_speculator(("srt", "suffix_decoding", "quantized"), choice)
+    for _ in range(3):  # all new, then all known
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted == sum(completion.drafted for completion in completions) > 0
+        learn(speculator, requests, completions)
+    again = make_speculator(("srt", "suffix_decoding", "quantized"), choice)
+    again.load_state(speculator.state())
+    assert again.manager.state().keys() == speculator.manager.state().keys()
+    for name, array in speculator.manager.state().items():
+        np.testing.assert_array_equal(again.manager.state()[name], array)
+
+
+def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params, requests, expected):
+    """Both know the responses: one their first half, the other the second."""
+
+    class Half:
+        def __init__(self, first):
+            self.first = first
+            self.inner = make_drafter("srt", live=False)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def propose(self, queries):
+            drafts = self.inner.propose(queries)
+            known = np.asarray([len(expected[request].response_ids) for request in queries.requests])
+            place = queries.positions - [len(requests[request].prompt_ids) for request in queries.requests]
+            mine = (place < known // 2) == self.first
+            return dataclasses.replace(drafts, counts=np.where(mine, drafts.counts, 0))
+
+    def passes(drafters, choice):
+        speculator = Speculator(make_engine(), drafters, SLOTS, times=CHEAP, strategies=choice)
+        learn(speculator, requests, expected)
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        return statistics.steps
+
+    alone = [passes({"half": Half(first)}, StrategyChoice()) for first in (True, False)]
+    assert passes({"one": Half(True), "other": Half(False)}, MIXED) < min(alone)
+
+
+def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, requests, expected):
+    speculator = make_speculator(("srt", "suffix_decoding"), MIXED)
+    verified = {}
+    for proposer in speculator.proposers:
+        credit = proposer.credit
+
+        def counting(bins, nodes, accepted, name=proposer.name, credit=credit):
+            verified[name] = verified.get(name, 0) + int(nodes.sum())
+            assert (accepted <= nodes).all()
+            credit(bins, nodes, accepted)
+
+        proposer.credit = counting
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        learn(speculator, requests, completions)
+    assert set(verified) == {"srt", "suffix_decoding"}
+    assert sum(verified.values()) > statistics.drafted  # some nodes are both drafters'
+
+
+def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
+    """Where all is drafted right, the most nodes win; a drafter that is always wrong loses to plain steps."""
+
+    class Telling:
+        def __init__(self, right):
+            self.right = right
+            self.inner = make_drafter("srt", live=False)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def propose(self, queries):
+            drafts = self.inner.propose(queries)
+            return drafts if self.right else dataclasses.replace(drafts, tokens=(drafts.tokens + 1) % 64)
+
+    for right in (True, False):
+        strategies = (Strategy("telling", 2, 1, 2), Strategy("telling", 7, 1, 7))
+        choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0, window=8)
+        speculator = Speculator(
+            make_engine(), {"telling": Telling(right)}, SLOTS, times=CHEAP, strategies=choice
+        )
+        chosen = []
+        record = speculator.manager.record
+
+        def recording(choice, batch, responses, tokens, seconds, record=record, chosen=chosen):
+            chosen.append(choice.arm)
+            rows = {None: 1.0, 2: 1.1, 7: 1.2}[choice.arm and choice.arm.nodes]
+            steps = seconds if choice.arm else -(-tokens // responses)  # plain visits take several steps
+            record(choice, batch, responses, tokens, rows if choice.arm else steps)
+
+        speculator.manager.record = recording
+        learn(speculator, requests, expected)
+        for _ in range(2):
+            completions, _ = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+        last = chosen[-20:]
+        assert last.count(strategies[1] if right else None) > 10, last
+
+
+def test_without_strategies_every_drafter_has_some(params):
+    speculator = make_speculator(("srt", "quantized", "eagle"), BANDIT, eagle={"depths": [1, 3]})
+    assert isinstance(speculator.manager, Bandit)
+    arms = speculator.manager.state()["bandit_drafters"].tolist()
+    assert {"", "srt", "quantized", "eagle"} == set(arms)
+
+
+def test_strategies_of_a_config():
+    sizes = {"depth": 3, "top_k": 1, "nodes": 3}
+    config = SpeculationConfig(drafter="srt", choice="bandit", strategies=[{"drafter": "srt", **sizes}])
+    assert strategy_choice(config, 0).strategies == (Strategy("srt", 3, 1, 3),)
+    config = config.model_copy(update={"strategies": [{"drafter": "str", **sizes}]})
+    with pytest.raises(ConfigError, match=r"strategies\[0\].drafter: .*'str'; did you mean 'srt'"):
+        strategy_choice(config, 0)
+
+
+def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expected):
+    """Any drafter, any length, any rows, in turn: no token changes."""
+    names = ("srt", "prompt_lookup", "quantized", "eagle")
+    speculator = make_speculator(names, StrategyChoice(), eagle={"depths": [1, 3], "slices": 1})
+    rng = np.random.default_rng(0)
+    turns = itertools.cycle(rng.integers(0, 4, 64).tolist())
+    for number, proposer in enumerate(speculator.proposers):
+        proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
+        proposer._length = 3
+    speculator.choose = lambda shape, found: int(rng.choice([0, 16, 32] if found.probability.any() else [0]))
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.verified > 0
+        learn(speculator, requests, completions)
