@@ -6,7 +6,7 @@ and the groups are mapped to batch sizes: the larger the batch, the fewer tokens
 - the batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
   passes bound what a batch may verify;
 - neighbouring groups come into question, too, so that there is something to choose from: with one group a
-  bucket and one strategy a group, the bandit would never explore;
+  bucket and one strategy a group, as TLT's code has it, a bandit never explores;
 - each drafter's strategies are mapped for themselves, so that every drafter has a say at every batch size;
 - the plain step, without drafts, comes into question everywhere.
 """

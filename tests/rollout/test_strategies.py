@@ -144,6 +144,12 @@ def test_what_fits_a_small_batch_is_not_lost_to_a_large_one_that_it_does_not_fit
     assert nodes_of(arms[2]) == [63, 31, 15] and nodes_of(arms[16]) == [7]
 
 
+def test_batches_with_room_for_the_smallest_trees_alone_have_those():
+    buckets = Buckets((1, 60, 61, 62, 63), (64,), (512,), 63)
+    arms = arms_by_batch([chain(nodes) for nodes in (63, 31, 15, 7)], buckets, max_batch=63, neighbours=0)
+    assert [nodes_of(own) for own in arms.values()] == [[63, 31, 15], [7], [7], [7], [7]]
+
+
 def test_every_drafter_has_a_say_at_every_batch_size():
     buckets = Buckets((2, 4, 8), (64,), (64,), 15)
     strategies = [Strategy("eagle", 4, 4, nodes) for nodes in (15, 7, 3)] + [chain(15)]
@@ -167,22 +173,23 @@ def test_a_strategy_that_fits_no_pass_is_an_error():
 
 
 @st.composite
-def bucket_sets(draw):
-    sizes = lambda most, least: st.sets(st.integers(least, most), min_size=1, max_size=6).map(sorted)  # noqa: E731
-    return Buckets(tuple(draw(sizes(64, 1))), (64,), tuple(draw(sizes(512, 2))), draw(st.integers(1, 63)))
+def configs(draw):
+    """Buckets, a largest batch for speculation, and sizes of chains that the smallest batch has room for."""
+    batches = draw(st.sets(st.integers(1, 64), min_size=1, max_size=6))
+    rows = draw(st.sets(st.integers(2, 512), min_size=1, max_size=6))
+    buckets = Buckets(tuple(sorted(batches)), (64,), tuple(sorted(rows)), draw(st.integers(1, 63)))
+    nodes = st.integers(1, max(room_per_slot(buckets, buckets.batch[0]), 1))
+    sizes = draw(st.lists(st.tuples(st.sampled_from(NAMES), nodes), max_size=9, unique=True))
+    return buckets, draw(st.integers(1, 64)), sizes
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    buckets=bucket_sets(),
-    sizes=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 63)), max_size=9, unique=True),
-    max_batch=st.integers(1, 64),
-    neighbours=st.integers(0, 3),
-)
-def test_larger_batches_never_verify_more(buckets, sizes, max_batch, neighbours):
+@settings(max_examples=500, deadline=None)
+@given(config=configs(), neighbours=st.integers(0, 3))
+def test_larger_batches_never_verify_more(config, neighbours):
+    buckets, max_batch, sizes = config
     batches = [batch for batch in buckets.batch if batch <= max_batch and buckets.passes(batch)]
+    assume(not batches or room_per_slot(buckets, batches[0]))
     strategies = [chain(nodes, drafter) for drafter, nodes in sizes]
-    assume(not batches or all(nodes <= room_per_slot(buckets, batches[0]) for _, nodes in sizes))
     arms = arms_by_batch(strategies, buckets, max_batch, neighbours)
     assert list(arms) == list(buckets.batch)
     for batch, own in arms.items():
