@@ -3,8 +3,9 @@
 SpecActor, section 4.2: no drafter is best for all requests, and how well one will do is not known before. But
 what an acceptance rate is worth with a drafter can be profiled offline, without the policy's weights: what
 drafting costs does not depend on them, and for what verifying costs it does not matter which tokens are
-accepted. The table of that, the draft ladder, turns the acceptance of earlier rollouts into the drafter to begin with. In the tail, requests
-whose drafter does badly get the others, best first, on slots that have fallen idle.
+accepted. The table of that, the draft ladder, turns the acceptance of earlier rollouts into the drafter to
+begin with. In the tail, requests whose drafter does badly get the others, best first, on slots that have
+fallen idle.
 
 The paper times passes whose tokens are accepted at random. Here their number is its expectation: drafts that
 are each accepted with probability a, given those before, bring 1 + a + ... + a^w tokens from a window of w.
