@@ -19,6 +19,7 @@ from rljax.benchmarking import Row, paired
 
 DRAFTERS = 3
 FEATURES, VOCABULARY, SPREAD = 12, 24, 2.5  # values of a feature; of the logits
+_CALLS = 100  # of ours in a timed round: one is too short
 CANDIDATES, BUDGET = 3, 2  # tokens that a drafter proposes; nodes that are verified
 
 # --- merging ---------------------------------------------------------------------------------------------
@@ -74,10 +75,9 @@ def merge_rows(queries: int, nodes: int, repeats: int) -> list[Row]:
             list, zip(*(random_drafts(rng, queries, nodes, tokens) for _ in range(DRAFTERS)), strict=True)
         )
         budgets, independent = np.full(queries, nodes), np.ones(1 << DRAFTERS)
-        calls = 100
 
         def ours(args: tuple = (proposals, probabilities, budgets, nodes, independent)) -> None:
-            for _ in range(calls):
+            for _ in range(_CALLS):
                 mix(*args)
 
         def baseline(args: tuple = (proposals, probabilities)) -> None:
@@ -88,11 +88,11 @@ def merge_rows(queries: int, nodes: int, repeats: int) -> list[Row]:
         rows.append(
             Row(
                 name=f"merge/{queries} queries, {DRAFTERS} x {nodes} nodes/{case}",
-                value=1e6 * compared.seconds / calls,
+                value=1e6 * compared.seconds / _CALLS,
                 unit="us",
                 baseline="dictionaries in Python",
                 baseline_value=1e6 * compared.baseline_seconds,
-                ratio=compared.ratio * calls,
+                ratio=compared.ratio * _CALLS,
                 details={"rounds": repeats},
             )
         )
