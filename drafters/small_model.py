@@ -1,8 +1,8 @@
 """A small model of the policy's family drafts, as SpecActor's 0.5B and 1.5B ones do for a 32B policy.
 
 Any checkpoint that the policy could be will do, if it has the policy's vocabulary. It is not trained:
-SpecActor found acceptance to stay the same over a hundred steps. It decodes on the device, beside the target
-(`rljax/engine/companion.py`), so here is only what it is made from.
+SpecActor found acceptance to stay the same over a hundred steps (section 6). It decodes on the device, beside
+the target (`rljax/engine/companion.py`), so here is only what it is made from.
 
 Models of one family may differ in how far their embeddings are padded (Qwen2.5: 151,936 rows up to 3B,
 152,064 above), with the same tokens. So vocabularies of other sizes are taken if the tokenizers agree: what
