@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from engine_benchmarks.bandwidth import bandwidth_rows
+from engine_benchmarks.companion import companion_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
 from engine_benchmarks.self_draft import self_draft_rows
@@ -49,6 +50,7 @@ def measurements() -> list[Measurement]:
             )
             for name in ("25M", "98M")
         ),
+        Measurement("companion", "98M", lambda: companion_rows("98M", POLICIES["98M"], 2, (2, 8), repeats=9)),
     ]
 
 
@@ -62,6 +64,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("update", "2M", lambda: update_rows("2M", tiny, num_sequences=32, repeats=3)),
         Measurement("startup", "25M", lambda: startup_rows("25M", small, repeats=1)),
         Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
+        Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
     ]
 
 

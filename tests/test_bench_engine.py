@@ -19,6 +19,7 @@ from tests.scripts import SCRIPTS, load_script
 _SCRIPT = SCRIPTS / "bench_engine.py"
 bench_engine = load_script("bench_engine")
 bandwidth = load_script("engine_benchmarks.bandwidth")
+companion = load_script("engine_benchmarks.companion")
 decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
 self_draft = load_script("engine_benchmarks.self_draft")
@@ -37,9 +38,9 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    assert (
-        error
-        == "error: --only: 'sped' is not a section; they are decode,bandwidth,update,startup,self_draft\n"
+    assert error == (
+        "error: --only: 'sped' is not a section; they are"
+        " decode,bandwidth,update,startup,self_draft,companion\n"
     )
 
 
@@ -105,6 +106,16 @@ def test_self_draft_rows(tiny):
         rows[f"self_draft/tiny/float32/{label}/bytes"].details["stored_beside_policy_mb"] for label in labels
     ]
     assert stored[0] < stored[1] == stored[2]
+
+
+def test_companion_rows(tiny):
+    rows = companion.companion_rows("tiny", tiny, 1, (1,), repeats=1)
+    assert [row.name for row in rows] == [
+        f"companion/tiny/1 layers/batch 1/{label}"
+        for label in ("draft step", "catch up by 1", "catch up by 16")
+    ]
+    for row in rows:
+        assert row.value > 0 and row.ratio == pytest.approx(row.baseline_value / row.value)
 
 
 def test_a_second_process_gets_the_first_ones_cache(tiny, monkeypatch):

@@ -400,18 +400,11 @@ class DecodeEngine:
         """
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
-        needed = self.prefill_length(prompt_length)
-        prompt_lengths = [length for length in self._prefill_lengths if length <= needed]
-        prefixes = {}  # one of each shape: short prompts have a block of the cache, too
-        for rows in self._prefill_rows:
-            for length in prompt_lengths:
-                if rows <= largest:
-                    prefix = self.prefill(params, [[0] * length] * rows)
-                    prefixes[rows, prefix.cache.length] = prefix
+        prefixes = self.warm_up_prefill(params, largest, prompt_length)
         for length in self.buckets.cache:
             for batch in batches:
                 state = self.init_state(batch, length)
-                for prefix in prefixes.values():
+                for prefix in prefixes:
                     late = late_inserts and prefix.cache.batch == self._prefill_rows[0]
                     if (batch == largest or late) and prefix.cache.length <= length:
                         state = self.bulk_insert(prefix, state, [])
@@ -421,6 +414,19 @@ class DecodeEngine:
                     self.compact(state, [0])
                 if length < self.buckets.cache[-1]:
                     self.grow(state)
+
+    def warm_up_prefill(self, params: Params, prompts: int, prompt_length: int) -> list[Prefix]:
+        """Compiles prefill of up to `prompts` prompts of up to `prompt_length` tokens; a prefix of each shape
+        there is, those with the fewest rows first.
+        """
+        needed = self.prefill_length(prompt_length)
+        prefixes = {}  # short prompts have a block of the cache, too
+        for rows in self._prefill_rows:
+            for length in self._prefill_lengths:
+                if rows <= prompts and length <= needed:
+                    prefix = self.prefill(params, [[0] * length] * rows)
+                    prefixes[rows, prefix.cache.length] = prefix
+        return list(prefixes.values())
 
     # -- where things lie on the mesh ------------------------------------------------------------------------
 

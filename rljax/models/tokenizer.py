@@ -164,6 +164,10 @@ class Tokenizer:
                 f"policy's vocab_size is {config.vocab_size}; use the tokenizer that belongs to the policy"
             )
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether every token has the same id in both."""
+        return self._backend.get_vocab() == other._backend.get_vocab()
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)

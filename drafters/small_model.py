@@ -1,0 +1,119 @@
+"""A small model of the policy's family drafts, as SpecActor's 0.5B and 1.5B ones do for a 32B policy.
+
+Any checkpoint that the policy could be will do, if it has the policy's vocabulary. It is not trained:
+SpecActor found acceptance to stay the same over a hundred steps (section 6). It decodes on the device, beside
+the target (`rljax/engine/companion.py`), so here is only what it is made from.
+
+Models of one family may differ in how far their embeddings are padded (Qwen2.5: 151,936 rows up to 3B,
+152,064 above), with the same tokens. So vocabularies of other sizes are taken if the tokenizers agree: what
+the small model has more is cut off, and what it has less it never drafts.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from drafters.arguments import Arguments
+from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
+from rljax.engine.companion import Companion
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import ConfigError, UserError
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import load_model_config, load_params
+from rljax.models.numerics import Numerics
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import Params
+
+
+class SmallModelArguments(Arguments):
+    """Arguments of `SmallModelDrafter`."""
+
+    path: str = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type of its weights and products; null is the policy's."
+    )
+
+
+class SmallModelDrafter:
+    """A checkpoint that drafts.
+
+    Args:
+      arguments: see there.
+
+    Attributes:
+      config: its architecture; after `check` with no more of a vocabulary than the policy's.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or none that the forward pass can compute.
+    """
+
+    def __init__(self, arguments: SmallModelArguments) -> None:
+        self.path = Path(arguments.path)
+        self.dtype = arguments.dtype
+        try:
+            self.config = load_model_config(self.path)
+        except UserError as error:
+            raise ConfigError(f"speculation.args.path: {error}") from error
+        self._companion: Companion | None = None
+
+    def check(self, policy: ModelConfig, tokenizer: Tokenizer) -> None:
+        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer."""
+        own, its = self.config.vocab_size, policy.vocab_size
+        if own == its:
+            return
+        same = False
+        if (self.path / "tokenizer.json").is_file():
+            same = Tokenizer.load(self.path).same_tokens(tokenizer)
+        if not same or own < tokenizer.vocab_size:
+            raise ConfigError(
+                f"speculation.args.path: {self.path} has vocab_size {own} where the policy has {its}, and not"
+                f" the policy's {tokenizer.vocab_size} tokens; use a model of the same family"
+            )
+        self.config = dataclasses.replace(self.config, vocab_size=min(own, its))
+
+    def companion(self, target: DecodeEngine) -> Companion:
+        """Loads the weights, to draft beside `target`; after `check`."""
+        numerics = target.numerics
+        if self.dtype is not None:
+            numerics = Numerics(numerics.row_invariant, self.dtype)
+        try:
+            params = load_params(self.path, load_model_config(self.path), numerics.compute_dtype)
+        except UserError as error:
+            raise ConfigError(f"speculation.args.path: {error}") from error
+        self._companion = Companion(target, self.config, _cut(params, self.config.vocab_size), numerics)
+        return self._companion
+
+    def begin(self, requests: Sequence[DraftRequest]) -> None:
+        """The companion is told of requests when they enter a slot."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        """Proposes nothing: the companion drafts."""
+        shape = (len(queries.requests), queries.nodes)
+        nothing = np.zeros(shape, np.int32)
+        return Drafts(nothing, nothing - 1, np.zeros(shape, np.float32), nothing[:, 0])
+
+    def observe(self, sampled: Sampled) -> None:
+        """The companion is told of tokens slot by slot."""
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Is not trained."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """The state of another drafter: none of it is of use."""
+
+    def metrics(self) -> dict[str, float]:
+        """`caught_up`: tokens of the last rollout that took the companion a pass beside drafting."""
+        return {} if self._companion is None else {"caught_up": float(self._companion.extended)}
+
+
+def _cut(params: Params, vocab_size: int) -> Params:
+    """The first `vocab_size` tokens of embedding and LM head."""
+    rows = {name: params[name][:vocab_size] for name in ("embed", "lm_head") if name in params}
+    return params | rows

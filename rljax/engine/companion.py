@@ -1,0 +1,313 @@
+"""A small model that drafts beside the target: other weights of another shape, with a KV cache of its own.
+
+SpecActor drafts for a 32B policy with its 0.5B and 1.5B relatives (sections 4.2 and 5). The small model is
+never trained and never decides anything: the target verifies its chains like anybody's.
+
+    companion.begin(batch, length)                  # a rollout begins, with a state of that shape
+    companion.insert(slots, sequences)              # requests enter the target's slots
+    drafts = companion.draft(state, steps)          # chains below the target's last tokens
+    companion.advance(slots, tokens, counts)        # what the target sampled since, drafted or not
+    companion.compact(slots); companion.forget(slots)
+
+What it drafts from is all the target's: last tokens, noise keys, what is left of response and cache. Only its
+keys and values are its own, and they have to follow what was sampled. That is cheap: the entry of a token is
+the same whether the token was drafted or sampled, so all that drafting wrote for drafts that came true is
+right already. What is missing (the last draft of a chain that came true altogether, tokens sampled plainly)
+is computed before the next chain, in one pass over as many tokens as are missing.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from rljax.engine import kv_cache
+from rljax.engine.draft_tree import DraftTree, all_rows, with_root
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.kv_cache import KVCache
+from rljax.engine.placement import cache_shardings
+from rljax.engine.self_drafting import SelfDrafts
+from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.tree_attention import TreeAttention
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params
+from rljax.sharding import constrain
+
+CATCH_UP_WIDTHS = (1, 16)
+"""Tokens of a slot in a pass that catches up: after a chain that came true, and after plain decoding."""
+
+_NO_KEY = np.zeros(2, np.uint32)
+
+
+class CompanionEngine(DecodeEngine):
+    """A decode engine that is told its tokens, and drafts with what another engine knows of its slots."""
+
+    def extend(
+        self, params: Params, cache: KVCache, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray
+    ) -> KVCache:
+        """Writes the keys and values of known tokens. Consumes `cache`.
+
+        Args:
+          tokens: int32 [B, W], tokens that stand behind the first `lengths`.
+          lengths: int32 [B], entries that `cache` has.
+          counts: int32 [B], how many of `tokens` to write.
+        """
+        # Copies: a device may read an array in place, and the caller goes on counting in it.
+        args = (params, cache, *map(jnp.array, (tokens, lengths, counts)), self._rope)
+        key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._key)
+        return self.pool.get(key, self._extend, args, donate_argnums=(1,))(*args)
+
+    def draft_for(
+        self,
+        params: Params,
+        cache: KVCache,
+        target: DecodeState,
+        sizes: np.ndarray,
+        steps: int,
+        vocab_size: int,
+        with_proposal: bool = False,
+    ) -> tuple[KVCache, SelfDrafts]:
+        """`DecodeEngine.draft` for the slots of another engine's state. Consumes `cache`, but not `target`.
+
+        Args:
+          target: whose last tokens, lengths, limits and noise keys count; its cache is not read.
+          sizes: int32 [B], tokens known of each slot. Where the target has gone on since, nothing is drafted.
+          vocab_size: of the target: the proposal is so wide.
+        """
+        columns = self.buckets.max_drafts
+        if not 0 < steps <= columns:
+            raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
+        drafting = self._draft(columns, with_proposal)
+
+        def draft(
+            params: Params, cache: KVCache, target: DecodeState, sizes: Array, rope: Array, steps: Array
+        ) -> tuple[KVCache, SelfDrafts]:
+            active = target.active & (target.lengths + 1 == sizes)
+            state, drafts = drafting(params, target.replace(cache=cache, active=active), rope, steps)
+            if with_proposal:  # nothing is drafted of what only the target's vocabulary has
+                more = [(0, 0), (0, 0), (0, vocab_size - self.config.vocab_size)]
+                drafts = drafts.replace(proposal=jnp.pad(drafts.proposal, more, constant_values=-jnp.inf))
+            return state.cache, drafts
+
+        args = (params, cache, target.replace(cache=None), jnp.array(sizes), self._rope, np.int32(steps))
+        key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
+        return self.pool.get(key, draft, args, donate_argnums=(1,))(*args)
+
+    def _extend(
+        self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
+    ) -> KVCache:
+        batch, width = tokens.shape
+        order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+        chain = DraftTree(tokens=tokens[:, 1:], parents=order[:, 1:] - 2, valid=order[:, 1:] > 0)
+        rooted, rows = with_root(chain, tokens[:, 0]), all_rows(batch, width)
+        _, entries = transformer.forward(
+            params,
+            self.config,
+            rows.gather(tokens)[:, None],
+            rows.gather(lengths[:, None] + order)[:, None],
+            TreeAttention(cache, lengths, rooted, rows, self.numerics),
+            rope,
+            self.numerics,
+        )
+        cache = kv_cache.commit(cache, entries, order, counts, lengths)
+        if self.mesh is not None:
+            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
+        return cache
+
+
+class Companion:
+    """A small model with a cache of its own for every slot of the target's state.
+
+    Args:
+      target: the policy's engine: its shapes, sampling distribution, rule and pool are used here, too.
+      config: the small model's architecture. Its vocabulary may be shorter than the target's.
+      params: its weights.
+      numerics: how it computes; by default as the target does.
+
+    Attributes:
+      extended: tokens that had to be caught up with since `begin`.
+    """
+
+    def __init__(
+        self, target: DecodeEngine, config: ModelConfig, params: Params, numerics: Numerics | None = None
+    ) -> None:
+        self.vocab_size = target.config.vocab_size
+        if config.vocab_size > self.vocab_size:
+            raise ValueError(f"vocab_size: {config.vocab_size} is more than the target's {self.vocab_size}")
+        self.engine = CompanionEngine(
+            config,
+            target.numerics if numerics is None else numerics,
+            target.sampling,
+            target.buckets,
+            target.eos_token_ids,
+            pool=target.pool,
+            mesh=target.mesh,
+            verification=target.verification,
+        )
+        self.params = self.engine.load_params(params)
+        self.extended = 0
+        self._prefixes: dict[tuple[int, ...], tuple[Prefix, int]] = {}  # the newest, and their rows in it
+
+    @property
+    def batch(self) -> int:
+        """Slots, B."""
+        return self._state.batch
+
+    def begin(self, batch: int, length: int) -> None:
+        """A rollout begins: idle slots, as many and as long as those of the target's state."""
+        self._state: DecodeState | None = None  # gone before there is another
+        self._state = self.engine.init_state(batch, length)  # of which only the cache is used
+        slots = self._state.batch
+        self._known = np.zeros((slots, self.engine.buckets.cache[-1] + 1), np.int32)  # tokens, by position
+        self._sizes = np.zeros(slots, np.int32)  # how many are known; 0 for a slot without a request
+        self._lengths = np.zeros(slots, np.int32)  # entries of the cache, from the first on, that are right
+        self._chains = np.full((slots, self.engine.buckets.max_drafts), -1, np.int32)  # drafted behind them
+        self._drafted: Array | None = None  # the newest chains, still on the device
+        self.extended = 0
+
+    def insert(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+        """Requests enter `slots`.
+
+        Args:
+          sequences: all that is known of each, token ids: the prompt, and of one that has been decoding the
+            tokens that it sampled.
+        """
+        self.forget(slots)
+        found = self._prefill(sequences)
+        for prefix in {id(prefix): prefix for prefix, _ in found}.values():
+            own = [
+                Assignment(row, slot, _NO_KEY, 0)
+                for slot, (its_prefix, row) in zip(slots, found, strict=True)
+                if its_prefix is prefix
+            ]
+            self.grow(prefix.cache.length)
+            self._state = self.engine.bulk_insert(prefix, self._state, own)
+        for slot, sequence in zip(slots, sequences, strict=True):
+            self._known[slot, : len(sequence)] = sequence
+            self._sizes[slot] = len(sequence)
+            self._lengths[slot] = len(sequence) - 1
+
+    def _prefill(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Prefix, int]]:
+        """Where each sequence's keys and values are; prompts come again, with every sample of a group."""
+        wanted = [tuple(sequence) for sequence in sequences]
+        by_length: dict[int, list[tuple[int, ...]]] = {}
+        for sequence in dict.fromkeys(wanted):
+            if sequence not in self._prefixes:
+                by_length.setdefault(self.engine.prefill_length(len(sequence)), []).append(sequence)
+        for alike in by_length.values():
+            prefix = self.engine.prefill(self.params, alike)
+            self._prefixes |= {sequence: (prefix, row) for row, sequence in enumerate(alike)}
+        found = [self._prefixes[sequence] for sequence in wanted]
+        while len(self._prefixes) > self.engine.buckets.batch[-1]:
+            del self._prefixes[next(iter(self._prefixes))]
+        return found
+
+    def advance(self, slots: Sequence[int], tokens: Array | np.ndarray, counts: Array | np.ndarray) -> None:
+        """The target sampled `tokens` in `slots`, drafted or not.
+
+        Args:
+          tokens: int32 [n, T].
+          counts: int32 [n], how many of them.
+        """
+        self._settle()
+        slots, tokens, counts = (np.asarray(x) for x in (slots, tokens, counts))
+        counts = np.where(self._sizes[slots] > 0, counts, 0)
+        rows, order = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        self._known[slots[rows], self._sizes[slots[rows]] + order] = tokens[rows, order]
+        # Drafting wrote the entry of the last token, and of every draft but the last.
+        chains, width = self._chains[slots], min(self._chains.shape[1], tokens.shape[1])
+        came_true = np.cumprod(chains[:, :width] == tokens[:, :width], axis=1).sum(axis=1)
+        written = (chains >= 0).sum(axis=1)
+        self._lengths[slots] += np.minimum(np.minimum(1 + came_true, written), counts)
+        self._sizes[slots] += counts
+        self._chains[slots[counts > 0]] = -1
+
+    def draft(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
+        """Chains of up to `steps` tokens for every active slot of the target; see `DecodeEngine.draft`.
+
+        Slots that were never inserted get none, and neither do those that the target decodes just now: what
+        they sampled must be told before.
+        """
+        theirs, own = (target.batch, target.cache.length), (self.batch, self._state.cache.length)
+        if own[0] != theirs[0] or own[1] > theirs[1]:
+            raise ValueError(f"the target's state is {theirs} (slots, positions), the companion's {own}")
+        self._settle()
+        self.grow(target.cache.length)
+        self._catch_up()
+        cache, drafts = self.engine.draft_for(
+            self.params, self._state.cache, target, self._sizes, steps, self.vocab_size, with_proposal
+        )
+        self._state = self._state.replace(cache=cache)
+        self._drafted = drafts.tokens
+        return drafts
+
+    def compact(self, slots: Sequence[int]) -> None:
+        """As `DecodeEngine.compact` of the target's state."""
+        self._settle()
+        slots = list(slots)
+        self._state = self.engine.compact(self._state, slots)
+        for name in ("_known", "_sizes", "_lengths", "_chains"):
+            taken = getattr(self, name)[slots]
+            missing = [(0, self.batch - len(slots)), *((0, 0),) * (taken.ndim - 1)]
+            setattr(self, name, np.pad(taken, missing, constant_values=-1 if name == "_chains" else 0))
+
+    def grow(self, length: int) -> None:
+        """Room for `length` positions a slot; `draft` does it when the target has grown."""
+        while self._state.cache.length < length:
+            self._state = self.engine.grow(self._state)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Nothing is known of `slots` any more: their requests are over."""
+        self._settle()
+        slots = list(slots)
+        self._sizes[slots] = self._lengths[slots] = 0
+        self._chains[slots] = -1
+
+    def warm_up(self, slots: int, prompt_length: int, late_inserts: bool = False) -> None:
+        """Compiles every program that drafting beside a target with so many slots can need; see
+        `DecodeEngine.warm_up`. Ends whatever was under way.
+        """
+        engine = self.engine
+        largest = engine.buckets.batch_for(slots)
+        batches = [batch for batch in engine.buckets.batch if batch <= largest]
+        prefixes = engine.warm_up_prefill(self.params, largest, prompt_length)
+        for length in engine.buckets.cache:
+            for batch in batches:
+                self.begin(batch, length)
+                for prefix in prefixes:
+                    late = late_inserts and prefix.cache.batch == prefixes[0].cache.batch
+                    if (batch == largest or late) and prefix.cache.length <= length:
+                        self._state = engine.bulk_insert(prefix, self._state, [])
+                for width in CATCH_UP_WIDTHS:
+                    self._extend(width)
+                self.draft(engine.init_state(batch, length), 1)
+                if batch > batches[0]:
+                    engine.compact(self._state, [0])
+                if length < engine.buckets.cache[-1]:
+                    engine.grow(self._state)
+
+    def _settle(self) -> None:
+        """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is
+        none of the newest: its slot's tokens may be under way.
+        """
+        if self._drafted is not None:
+            drafted, self._drafted = np.asarray(self._drafted), None
+            new = drafted[:, 0] >= 0
+            self._chains[new] = drafted[new]
+
+    def _catch_up(self) -> None:
+        """Writes the entries of all known tokens but the last of each slot, which drafting begins with."""
+        while (missing := int((self._sizes - 1 - self._lengths).max())) > 0:
+            self._extend(next((w for w in CATCH_UP_WIDTHS if w >= missing), CATCH_UP_WIDTHS[-1]))
+
+    def _extend(self, width: int) -> None:
+        counts = np.clip(self._sizes - 1 - self._lengths, 0, width)
+        places = np.minimum(self._lengths[:, None] + np.arange(width), self._known.shape[1] - 1)
+        tokens = np.take_along_axis(self._known, places, axis=1)
+        cache = self.engine.extend(self.params, self._state.cache, tokens, self._lengths, counts)
+        self._state = self._state.replace(cache=cache)
+        self._lengths += counts
+        self.extended += int(counts.sum())

@@ -1,0 +1,128 @@
+"""The checkpoint of a small model that drafts: which ones fit a policy, and what is said of the others."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from drafters.arguments import checked
+from drafters.base import Queries
+from drafters.small_model import SmallModelArguments, SmallModelDrafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import init_params
+from tests.models.checkpoints import write_tokenizer
+
+POLICY = ModelConfig("llama", 320, 32, 2, 2, 1, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("policy")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+def checkpoint(directory, tokenizer=None, vocab_size=320, tied=False):
+    """A random model of one layer, and its weights."""
+    config = ModelConfig("llama", vocab_size, 32, 1, 2, 1, 32, 64, tie_embeddings=tied)
+    params = init_params(config, seed=3)
+    save_model(directory, config, params, "float32", tokenizer_source=tokenizer and tokenizer.directory)
+    return params
+
+
+def drafter_of(path, **args):
+    return SmallModelDrafter(checked("small_model", SmallModelArguments, {"path": str(path), **args}))
+
+
+def engine_of(dtype="float32"):
+    buckets = Buckets((2,), (64,), (8,), 3)
+    return DecodeEngine(POLICY, Numerics(True, dtype), SamplingParams(), buckets, ())
+
+
+def error_of(act, *args):
+    with pytest.raises(ConfigError) as raised:
+        act(*args)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_companion_has_the_weights_of_the_checkpoint(tmp_path, tokenizer, dtype):
+    params = checkpoint(tmp_path / "small")
+    for chosen, expected in ((None, dtype), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        drafter = drafter_of(tmp_path / "small", dtype=chosen)
+        assert drafter.metrics() == {}
+        drafter.check(POLICY, tokenizer)
+        companion = drafter.companion(engine_of(dtype))
+        assert companion.engine.config.num_layers == 1
+        assert companion.engine.numerics == Numerics(True, expected)
+        jax.tree.map(np.testing.assert_array_equal, companion.params, tree_cast(params, expected))
+        assert drafter.metrics() == {"caught_up": 0.0}
+
+
+@pytest.mark.parametrize(("rows", "used", "tied"), [(384, 320, False), (310, 310, True)])
+def test_the_same_tokens_with_other_padding(tmp_path, tokenizer, rows, used, tied):
+    assert tokenizer.vocab_size <= 310
+    params = checkpoint(tmp_path / "small", tokenizer, rows, tied)
+    drafter = drafter_of(tmp_path / "small")
+    drafter.check(POLICY, tokenizer)
+    drafter.check(POLICY, tokenizer)  # again
+    companion = drafter.companion(engine_of())
+    assert companion.engine.config.vocab_size == used
+    np.testing.assert_array_equal(companion.params["embed"], params["embed"][:used])
+    assert ("lm_head" in companion.params) != tied
+
+
+def test_another_vocabulary_is_refused(tmp_path, tokenizer):
+    wanted = (
+        "speculation.args.path: {} has vocab_size {} where the policy has 320, and not the policy's"
+        f" {tokenizer.vocab_size} tokens; use a model of the same family"
+    )
+    checkpoint(tmp_path / "unknown", None, 384)
+    write_tokenizer(tmp_path / "other tokens", "llama3")
+    checkpoint(tmp_path / "other", Tokenizer.load(tmp_path / "other tokens"), 384)
+    for name in ("unknown", "other"):
+        drafter = drafter_of(tmp_path / name)
+        assert error_of(drafter.check, POLICY, tokenizer) == wanted.format(tmp_path / name, 384)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path, tokenizer):
+    missing = tmp_path / "missing"
+    assert error_of(drafter_of, missing) == (
+        f"speculation.args.path: {missing / 'config.json'} does not exist;"
+        " a policy is a Hugging Face model directory"
+    )
+    checkpoint(tmp_path / "small", tokenizer)
+    file = tmp_path / "small" / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"model_type": "mamba"}))
+    assert error_of(drafter_of, tmp_path / "small").startswith(f"speculation.args.path: {file}: model_type")
+    file.write_text(json.dumps(content))
+    (tmp_path / "small" / "model.safetensors").unlink()
+    drafter = drafter_of(tmp_path / "small")
+    drafter.check(POLICY, tokenizer)
+    assert error_of(drafter.companion, engine_of()).startswith(f"speculation.args.path: {tmp_path / 'small'}")
+
+
+def test_arguments_are_checked(tmp_path):
+    assert "speculation.args.path: " in error_of(checked, "small_model", SmallModelArguments, {})
+    given = {"path": str(tmp_path), "dtype": "float16"}
+    assert error_of(checked, "small_model", SmallModelArguments, given) == (
+        "speculation.args.dtype: should be 'float32' or 'bfloat16', got 'float16'"
+    )
+
+
+def test_the_host_proposes_nothing(tmp_path):
+    checkpoint(tmp_path / "small")
+    drafter = drafter_of(tmp_path / "small")
+    drafts = drafter.propose(Queries(np.arange(2), np.arange(2), np.ones(2, np.int32), 3))
+    assert drafts.counts.tolist() == [0, 0] and drafts.tokens.shape == (2, 3)
+    assert drafter.state() == {}

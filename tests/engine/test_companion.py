@@ -1,0 +1,354 @@
+"""A small model beside the target: what it drafts, whatever happened in between; it changes no token."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.companion import Companion
+from rljax.engine.draft_tree import pack_rows
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params
+
+NODES = 7
+BUCKETS = Buckets((2, 5), (64, 512), (20, 40), NODES)
+OTHER = ModelConfig("llama", VOCAB, 32, 1, 2, 1, 32, 64)
+ASKED = ask([3, 200, 63, 40], [90, 80, 60, 30])
+POOL = ExecutablePool()
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A policy's engine, and its weights."""
+
+    engine: DecodeEngine
+    params: dict
+
+    @functools.cached_property
+    def plain(self):
+        """What requests get by plain decoding, in one state from beginning to end."""
+        engine = DecodeEngine(
+            self.engine.config, self.engine.numerics, SAMPLING, Buckets((5,), (512,)), (), 64, pool=POOL
+        )
+        return [tokens for tokens, _ in decode(engine, self.params, ASKED)]
+
+
+@functools.lru_cache
+def world_of(config=CONFIGS["three queries a key"], buckets=BUCKETS, dtype="float32", rule="coupled"):
+    numerics = Numerics(True, dtype)
+    engine = DecodeEngine(config, numerics, SAMPLING, buckets, (), 64, pool=POOL, verification=rule)
+    return World(engine, engine.load_params(lively_params(config)))
+
+
+class Pair:
+    """A target and a companion that is told everything, decoding requests in their slots."""
+
+    def __init__(self, world, companion, members=(0, 1, 2, 3), slots=5, capacity=512):
+        self.world, self.engine, self.params = world, world.engine, world.params
+        self.companion = companion
+        self.emitted = [[] for _ in ASKED]
+        self.state = self.engine.init_state(slots, capacity)
+        self.companion.begin(self.state.batch, self.state.cache.length)
+        self.slots = {}
+        self.insert(members)
+
+    def insert(self, members):
+        """Requests enter the first free slots."""
+        free = [slot for slot in range(self.state.batch) if slot not in self.slots]
+        prefix = self.engine.prefill(self.params, [ASKED[i].prompt for i in members])
+        placed = [Assignment(row, free[row], ASKED[i].key, ASKED[i].limit) for row, i in enumerate(members)]
+        self.state = self.engine.bulk_insert(prefix, self.state, placed)
+        self.companion.insert([each.slot for each in placed], [ASKED[i].prompt for i in members])
+        self.slots |= {free[row]: i for row, i in enumerate(members)}
+
+    def draft(self, steps=NODES):
+        self.drafts = self.companion.draft(self.state, steps)
+        return self.drafts
+
+    def verify(self, spoil=None):
+        """Verifies the chains; of slots in `spoil` the draft at that depth is made another token."""
+        tree = jax.tree.map(np.array, self.drafts.tree(NODES))
+        for slot, depth in (spoil or {}).items():
+            tree.tokens[slot, depth] = (tree.tokens[slot, depth] + 1) % VOCAB
+        self.state, pending = self.engine.verify(self.params, self.state, tree)
+        return self.take(pending.result())
+
+    def plain(self, steps):
+        self.state, result = self.engine.generate(self.params, self.state, steps)
+        return self.take(result)
+
+    def take(self, result):
+        """What was sampled, for the companion and for the record; ended requests leave. Tokens a slot got."""
+        counts = (result.tokens >= 0).sum(axis=1)
+        slots = np.asarray(list(self.slots), np.int32)
+        self.companion.advance(slots, result.tokens[slots], counts[slots])
+        for slot in slots:
+            self.emitted[self.slots[slot]] += result.tokens[slot, : counts[slot]].tolist()
+        ended = [slot for slot in slots.tolist() if not result.active[slot]]
+        self.companion.forget(ended)
+        self.slots = {slot: i for slot, i in self.slots.items() if slot not in ended}
+        if any(result.lengths[slot] >= self.state.cache.length for slot in self.slots):
+            self.state = self.engine.grow(self.state)
+        return counts
+
+    def compact(self):
+        kept = list(self.slots)
+        self.state = self.engine.compact(self.state, kept)
+        self.companion.compact(kept)
+        self.slots = {new: self.slots[old] for new, old in enumerate(kept)}
+
+    def check_drafts(self, steps=NODES):
+        """Drafts, which must be what plain decoding samples next, to the end of every response."""
+        tokens = np.asarray(self.draft(steps).tokens)
+        for slot in range(self.state.batch):
+            drafted = tokens[slot][tokens[slot] >= 0].tolist()
+            wanted = []
+            if slot in self.slots:
+                index = self.slots[slot]
+                done = len(self.emitted[index])
+                room = min(ASKED[index].limit, self.state.cache.length - len(ASKED[index].prompt) + 1) - done
+                wanted = self.world.plain[index][done : done + min(steps, max(room - 1, 0))]
+            assert drafted == wanted
+
+
+def itself(world, numerics=None):
+    """The policy as its own companion."""
+    return Companion(world.engine, world.engine.config, lively_params(world.engine.config), numerics)
+
+
+def stranger(world, config=OTHER):
+    """A small model that has nothing to do with the policy."""
+    return Companion(world.engine, config, lively_params(config, seed=5))
+
+
+# -- a companion that is the policy ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_beside_itself_drafts_what_will_be_sampled(dtype):
+    """After passes that took all, some and none of the drafts, of chains of every length."""
+    world = world_of(dtype=dtype)
+    pair, rng, taken = Pair(world, itself(world)), np.random.default_rng(0), set()
+    while pair.slots:
+        steps = int(rng.choice([1, 2, 4, NODES, NODES]))
+        pair.check_drafts(steps)
+        spoil = {slot: int(rng.integers(steps)) for slot in pair.slots if rng.random() < 0.5}
+        taken |= set(pair.verify(spoil).tolist())
+    assert pair.emitted == world.plain
+    assert taken >= {1, 2, 4, 8}
+
+
+def test_after_plain_steps_and_chains_that_were_not_verified():
+    world = world_of()
+    pair = Pair(world, itself(world))
+    for steps in (1, 5, 20, 2):  # fewer and more tokens than a chain, and than a pass that catches up
+        pair.check_drafts()
+        pair.plain(steps)
+    pair.check_drafts()
+    pair.plain(1)
+    pair.plain(16)  # twice, without drafting in between
+    while pair.slots:
+        pair.check_drafts()
+        pair.verify()
+    assert pair.emitted == world.plain
+
+
+def test_through_compaction_and_growth():
+    """With what drafting wrote before still to be used: requests move between a pass and the next chain."""
+    world = world_of()
+    pair = Pair(world, itself(world), members=(3, 0, 2), capacity=64)
+    lengths, batches = set(), set()
+    while pair.slots:
+        lengths.add(pair.state.cache.length)
+        pair.check_drafts()
+        pair.verify(dict.fromkeys(list(pair.slots)[::2], 3))
+        if pair.slots and world.engine.buckets.batch_for(len(pair.slots)) < pair.state.batch:
+            assert list(pair.slots) != list(range(len(pair.slots)))
+            pair.compact()
+        batches.add(pair.state.batch)
+    assert lengths == {64, 512} and batches == {2, 5}
+    assert [pair.emitted[i] for i in (0, 2, 3)] == [world.plain[i] for i in (0, 2, 3)]
+
+
+def test_requests_that_come_later():
+    """Into a free slot, into one that another left, and one that has been decoding for a while."""
+    world = world_of()
+    pair = Pair(world, itself(world), members=(3,))
+    pair.check_drafts()
+    pair.verify()
+    pair.insert((2,))
+    pair.check_drafts()
+    pair.verify()
+    while len(pair.slots) > 1:
+        pair.plain(1)
+    pair.insert((0,))
+    assert pair.slots == {0: 0, 1: 2}
+    pair.check_drafts()
+    pair.companion.forget([1])
+    tokens = np.asarray(pair.draft().tokens)
+    assert (tokens[1] == -1).all() and (tokens[0] >= 0).all()
+    pair.companion.insert([1], [ASKED[2].prompt + pair.emitted[2]])
+    pair.check_drafts()
+
+
+def test_prompts_of_a_group_are_prefilled_once(monkeypatch):
+    world = world_of()
+    companion, prefilled = itself(world), []
+    prefill = companion.engine.prefill
+
+    def recorded(params, prompts):
+        prefilled.extend(prompts)
+        return prefill(params, prompts)
+
+    monkeypatch.setattr(companion.engine, "prefill", recorded)
+    companion.begin(5, 512)
+    first, second, third = (tuple(ASKED[i].prompt) for i in (0, 1, 2))
+    companion.insert([0, 1, 2], [first, second, first])
+    companion.insert([3, 4], [second, third])
+    assert sorted(map(len, prefilled)) == [3, 63, 200]
+
+
+# -- what follows the target -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
+    """One companion drafts before every pass; the other hears of tokens only, and computes them all."""
+    world = world_of(dtype=dtype)
+    pair, second = Pair(world, itself(world)), itself(world)
+    second.begin(5, 512)
+    second.insert(range(4), [each.prompt for each in ASKED])
+    told = 0
+    for spoil in ({}, {0: 0, 1: 2, 2: 6}, {3: 1}):
+        pair.draft()
+        before = {slot: len(pair.emitted[i]) for slot, i in pair.slots.items()}
+        counts = pair.verify(spoil)
+        told += int(counts.sum())
+        tokens = np.full((4, counts.max()), -1, np.int32)
+        for slot, start in before.items():
+            tokens[slot, : counts[slot]] = pair.emitted[slot][start:]
+        second.advance(range(4), tokens, counts[:4])
+    ours, theirs = pair.draft(), second.draft(pair.state, NODES)
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=tolerance)
+    # Every token was computed once: by drafting, unless a whole chain came true.
+    assert second.extended == told
+    assert pair.companion.extended == 4 + 1 + 3
+    lengths = np.asarray(pair.state.lengths)
+    for one, other in zip(pair.companion._state.cache.values, second._state.cache.values, strict=True):
+        for slot, length in enumerate(lengths[:4]):
+            np.testing.assert_allclose(
+                np.asarray(one)[slot, :, :length], np.asarray(other)[slot, :, :length], rtol=0, atol=tolerance
+            )
+
+
+def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
+    """Halves in turn: chains for one half are drafted while a pass over the other is under way."""
+    world = world_of()
+    pair = Pair(world, itself(world))
+    pair.check_drafts()
+    tree = jax.tree.map(np.array, pair.drafts.tree(NODES))
+    tree.tokens[0, 3] += 1
+    tree.valid[2:] = False
+    rows = pack_rows(tree, np.asarray([0, 1]), 20)
+    pair.state, pending = pair.engine.verify(pair.params, pair.state, tree, rows)
+    tokens = np.asarray(pair.draft().tokens)
+    assert (tokens[:2] == -1).all()
+    for slot in (2, 3):
+        assert tokens[slot].tolist() == world.plain[slot][:NODES]
+    result = pending.result()
+    assert (result.tokens >= 0).sum(axis=1).tolist() == [4, 8, 0, 0, 0]
+    extended = pair.companion.extended
+    pair.take(result)
+    pair.check_drafts()
+    assert pair.companion.extended == extended + 1  # the last draft of the chain that came true
+
+
+# -- a companion that knows nothing ------------------------------------------------------------------------
+
+
+def test_a_stranger_changes_no_token():
+    world = world_of()
+    pair = Pair(world, stranger(world))
+    while pair.slots:
+        assert (np.asarray(pair.draft().tokens)[list(pair.slots), 0] < VOCAB).all()
+        pair.verify()
+    assert pair.emitted == world.plain
+
+
+def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
+    world = world_of()
+    pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
+    passes = 0
+    while pair.slots:
+        pair.draft()
+        pair.verify()
+        passes += 1
+    assert pair.emitted == world.plain
+    assert passes < max(map(len, world.plain)) / 1.5
+    short = ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64)
+    pair = Pair(world, stranger(world, short))
+    for _ in range(4):
+        tokens = np.asarray(pair.draft().tokens)
+        assert tokens.max() < VOCAB - 30
+        pair.verify()
+    for emitted, wanted in zip(pair.emitted, world.plain, strict=True):
+        assert emitted == wanted[: len(emitted)]
+    with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
+        stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
+
+
+def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
+    world = world_of(OTHER, Buckets((5,), (64,), (40,), NODES), rule="rejection")
+    pair = Pair(world, itself(world), members=(0, 3), capacity=64)
+    drafts = pair.companion.draft(pair.state, NODES, with_proposal=True)
+    _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
+    tokens = pending.result().tokens
+    np.testing.assert_array_equal(tokens[:2, :NODES], np.asarray(drafts.tokens)[:2])  # p = q
+    short = stranger(world, ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64))
+    pair = Pair(world, short, members=(0, 3), capacity=64)
+    drafts = short.draft(pair.state, NODES, with_proposal=True)
+    proposal = np.asarray(drafts.proposal)
+    assert proposal.shape == (5, NODES + 1, VOCAB) and (proposal[..., VOCAB - 30 :] == -np.inf).all()
+    _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
+    result = pending.result()
+    assert np.isfinite(result.logprobs[:2][result.tokens[:2] >= 0]).all()
+
+
+# -- the contract ------------------------------------------------------------------------------------------
+
+
+def test_warm_programs_serve_the_rollout():
+    world = world_of(OTHER, Buckets((2, 4), (64, 128), (40,), NODES))
+    companion = itself(world)
+    companion.warm_up(4, 16, late_inserts=True)
+    compiled = POOL.compilations
+    companion.begin(4, 64)
+    companion.insert(range(4), [[1 + slot] * (3 * slot + 4) for slot in range(4)])
+    for batch, length in ((4, 64), (4, 128), (2, 128)):
+        if batch == 2:
+            companion.compact([3, 1])
+        companion.draft(world.engine.init_state(batch, length), NODES)
+        for count in (1, 9):
+            companion.advance(range(batch), np.ones((batch, count), np.int32), np.full(batch, count))
+    companion.begin(2, 64)
+    companion.insert([1], [[5, 6]])
+    companion.draft(world.engine.init_state(2, 64), NODES)
+    assert companion.extended == 0 and POOL.compilations == compiled
+
+
+def test_another_shape_than_the_targets_is_refused():
+    world = world_of()
+    pair = Pair(world, stranger(world))
+    for state in (pair.engine.init_state(2, 512), pair.engine.init_state(5, 64)):
+        with pytest.raises(ValueError, match=r"the target's state is .*, the companion's \(5, 512\)"):
+            pair.companion.draft(state, NODES)
+    with pytest.raises(ValueError, match=f"cannot draft {NODES + 1} steps"):
+        pair.companion.draft(pair.state, NODES + 1)
