@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # most drafters live on the host and need no device code
     from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
     from rljax.engine.state import DecodeState, Prefix
     from rljax.models.config import ModelConfig
+    from rljax.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +175,13 @@ class DeviceDrafter(Drafter, Protocol):
 
     strategies: "tuple[DraftStrategy, ...]"
 
-    def reads(self, policy: "ModelConfig") -> tuple[int, ...] | None:
-        """`hidden_layers` of the engine that decodes: which of the policy's states it must hand out."""
+    def reads(self, policy: "ModelConfig", tokenizer: "Tokenizer | None") -> tuple[int, ...] | None:
+        """`hidden_layers` of the engine that decodes: which of the policy's states it must hand out. Raises a
+        UserError where it cannot draft for such a policy.
+        """
 
     def attach(self, engine: "DecodeEngine") -> None:
-        """The engine that it will draft for. Raises a UserError where it cannot."""
+        """The engine that it will draft for."""
 
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollout that begins, as the engine has them."""

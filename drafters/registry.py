@@ -8,6 +8,7 @@ from drafters.base import DeviceDrafter, Drafter
 from drafters.eagle.drafter import EagleArguments, EagleDrafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
 from drafters.quantized import QuantizedArguments, QuantizedDrafter
+from drafters.small_model import SmallModelArguments, SmallModelDrafter
 from drafters.suffix import (
     PromptLookupArguments,
     SrtArguments,
@@ -19,6 +20,7 @@ from drafters.suffix import (
 from rljax.config.schema import SpeculationConfig
 from rljax.errors import ConfigError, known_names
 from rljax.models.config import ModelConfig
+from rljax.models.tokenizer import Tokenizer
 
 # By name: what `speculation.args` may hold, and what makes the drafter from it.
 DRAFTERS: dict[str, tuple[type[Arguments], Callable[[Any], Drafter]]] = {
@@ -26,6 +28,7 @@ DRAFTERS: dict[str, tuple[type[Arguments], Callable[[Any], Drafter]]] = {
     "histospec": (HistoSpecArguments, HistoSpec),
     "prompt_lookup": (PromptLookupArguments, prompt_lookup),
     "quantized": (QuantizedArguments, QuantizedDrafter),
+    "small_model": (SmallModelArguments, SmallModelDrafter),
     "srt": (SrtArguments, srt),
     "suffix_decoding": (SuffixDecodingArguments, suffix_decoding),
 }
@@ -54,9 +57,11 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     return drafters
 
 
-def states_read(drafters: Mapping[str, Drafter], policy: ModelConfig) -> tuple[int, ...] | None:
-    """`hidden_layers` of the engine that these drafters draft for."""
-    read = [each.reads(policy) for each in drafters.values() if isinstance(each, DeviceDrafter)]
+def states_read(
+    drafters: Mapping[str, Drafter], policy: ModelConfig, tokenizer: Tokenizer | None = None
+) -> tuple[int, ...] | None:
+    """`hidden_layers` of the engine that these drafters draft for; raises a UserError where one cannot."""
+    read = [each.reads(policy, tokenizer) for each in drafters.values() if isinstance(each, DeviceDrafter)]
     return next((layers for layers in read if layers is not None), None)
 
 

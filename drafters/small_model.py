@@ -14,19 +14,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 
 from drafters.arguments import Arguments
-from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.eagle.drafting import DraftStrategy, ScoredTree
 from rljax.engine.companion import Companion
-from rljax.engine.engine import DecodeEngine
+from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError, UserError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.numerics import Numerics
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
+
+_LENGTHS = (2, 4, 8)  # of chains, to choose from
+_HALF_SURE = 0.25  # the margin of a draft that is as likely right as wrong
 
 
 class SmallModelArguments(Arguments):
@@ -59,19 +65,20 @@ class SmallModelDrafter:
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
         self._companion: Companion | None = None
+        self.strategies: tuple[DraftStrategy, ...] = ()
 
-    def check(self, policy: ModelConfig, tokenizer: Tokenizer) -> None:
+    def check(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer."""
         own, its = self.config.vocab_size, policy.vocab_size
         if own == its:
             return
         same = False
-        if (self.path / "tokenizer.json").is_file():
+        if tokenizer is not None and (self.path / "tokenizer.json").is_file():
             same = Tokenizer.load(self.path).same_tokens(tokenizer)
         if not same or own < tokenizer.vocab_size:
             raise ConfigError(
                 f"speculation.args.path: {self.path} has vocab_size {own} where the policy has {its}, and not"
-                f" the policy's {tokenizer.vocab_size} tokens; use a model of the same family"
+                " the policy's tokens; use a model of the same family"
             )
         self.config = dataclasses.replace(self.config, vocab_size=min(own, its))
 
@@ -87,14 +94,55 @@ class SmallModelDrafter:
         self._companion = Companion(target, self.config, _cut(params, self.config.vocab_size), numerics)
         return self._companion
 
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self.check(policy, tokenizer)
+
+    def attach(self, engine: DecodeEngine) -> None:
+        most = engine.buckets.max_drafts
+        lengths = sorted({min(length, most) for length in _LENGTHS})
+        self.strategies = tuple(DraftStrategy(length, 1, length) for length in lengths)
+        self.companion(engine)
+
+    def refresh(self, params: Params) -> None:
+        """It does not follow the policy."""
+
+    def start(self, batch: int) -> None:
+        self._companion.begin(batch, self._companion.engine.buckets.cache[0])
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The companion prefills what is inserted."""
+        return prompts
+
+    def insert(
+        self,
+        prefilled: Sequence[Sequence[int]],
+        assignments: Sequence[Assignment],
+        requests: Sequence[int],
+    ) -> None:
+        slots = [assignment.slot for assignment in assignments]
+        self._companion.insert(slots, [prefilled[assignment.row] for assignment in assignments])
+
+    def advance(self, result: DecodeResult) -> None:
+        counts = (result.tokens >= 0).sum(axis=1)
+        slots = np.flatnonzero(counts)
+        self._companion.advance(slots, result.tokens[slots], counts[slots])
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        self._companion.compact(slots)
+
+    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
+        drafts = self._companion.draft(state, strategy.depth)
+        tree = drafts.tree(strategy.depth)
+        margins = drafts.margins[:, : strategy.depth]
+        sure = jnp.log(jnp.maximum(margins, 1e-9) / (margins + _HALF_SURE))
+        return ScoredTree(tree, jnp.where(tree.valid, jnp.cumsum(sure, axis=1), -jnp.inf))
+
+    # -- what a drafter hears --------------------------------------------------------------------------------
+
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         """The companion is told of requests when they enter a slot."""
-
-    def propose(self, queries: Queries) -> Drafts:
-        """Proposes nothing: the companion drafts."""
-        shape = (len(queries.requests), queries.nodes)
-        nothing = np.zeros(shape, np.int32)
-        return Drafts(nothing, nothing - 1, np.zeros(shape, np.float32), nothing[:, 0])
 
     def observe(self, sampled: Sampled) -> None:
         """The companion is told of tokens slot by slot."""

@@ -39,6 +39,7 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics, tree_cast
 from rljax.models.rope import rope_table
+from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 
 _WAITING = 4  # visits whose states are kept until drafts are asked for
@@ -127,7 +128,7 @@ class EagleDrafter:
 
     # -- what it drafts for ----------------------------------------------------------------------------------
 
-    def reads(self, policy: ModelConfig) -> tuple[int, ...]:
+    def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         return self._configure(policy).layers
 
     def _configure(self, policy: ModelConfig) -> HeadConfig:

@@ -265,9 +265,9 @@ class SpeculationConfig(Section):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized, eagle;"
-        " null decodes plainly. srt suits prompts that come back and groups of samples; quantized, the policy"
-        " in fewer bits, and eagle, a head that is trained beside it, also new prompts.",
+        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized, eagle,"
+        " small_model; null decodes plainly. srt suits prompts that come back and groups of samples; the last"
+        " three also new prompts: the policy in fewer bits, a head trained beside it, a smaller model.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
@@ -375,7 +375,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
 }
 OVERLONG_SHARE = 5
-DEVICE_DRAFTERS = ("quantized", "eagle")  # they draft on the device
+DEVICE_DRAFTERS = ("quantized", "eagle", "small_model")  # they draft on the device
 MAX_NODES = 64  # of a verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
 

@@ -115,7 +115,7 @@ class TrainingRun:
             self.pool,
             mesh,
             engine.verification,
-            states_read(drafters, policy.config),
+            states_read(drafters, policy.config, policy.tokenizer),
         )
         self.speculator, self.run_ahead = None, None
         if drafters:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from drafters.arguments import checked
-from drafters.base import Queries
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -118,11 +117,3 @@ def test_arguments_are_checked(tmp_path):
     assert error_of(checked, "small_model", SmallModelArguments, given) == (
         "speculation.args.dtype: should be 'float32' or 'bfloat16', got 'float16'"
     )
-
-
-def test_the_host_proposes_nothing(tmp_path):
-    checkpoint(tmp_path / "small")
-    drafter = drafter_of(tmp_path / "small")
-    drafts = drafter.propose(Queries(np.arange(2), np.arange(2), np.ones(2, np.int32), 3))
-    assert drafts.counts.tolist() == [0, 0] and drafts.tokens.shape == (2, 3)
-    assert drafter.state() == {}

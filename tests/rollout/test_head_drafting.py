@@ -138,7 +138,7 @@ def roll_out_recording(speculator, params, requests, seen, stop=None):
 
 def test_what_a_stop_string_cuts_off_is_not_learned(params, requests):
     seen = []
-    stop = StopStrings(["7"], spell)
+    stop = StopStrings(("dd",), spell)
     completions, _ = roll_out_recording(make_speculator(), params, requests, seen, stop)
     assert any(completion.finish_reason == "stop" for completion in completions)
     known = {
@@ -162,7 +162,7 @@ def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, request
     completions, statistics = roll_out(speculator, params, requests)
     assert_same(completions, expected)
     assert statistics.train_seconds > 0
-    assert speculator.drafters["eagle"]._trainer.updates > 1
+    assert speculator.drafters["eagle"]._trainer.updates > 0
     jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
@@ -179,10 +179,10 @@ def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected
 
 
 def test_a_resumed_head_goes_on_as_it_was(params, requests):
-    first = make_speculator()
+    first = make_speculator(train_below=0)  # what is trained in a tail depends on the time
     completions, _ = roll_out(first, params, requests)
     first.learn(outcomes(requests, completions))
-    second = make_speculator(seed=1)
+    second = make_speculator(seed=1, train_below=0)
     second.load_state(first.state())
     for speculator in (first, second):
         completions, _ = roll_out(speculator, params, requests)

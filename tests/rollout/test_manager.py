@@ -14,7 +14,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError
+from rljax.models.huggingface import save_model
 from rljax.models.numerics import Numerics
+from rljax.models.transformer import init_params
 from rljax.rollout.draft_length import DRAFT_STEP
 from rljax.rollout.manager import Bandit, StrategyChoice, strategy_choice
 from rljax.rollout.scheduler import Scheduler
@@ -189,12 +191,19 @@ def test_strategies_of_a_config():
         strategy_choice(config, 0)
 
 
-def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expected):
+def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expected, tmp_path):
     """Any drafter, any length, any rows, in turn: no token changes."""
-    names = ("srt", "prompt_lookup", "quantized", "eagle")
-    speculator = make_speculator(names, StrategyChoice(), eagle={"depths": [1, 3], "slices": 1})
+    small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    save_model(tmp_path, small, init_params(small, 1), "float32")
+    names = ("srt", "prompt_lookup", "quantized", "eagle", "small_model")
+    speculator = make_speculator(
+        names,
+        StrategyChoice(),
+        eagle={"depths": [1, 3], "slices": 1},
+        small_model={"path": str(tmp_path)},
+    )
     rng = np.random.default_rng(0)
-    turns = itertools.cycle(rng.integers(0, 4, 64).tolist())
+    turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
     for number, proposer in enumerate(speculator.proposers):
         proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
         proposer._length = 3
