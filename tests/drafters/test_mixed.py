@@ -58,7 +58,10 @@ def reference(trees, independence):
     total = {(): 1.0}
     for path in sorted(said, key=len):
         shares = [own / said.get(path[:-1], {}).get(drafter, 1.0) for drafter, own in said[path].items()]
-        pooled = 1.0 - np.prod([1.0 - share for share in shares])
+        with np.errstate(
+            divide="ignore"
+        ):  # 1 - product of (1 - share), exact for the smallest shares as well
+            pooled = -np.expm1(np.log1p(-np.asarray(shares)).sum())
         worth = max(shares) + independence[sum(1 << drafter for drafter in said[path])] * (
             pooled - max(shares)
         )
