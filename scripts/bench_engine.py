@@ -16,6 +16,7 @@ from engine_benchmarks.bandwidth import bandwidth_rows
 from engine_benchmarks.companion import companion_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
+from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
 from engine_benchmarks.update import update_rows
@@ -51,6 +52,7 @@ def measurements() -> list[Measurement]:
             for name in ("25M", "98M")
         ),
         Measurement("companion", "98M", lambda: companion_rows("98M", POLICIES["98M"], 2, (2, 8), repeats=9)),
+        Measurement("rows", "bits", row_invariance_rows, disturbed=False),
     ]
 
 
@@ -65,6 +67,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("startup", "25M", lambda: startup_rows("25M", small, repeats=1)),
         Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
+        Measurement("rows", "bits", row_invariance_rows, disturbed=False),
     ]
 
 

@@ -22,6 +22,7 @@ bandwidth = load_script("engine_benchmarks.bandwidth")
 companion = load_script("engine_benchmarks.companion")
 decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
+rows = load_script("engine_benchmarks.rows")
 self_draft = load_script("engine_benchmarks.self_draft")
 startup = load_script("engine_benchmarks.startup")
 update = load_script("engine_benchmarks.update")
@@ -38,10 +39,8 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    assert error == (
-        "error: --only: 'sped' is not a section; they are"
-        " decode,bandwidth,update,startup,self_draft,companion\n"
-    )
+    sections = "decode,bandwidth,update,startup,self_draft,companion,rows"
+    assert error == f"error: --only: 'sped' is not a section; they are {sections}\n"
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
@@ -153,6 +152,12 @@ def test_a_process_decodes_its_first_step_and_leaves_its_programs(tiny, tmp_path
     assert times["created"] < times["decoded"]
     cached = " ".join(file.name for file in cache.iterdir())
     assert all(program in cached for program in ("prefill", "insert", "generate"))
+
+
+def test_rows_see_what_depends_on_their_number():
+    ones = np.ones((64, 2), np.float32)
+    assert rows._differing(lambda x: x / x.shape[0], ones) == [1, 2, 3, 4, 8, 16, 32]
+    assert rows._differing(lambda x: x + 1, ones) == []
 
 
 class TestAgainstTransformers:

@@ -25,16 +25,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
     """Tokens a pass from drafts sampled ahead, against drafts from the history alone."""
     rows = []
     for rate in learning_rates:
-        chosen = config.model_copy(
-            update={
-                "policy": config.policy.model_copy(update={"growth": None}),
-                "optimizer": config.optimizer.model_copy(update={"learning_rate": rate}),
-                "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": (2, 8, 64)}),
-                "training": config.training.model_copy(update={"steps": steps}),
-                "speculation": config.speculation.model_copy(update={"drafter": None}),
-            }
-        )
-        with open_run(chosen) as (run, progress):
+        with open_run(small_policy(config, rate, steps)) as (run, progress):
             progress.stage("bench", steps)
             counts = {name: np.zeros(2, int) for name in ("history", "other noise", "own noise")}
             shares = {name: np.zeros(2, int) for name in ("own noise", "other noise")}
@@ -61,8 +52,8 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                         share += _agreement(ahead[name], completions)
                 upcoming = step_requests(run, step + 1)
                 ahead = {
-                    "own noise": _decode(run, upcoming),
-                    "other noise": _decode(run, step_requests(run, step + 1, _OTHER_NOISE)),
+                    "own noise": decode(run, upcoming),
+                    "other noise": decode(run, step_requests(run, step + 1, _OTHER_NOISE)),
                 }
                 minibatches, _ = run.minibatches(groups)
                 run.update(minibatches, run.reference_logprobs(minibatches))
@@ -85,6 +76,19 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                 )
             )
     return rows
+
+
+def small_policy(config: ExperimentConfig, learning_rate: float, steps: int) -> ExperimentConfig:
+    """The config's run without growth and drafts, in batches as large as its steps."""
+    return config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"growth": None}),
+            "optimizer": config.optimizer.model_copy(update={"learning_rate": learning_rate}),
+            "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": (2, 8, 64)}),
+            "training": config.training.model_copy(update={"steps": steps}),
+            "speculation": config.speculation.model_copy(update={"drafter": None}),
+        }
+    )
 
 
 def replay(
@@ -126,7 +130,8 @@ def _accepted(drafts: Drafts, row: int, tokens: np.ndarray) -> int:
     return depth
 
 
-def _decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
+def decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
+    """Responses by the policy as it is now."""
     return run.collector.scheduler.run(run.engine.load_params(run.state.params), requests)[0]
 
 

@@ -65,9 +65,18 @@ def test_keys_that_may_change_on_resume(run):
         training={"steps": 500},
         checkpoint={"every": 1, "keep": 9},
         evaluation={"every": 7, "problems": 1},
+        speculation={"drafter": "srt", "args": {"rollouts": 3}},
     )
     run.write_config(changed)
     assert load_config(run.config_path) == changed
+
+
+def test_speculation_may_change_where_it_changes_no_token(run):
+    run.write_config(make_config(engine={"verification": "target_only"}, speculation={"drafter": "srt"}))
+    with pytest.raises(ConfigError, match=r"^speculation.drafter: is None, but the run in .* has 'srt'"):
+        run.write_config(make_config(engine={"verification": "target_only"}))
+    with pytest.raises(ConfigError, match=r"^engine.verification: "):
+        run.write_config(make_config())
 
 
 def test_an_unreadable_config_is_refused_in_one_line(run):

@@ -169,3 +169,40 @@ def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain, drafter, a
     assert all(line["speculation/drafted"] > 5 for line in resumed[3:])
     states = [final_state(world, f"{drafter} {kind}", 4) for kind in ("resumed", "whole")]
     assert same_bits(*states)
+
+
+LEGS = [  # up to which step, and how drafts come about
+    (3, "srt", ()),
+    (5, "histospec", ("speculation.args={min_match: 1}",)),
+    (7, None, ()),
+    (9, "quantized", ()),
+    (12, "srt", ("speculation.run_ahead_below=2", "speculation.run_ahead_share=1.0")),
+    (STEPS, "srt", ()),
+]
+
+
+def test_a_run_may_change_its_drafter_whenever_it_resumes(world, plain):
+    """The numbers of the run without; and the history goes on where the last one that keeps it stopped."""
+    for steps, drafter, options in LEGS:
+        options = (f"training.steps={steps}", *options)
+        lines = run(world, "changing", *options, drafter=drafter, verified=[True])
+        history = [line.get("speculation/history_tokens") for line in lines]
+        assert [line["step"] for line in lines] == list(range(steps + 1))
+    check_same(world, "changing", [_due(line) for line in lines], plain)
+    tokens = [line.get("rollout/tokens") for line in lines]
+    for step in (1, 4, 5):  # histospec keeps one rollout of a prompt; what comes along is replaced
+        assert history[step] == tokens[step]
+    assert history[6:10] == [None] * 4
+    assert history[10] == tokens[5] + tokens[10]  # the two newest that a history has seen
+    for step in (2, 3, *range(11, STEPS + 1)):
+        assert history[step] == tokens[step - 1] + tokens[step]
+    ahead = [line.get("speculation/ahead_tokens") for line in lines]
+    assert sum(ahead[10:13]) > 0 and ahead[:10] == [None] * 10 and ahead[13:] == [None] * (STEPS - 12)
+    for first in (1, 4, 8, 10, 13):
+        assert lines[first + 1]["speculation/accepted"] > 0
+
+
+def _due(line):
+    """Without the evaluation at the end of a leg that no rhythm asked for."""
+    due = line["step"] % 2 == 0
+    return {name: value for name, value in line.items() if due or not name.startswith("evaluation/")}

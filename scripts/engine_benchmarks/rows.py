@@ -1,0 +1,95 @@
+"""Does a row have the same bits beside few rows and beside many? What `docs/row-invariance.md` stands on.
+
+Nothing is timed: rows say for how many numbers of rows the bits differ from those beside 64, or how many
+numbers do, for the formulation that the policy uses and for the one it avoids. With the compiler's default
+options, so that a new version's defaults are seen.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rljax.benchmarking import Row
+from rljax.models.attention import softmax_terms
+from rljax.models.numerics import KEY_CHUNK, Numerics, row_max, row_sum
+
+_ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)
+_INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
+
+
+def row_invariance_rows() -> list[Row]:
+    """Every formulation of `rljax/models/numerics.py` against what it replaces."""
+    rng = np.random.default_rng(0)
+    return [*(_layout(rng, inputs) for inputs in _INPUTS), _order(rng), _maximum(rng), _zeros_between(rng)]
+
+
+def _layout(rng: np.random.Generator, inputs: int) -> Row:
+    x = rng.standard_normal((_ROWS, inputs), np.float32)
+    weight = rng.standard_normal((_OUTPUTS, inputs), np.float32)
+    ours, theirs = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
+    return _sizes_row(f"rows/product of {inputs}/weights (out, in)", ours, "(in, out)", theirs)
+
+
+def _product(axis: int) -> Callable[[Array, Array], Array]:
+    return lambda x, weight: lax.dot_general(x, weight, (((1,), (axis,)), ((), ())))
+
+
+def _order(rng: np.random.Generator) -> Row:
+    """Numbers of a product that differ from one fused multiply-add after the other, and from one with the
+    multiplication rounded, too.
+    """
+    x, weight = rng.standard_normal((2, 192), np.float32), rng.standard_normal((_OUTPUTS, 192), np.float32)
+    product = np.asarray(jax.jit(_product(1))(x, weight))
+    fused, rounded = (np.zeros((2, _OUTPUTS), np.float32) for _ in range(2))
+    for i in range(192):
+        term = x[:, None, i].astype(np.float64) * weight[None, :, i]  # exact
+        fused = (fused + term).astype(np.float32)
+        rounded = rounded + term.astype(np.float32)
+    ours, theirs = int((product != fused).sum()), int((product != rounded).sum())
+    return _row(
+        "rows/order of a product's sum/fused multiply-adds", ours, "both rounded", theirs, {"of": 512}
+    )
+
+
+def _maximum(rng: np.random.Generator) -> Row:
+    scores = 3 * rng.standard_normal((_ROWS, KEY_CHUNK), np.float32)
+    ours = _differing(lambda x: softmax_terms(x, row_max(x)), scores)
+    theirs = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), scores)
+    return _sizes_row("rows/softmax terms/row_max", ours, "jnp.max", theirs)
+
+
+def _zeros_between(rng: np.random.Generator) -> Row:
+    """Sums over rows whose terms are moved apart by zeros, of 64, that are other than without."""
+    terms = np.zeros((_ROWS, KEY_CHUNK), np.float32)
+    terms[:, : KEY_CHUNK // 2] = rng.random((_ROWS, KEY_CHUNK // 2), np.float32)
+    apart = np.zeros_like(terms)
+    for row in range(_ROWS):
+        places = np.sort(rng.choice(KEY_CHUNK, KEY_CHUNK // 2, replace=False))
+        apart[row, places] = terms[row, : KEY_CHUNK // 2]
+
+    def differing(ordered: bool) -> int:
+        total = jax.jit(lambda x: row_sum(x, Numerics(), ordered))
+        return int((np.asarray(total(terms)) != np.asarray(total(apart))).sum())
+
+    ours, theirs = differing(ordered=True), differing(ordered=False)
+    return _row("rows/sums with zeros between/64 rows of ones", ours, "8 rows of ones", theirs, {"of": _ROWS})
+
+
+def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray) -> list[int]:
+    """Numbers of rows with other bits than beside 64."""
+    program = jax.jit(function)
+    whole = np.asarray(program(x, *rest))
+    return [rows for rows in _FEWER if not np.array_equal(program(x[:rows], *rest), whole[:rows])]
+
+
+def _sizes_row(name: str, ours: list[int], baseline: str, theirs: list[int]) -> Row:
+    details = {"row_counts": ours, "baseline_row_counts": theirs, "of": len(_FEWER)}
+    return _row(name, len(ours), baseline, len(theirs), details)
+
+
+def _row(name: str, ours: int, baseline: str, theirs: int, details: dict[str, object]) -> Row:
+    ratio = (1 + theirs) / (1 + ours)  # either may be 0
+    return Row(name, ours, "differ", baseline, theirs, ratio, details)

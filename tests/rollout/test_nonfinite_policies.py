@@ -1,0 +1,61 @@
+"""A policy that is no numbers is refused: what is not finite never stands in a cache that is read."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import PolicyError
+from rljax.models.numerics import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from tests.rollout.tiny_policy import CONFIG, EOS, FixedTimes, make_params, make_requests
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), Buckets((2,), (64,), (8,), 3), (EOS,), 4)
+
+
+def changed(name, change):
+    """The policy with one entry of its first layer's `name` changed."""
+    params = make_params()
+    layer = params["layers"][0]
+    entry = (0,) * layer[name].ndim
+    return params | {"layers": [layer | {name: layer[name].at[entry].apply(change)}]}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "q_norm", "down"])
+def test_weights_that_are_not_finite_are_refused_by_name(engine, name, value):
+    params = changed(name, lambda _: jnp.float32(value))
+    with pytest.raises(PolicyError, match=rf"^policy: layers\.0\.{name} holds NaN or infinity; [^\n]*$"):
+        engine.load_params(params)
+
+
+def test_in_any_type(engine):
+    bad = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), changed("k", lambda _: jnp.float32("nan")))
+    with pytest.raises(PolicyError, match=r"layers\.0\.k"):
+        engine.load_params(bad)
+
+
+@pytest.mark.parametrize("drafter", [None, "srt"])
+def test_what_overflows_ends_the_rollout(engine, drafter):
+    """Finite weights, values that are not."""
+    params = make_params()
+    layer = params["layers"][0]
+    params |= {"layers": [layer | {"v": layer["v"] * 1e38, "o": layer["o"] * 1e38}]}
+    params = engine.load_params(params)
+    speculator = None
+    if drafter is not None:
+        speculator = Speculator(engine, make_drafter(drafter), drafter, 2)
+        speculator._times = FixedTimes({0: 1.0, 8: 1.0})
+        speculator.choose = lambda shape, found: 8
+    requests = make_requests(lengths=(3, 20), limits=(20, 20))
+    with pytest.raises(
+        PolicyError, match=r"^policy: sampled a token with a log-probability that is not finite"
+    ):
+        Scheduler(engine, 2, None, speculator).run(params, requests)
