@@ -194,6 +194,23 @@ class DecodeEngine:
             mesh,
         )
 
+    def handing_out(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
+        """The same engine with other `hidden_layers`."""
+        if hidden_layers == self.hidden_layers:
+            return self
+        return DecodeEngine(
+            self.config,
+            self.numerics,
+            self.sampling,
+            self.buckets,
+            self.eos_token_ids,
+            self.decode_steps_per_visit,
+            self.pool,
+            self.mesh,
+            self.verification,
+            hidden_layers,
+        )
+
     # -- weights ---------------------------------------------------------------------------------------------
 
     def load_params(self, params: Params) -> Params:

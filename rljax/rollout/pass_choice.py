@@ -95,6 +95,9 @@ class PassTimes:
     def __getitem__(self, shape: Shape) -> float:
         return statistics.median(self._seconds[shape])
 
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._seconds
+
     def add(self, shape: Shape, seconds: float) -> None:
         self._seconds.setdefault(shape, collections.deque(maxlen=_TIMES_KEPT)).append(seconds)
 

@@ -373,10 +373,11 @@ class Speculator:
             if batch > self.max_batch:
                 continue
             for length in self.engine.buckets.cache:
-                taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
-                for rows, seconds in taken.items():
-                    for own in seconds:
-                        self._times.add((batch, length, rows), own)
+                if (batch, length, 0) not in self._times:
+                    taken = time_passes(self.engine, params, batch, length, _WARM_UP_REPEATS)
+                    for rows, seconds in taken.items():
+                        for own in seconds:
+                            self._times.add((batch, length, rows), own)
                 for proposer in self.proposers:
                     proposer.warm_up(params, batch, length, _WARM_UP_REPEATS)
 

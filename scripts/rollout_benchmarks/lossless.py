@@ -7,14 +7,16 @@ costs.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from drafters.registry import make_drafter
+from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.rollout.pass_choice import Candidates
+from rljax.rollout.manager import StrategyChoice
+from rljax.rollout.pass_choice import Candidates, PassTimes
 from rljax.rollout.proposers import SelfProposer
 from rljax.rollout.records import Completion, DecodeStatistics, accumulate
 from rljax.rollout.run_ahead import RunAhead
@@ -23,10 +25,22 @@ from rljax.rollout.speculation import Speculator
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 
-_DRAFTERS = ("prompt_lookup", "suffix_decoding", "histospec", "srt", "srt with run-ahead", "quantized")
+_DRAFTERS = {
+    "prompt_lookup": ("prompt_lookup",),
+    "suffix_decoding": ("suffix_decoding",),
+    "histospec": ("histospec",),
+    "srt": ("srt",),
+    "srt with run-ahead": ("srt",),
+    "quantized": ("quantized",),
+    "eagle": ("eagle",),
+    "all in turn": ("srt", "quantized", "eagle"),
+    "all mixed": ("srt", "quantized", "eagle"),
+}
+_ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
 _SLOTS = (6, 24)  # of 64 requests
 _BATCHES = (2, 6, 24, 64)
 _SIZES = (16, 32, 64, 128)
+_ALWAYS = 1e9  # tokens per second that nothing else promises
 
 
 class EveryPass(Speculator):
@@ -58,22 +72,25 @@ def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]
         for step in range(steps):
             requests = step_requests(run, step)
             plain.append(Scheduler(run.engine, len(requests)).run(params, requests)[0])
+        times = PassTimes()
         for number, name in enumerate(_DRAFTERS):
-            rows.append(_compare(run, f"lossless/{dtype}/{name}", name, plain))
+            rows.append(_compare(run, f"lossless/{dtype}/{name}", name, plain, times))
             progress.step(number + 1, {"tokens_per_second": 0.0})
     return rows
 
 
-def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[Completion]]) -> Row:
-    engine, params = run.engine, run.engine.load_params(run.state.params)
+def _compare(
+    run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[Completion]], times: PassTimes
+) -> Row:
+    params = run.engine.load_params(run.state.params)
     run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
-    drafter = name.split()[0]
-    speculator = EveryPass(engine, {drafter: make_drafter(drafter)}, 64, run_ahead)
+    drafters = {each: make_drafter(each, **_ARGUMENTS.get(each, {})) for each in _DRAFTERS[name]}
+    engine = run.engine.handing_out(states_read(drafters, run.engine.config))
+    choice = StrategyChoice(mix="mixed" in name)
+    speculator = EveryPass(engine, drafters, 64, run_ahead, times, choice)
     speculator.turns = itertools.count()
     speculator.warm_up(params)
-    (proposer,) = speculator.proposers
-    if isinstance(proposer, SelfProposer):
-        proposer.choose_length = lambda *_: (1 + next(speculator.turns) % engine.buckets.max_drafts, np.inf)
+    _take_turns(speculator, alone="turn" in name)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2
@@ -106,6 +123,22 @@ def _compare(run: TrainingRun, label: str, name: str, plain: Sequence[Sequence[C
             "sampled_ahead_and_again": ahead,
         },
     )
+
+
+def _take_turns(speculator: EveryPass, alone: bool) -> None:
+    """All drafters are asked whatever they promise: one in turn, or every one; chains of every length."""
+    turns, number_of = itertools.count(), len(speculator.proposers)
+    for number, proposer in enumerate(speculator.proposers):
+        if isinstance(proposer, SelfProposer):
+            most = speculator.engine.buckets.max_drafts
+            proposer.choose_length = lambda *_, most=most: (1 + next(speculator.turns) % most, _ALWAYS)
+        promise = proposer.promise
+
+        def asked(*of: Any, number: int = number, promise: Callable[..., float] = promise) -> float:
+            promise(*of)  # chooses the strategy
+            return 0.0 if alone and next(turns) // number_of % number_of != number else _ALWAYS
+
+        proposer.promise = asked
 
 
 def _differing(one: Completion, other: Completion) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from rollout_benchmarks.variants import (
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
     with open_run(config) as (run, progress):
-        run.compile(late_inserts=any(VARIANTS[name] and VARIANTS[name].run_ahead for name in names))
+        run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
         variants = make_variants(run, names)
         progress.stage("bench", config.training.steps)
         for step in range(config.training.steps):
@@ -73,6 +73,8 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
             "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
             "pass_seconds": total.device_seconds,
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
+            "draft_share": total.draft_seconds / sum(own),
+            "train_share": total.train_seconds / sum(own),
             "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
         },
     )

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.registry import make_drafter
+from drafters.registry import make_drafters, states_read
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
+from rljax.rollout.manager import strategy_choice
+from rljax.rollout.pass_choice import PassTimes
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
@@ -25,30 +27,32 @@ from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 
 PLAIN = "plain"
+ALL_SLOTS = -1
+"""In a variant: run ahead in every slot that is idle."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How a variant drafts: `speculation.drafter`, `.args` and `.overlap`; run-ahead in all idle slots."""
+_EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
+_SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False}
 
-    drafter: str
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    run_ahead: bool = False
-    overlap: bool = False
-
-
-VARIANTS: dict[str, Way | None] = {
+# By name: keys of the config's section `speculation`; None decodes plainly.
+VARIANTS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
-    "prompt lookup": Way("prompt_lookup"),
-    "suffix decoding": Way("suffix_decoding"),
-    "HistoSpec": Way("histospec"),
-    "SRT": Way("srt"),
-    "SRT without substitutions": Way("srt", {"substitutions": False}),
-    "SRT without running rollouts": Way("srt", {"live": False}),
-    "SRT ranked by the noise": Way("srt", {"noise_ranking": True}),
-    "SRT in halves": Way("srt", overlap=True),
-    "SRT with run-ahead": Way("srt", run_ahead=True),
-    "quantized": Way("quantized"),
+    "prompt lookup": {"drafter": "prompt_lookup"},
+    "suffix decoding": {"drafter": "suffix_decoding"},
+    "HistoSpec": {"drafter": "histospec"},
+    "SRT": {"drafter": "srt"},
+    "SRT without substitutions": {"drafter": "srt", "args": {"substitutions": False}},
+    "SRT without running rollouts": {"drafter": "srt", "args": {"live": False}},
+    "SRT ranked by the noise": {"drafter": "srt", "args": {"noise_ranking": True}},
+    "SRT in halves": {"drafter": "srt", "overlap": True},
+    "SRT with run-ahead": {"drafter": "srt", "run_ahead_below": ALL_SLOTS},
+    "quantized": {"drafter": "quantized"},
+    "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
+    "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
+    "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
+    "all": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}},
+    "all mixed": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "mix": True},
+    "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
 }
 
 
@@ -89,25 +93,27 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """All ways to roll out, on the run's engine; plain decoding first."""
     config, variants = run.config, []
+    times: dict[Any, PassTimes] = {}  # by what the engine hands out
     for name in names:
-        speculator, way = None, VARIANTS[name]
-        if way is not None:
-            run_ahead = None
-            if way.run_ahead:
-                run_ahead = RunAhead(config.engine.max_slots, config.speculation.run_ahead_share)
+        keys, engine, speculator, overlap = VARIANTS[name], run.engine.handing_out(None), None, False
+        if keys is not None:
+            below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
+            update = _SPECULATION_OFF | keys | {"run_ahead_below": below}
+            speculation = config.speculation.model_copy(update=update)
+            drafters = make_drafters(speculation)
+            engine = engine.handing_out(states_read(drafters, engine.config))
+            overlap = speculation.overlap
             speculator = Speculator(
-                run.engine,
-                {way.drafter: make_drafter(way.drafter, **way.args)},
-                config.speculation.max_batch,
-                run_ahead,
+                engine,
+                drafters,
+                speculation.max_batch,
+                RunAhead(below, speculation.run_ahead_share) if below else None,
+                times.setdefault(engine.hidden_layers, PassTimes()),
+                strategy_choice(speculation, config.seed),
             )
             speculator.warm_up(run.engine.load_params(run.state.params))
         scheduler = Scheduler(
-            run.engine,
-            config.engine.max_slots,
-            run.collector.scheduler.stop_strings,
-            speculator,
-            way is not None and way.overlap,
+            engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
         )
         collector = Collector(
             run.collector.task,

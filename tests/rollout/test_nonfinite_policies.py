@@ -51,8 +51,8 @@ def test_what_overflows_ends_the_rollout(engine, drafter):
     params = engine.load_params(params)
     speculator = None
     if drafter is not None:
-        speculator = Speculator(engine, make_drafter(drafter), drafter, 2)
-        speculator._times = FixedTimes({0: 1.0, 8: 1.0})
+        times = FixedTimes({0: 1.0, 8: 1.0})
+        speculator = Speculator(engine, {drafter: make_drafter(drafter)}, 2, times=times)
         speculator.choose = lambda shape, found: 8
     requests = make_requests(lengths=(3, 20), limits=(20, 20))
     with pytest.raises(

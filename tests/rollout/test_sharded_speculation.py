@@ -63,7 +63,7 @@ for label, axes in json.loads(sys.argv[1]).items():
     same = tokens_of(plain) == tokens_of(expected)
     found[label] = {"plain": {"same": same, "logprobs": largest_difference(plain)}}
     for name in sys.argv[2].split(","):
-        speculator = Speculator(engine, make_drafter(name), name, SLOTS)
+        speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS)
         speculator.warm_up(params)
         turns = itertools.count()
         shapes = set()
@@ -75,7 +75,8 @@ for label, axes in json.loads(sys.argv[1]).items():
             return rows
 
         speculator.choose = choose
-        speculator.choose_length = lambda *_: 1 + next(turns) % 7
+        (proposer,) = speculator.proposers
+        proposer.choose_length = lambda *_: (1 + next(turns) % 7, 1e9)  # of a self-drafter
         for overlap in (False, True):
             done, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
             found[label][f"{name} overlap" if overlap else name] = {
