@@ -28,6 +28,7 @@ from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
+from rljax.rollout.decisions import DecisionLog
 from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.manager import EXPECTED, Choice, StrategyChoice
 from rljax.rollout.pass_choice import (
@@ -110,6 +111,7 @@ class Speculator:
             max_batch,
             lambda shape, found: self.choose(shape, found),
         )
+        self.decisions = DecisionLog()
         self._state_of_others: dict[str, np.ndarray] = {}  # from a checkpoint, for the runs to come
         self._patience = 1  # plain steps until the drafters are asked again
         self._plain_requests: set[int] = set()  # those that decoded plainly the last time
@@ -136,6 +138,7 @@ class Speculator:
         self._statistics = statistics
         start = time.perf_counter()
         self.manager.begin()
+        self.decisions.begin()
         for proposer in self.proposers:
             proposer.refresh(params)
             proposer.forget()
@@ -249,6 +252,7 @@ class Speculator:
         kept = int((result.tokens[under_way.active.slots] >= 0).sum())
         batch, responses = under_way.shape[0], len(under_way.active.slots)
         self.manager.record(under_way.choice, batch, responses, kept, seconds)
+        self.decisions.add(under_way.choice, batch, responses, kept, seconds)
         for drafter in self._on_device:
             drafter.advance(result)
         self._statistics.host_seconds += time.perf_counter() - now
@@ -275,6 +279,7 @@ class Speculator:
         if asks and self._choice is not None:
             kept = int((result.tokens >= 0).sum())
             self.manager.record(self._choice, state.batch, len(active.slots), kept, seconds)
+            self.decisions.add(self._choice, state.batch, len(active.slots), kept, seconds)
         self._last = (np.zeros_like(active.requests),) * 2
         for drafter in self._on_device:
             drafter.advance(result)

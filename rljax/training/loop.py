@@ -197,7 +197,10 @@ class TrainingRun:
         """
         config = self.config
         self.progress.stage("train", config.training.steps, completed=self.step)
+        if self.speculator is not None:
+            self.speculator.decisions.take()  # those of evaluation are nobody's
         metrics = self.training_step()
+        decisions = [] if self.speculator is None else self.speculator.decisions.take()
         self.step += 1
         self.progress.step(
             self.step,
@@ -211,6 +214,8 @@ class TrainingRun:
         if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
             metrics |= self.evaluate()
         self.write_metrics(metrics)
+        if self.speculator is not None:
+            self.directory.append_decisions(self.step, decisions)
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
         stopped_by = stop.signal
         if last or due or stopped_by is not None:

@@ -2,6 +2,7 @@
 
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
+    decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit and machine
     checkpoints/     written by `rljax.training.checkpoint`
 
@@ -14,7 +15,7 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class RunDirectory:
       path: the directory; created when missing.
       config_path: the resolved config.
       metrics_path: one JSON object a line.
+      decisions_path: of the rollout manager, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -47,6 +49,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.decisions_path = self.path / "decisions.jsonl"
         self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         try:
@@ -98,57 +101,77 @@ class RunDirectory:
         Args:
           metrics: flat; numbers (0-d arrays too), text, booleans or None. `step`, an int, is required.
         """
-        line = json.dumps(_jsonable(metrics), allow_nan=False).encode() + b"\n"
-        with open(self.metrics_path, "ab+") as file:
-            size = file.tell()
-            if size:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":  # the half-written line of a killed run must not swallow this one
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        _append_line(self.metrics_path, _jsonable(metrics))
 
     def read_metrics(self) -> list[Metrics]:
         """All complete lines, oldest first; a half-written last line is left out."""
-        return [metrics for _, metrics in self._lines()]
+        return [metrics for _, metrics in _complete_lines(self.metrics_path)]
+
+    def append_decisions(self, step: int, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what the rollout manager decided in a step (`rljax/rollout/decisions.py`)."""
+        _append_line(self.decisions_path, {"step": step, "decisions": decisions})
+
+    def read_decisions(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """The decisions of every step that has some, oldest first."""
+        return [(line["step"], line["decisions"]) for _, line in _complete_lines(self.decisions_path)]
 
     def truncate_after(self, step: int) -> int:
-        """Drops, atomically, the lines after `step` and a half-written last line.
+        """Drops, atomically, the lines after `step` and a half-written last line, of metrics and decisions.
 
         Args:
-          step: that of the checkpoint a run is resumed from; -1 empties the file for a run that starts over.
+          step: that of the checkpoint a run is resumed from; -1 empties the files for a run that starts over.
 
         Returns:
-          How many complete lines were dropped.
+          How many complete lines of metrics were dropped.
         """
-        if not self.metrics_path.exists():
-            return 0
-        lines = list(self._lines())
-        kept = [raw for raw, metrics in lines if metrics["step"] <= step]
-        write_durably(self.metrics_path, b"".join(kept))
-        return len(lines) - len(kept)
+        _truncate_lines(self.decisions_path, step)
+        return _truncate_lines(self.metrics_path, step)
 
-    def _lines(self) -> Iterator[tuple[bytes, Metrics]]:
-        if not self.metrics_path.exists():
-            return
-        with open(self.metrics_path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.endswith(b"\n"):
-                    return
-                try:
-                    metrics = json.loads(raw)
-                    for name, value in metrics.pop(_NONFINITE, {}).items():
-                        metrics[name] = float(value)
-                    if not isinstance(metrics["step"], int):
-                        raise TypeError
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise UserError(
-                        f"{self.metrics_path}:{number}: not a metrics line (a JSON object with a step);"
-                        " delete the line to go on"
-                    ) from error
-                yield raw, metrics
+
+def _append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line of JSON and waits until it is on disk."""
+    raw = json.dumps(line, allow_nan=False).encode() + b"\n"
+    with open(path, "ab+") as file:
+        size = file.tell()
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":  # the half-written line of a killed run must not swallow this one
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _truncate_lines(path: Path, step: int) -> int:
+    """Drops, atomically, what is after `step` or half-written; how many complete lines that were."""
+    if not path.exists():
+        return 0
+    lines = list(_complete_lines(path))
+    kept = [raw for raw, line in lines if line["step"] <= step]
+    write_durably(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, Metrics]]:
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(raw)
+                for name, value in line.pop(_NONFINITE, {}).items():
+                    line[name] = float(value)
+                if not isinstance(line["step"], int):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{path}:{number}: not a {path.stem} line (a JSON object with a step);"
+                    " delete the line to go on"
+                ) from error
+            yield raw, line
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,72 @@
+"""What the rollout manager decided, why, and what came of it: for the report of a run."""
+
+import dataclasses
+import time
+from typing import Any
+
+from rljax.rollout.manager import Choice
+
+PLAIN = "plain"
+
+
+@dataclasses.dataclass
+class Decision:
+    """The same choice, several times in a row.
+
+    Attributes:
+      at: seconds since the rollout began.
+      batch: slots of the state.
+      responses: that decoded, at the first of them.
+      drafter: whose drafts were verified; "plain" for plain steps.
+      rows: of the pass; 0 for plain steps.
+      reason: of the first.
+      visits: how often in a row.
+      tokens: that came of it.
+      seconds: that it took, drafting included.
+      expected: tokens that were promised for that time; 0 where nothing was.
+      plain: tokens that plain decoding promised for that time; 0 where nothing is known of it.
+    """
+
+    at: float
+    batch: int
+    responses: int
+    drafter: str
+    rows: int
+    reason: str
+    visits: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    expected: float = 0.0
+    plain: float = 0.0
+
+
+class DecisionLog:
+    """The decisions of one step's rollouts."""
+
+    def __init__(self) -> None:
+        self._decisions: list[Decision] = []
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        self._began = time.perf_counter()
+
+    def add(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        """A choice was carried out: its tokens, and the time of its passes alone."""
+        drafter = PLAIN if choice.proposal is None else choice.proposal.name
+        last = self._decisions[-1] if self._decisions else None
+        if last is None or (last.batch, last.drafter, last.rows) != (batch, drafter, choice.rows):
+            at = time.perf_counter() - self._began
+            last = Decision(at, batch, responses, drafter, choice.rows, choice.reason)
+            self._decisions.append(last)
+        seconds += choice.seconds
+        last.visits += 1
+        last.tokens += tokens
+        last.seconds += seconds
+        last.expected += choice.expected * seconds
+        last.plain += choice.plain * seconds
+
+    def take(self) -> list[dict[str, Any]]:
+        """What was decided since the last time, in order, as JSON can hold it."""
+        taken, self._decisions = self._decisions, []
+        return [dataclasses.asdict(decision) for decision in taken]
