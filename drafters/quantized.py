@@ -224,7 +224,8 @@ class QuantizedDrafter:
 
     def __init__(self, arguments: QuantizedArguments) -> None:
         bits = arguments.bits or (8 if jax.default_backend() == "cpu" else 4)
-        self._policy = QuantizedPolicy(default_format(bits), arguments.quantizer)
+        self.format = default_format(bits)
+        self._policy = QuantizedPolicy(self.format, arguments.quantizer)
         self._source: Params | None = None
 
     @property

@@ -277,10 +277,16 @@ class SpeculationConfig(Section):
         description="More drafters, each with its arguments; before every pass the one that promises most"
         " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
     )
-    choice: Literal["expected", "bandit"] = Field(
+    choice: Literal["expected", "bandit", "roofline"] = Field(
         "expected",
         description="How it is decided before every pass who drafts, and how far: by the tokens per second"
-        " that acceptance and times so far promise, or by a bandit over strategies (TLT's BEG-MAB).",
+        " that acceptance and times so far promise; by a bandit over strategies (TLT's BEG-MAB); or, with the"
+        " quantized drafter, by EfficientRollout's roofline and patience ladder.",
+    )
+    calibration_dir: str = Field(
+        "cache/calibration",
+        min_length=1,
+        description="With choice: roofline, where scripts/calibrate.py keeps the device's constants.",
     )
     mix: bool = Field(
         False,
@@ -346,6 +352,8 @@ class SpeculationConfig(Section):
             raise ValueError("speculation.mix: needs speculation.others, and speculation.choice: expected")
         if self.strategies and self.choice != "bandit":
             raise ValueError("speculation.strategies: only speculation.choice: bandit reads them")
+        if self.choice == "roofline" and (self.drafter != "quantized" or self.others):
+            raise ValueError("speculation.choice: roofline needs speculation.drafter: quantized, alone")
         if self.drafter in self.others:
             raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
         return self

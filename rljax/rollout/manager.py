@@ -3,8 +3,10 @@
     Expected    what promises the most tokens per second, from how often such drafts were accepted and what
                 drafting and passes took
     Bandit      TLT's BEG-MAB: the strategy that brought most when it was used (`rljax/rollout/bandit.py`)
+    Toggled     EfficientRollout's: the policy drafts for itself from where a roofline predicts that it pays
+                (`rljax/rollout/roofline.py`), as far as acceptance over steps says (`patience_ladder.py`)
 
-Both decide only how much work a forward pass does, never a token.
+All decide only how much work a forward pass does, never a token.
 """
 
 import dataclasses
@@ -20,9 +22,13 @@ from rljax.engine.state import DecodeState
 from rljax.rollout.bandit import BegMab
 from rljax.rollout.mixing import Mixer
 from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
-from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer
+from rljax.rollout.patience_ladder import PatienceLadder
+from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.roofline import Roofline, Toggle
 from rljax.rollout.strategies import Arm, Strategy, arms_by_batch, parse_strategies, room_per_slot
+
+_LADDER = (5, 7, 9, 11)  # EfficientRollout's draft lengths (section 4.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,22 +220,80 @@ class Bandit:
         return self._bandit.load_state(state)
 
 
+class Toggled:
+    """Plain steps until chains of the self-drafter are predicted to pay, then nothing but those.
+
+    Args:
+      proposer: of the self-drafter.
+      buckets: sizes of passes.
+      toggle: predicts.
+      ladder: how far is drafted, by the acceptance of the steps before.
+    """
+
+    def __init__(
+        self, proposer: SelfProposer, buckets: Buckets, toggle: Toggle, ladder: PatienceLadder
+    ) -> None:
+        self._proposer, self._buckets = proposer, buckets
+        self._toggle, self._ladder = toggle, ladder
+        self._judged = (0, 0)
+
+    def begin(self) -> None:
+        before, (drafted, accepted) = self._judged, self._proposer.judged
+        self._judged = (drafted, accepted)
+        if drafted > before[0]:
+            self._ladder.update((accepted - before[1]) / (drafted - before[0]))
+        self._toggle.begin(chain=self._ladder.length)
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        context = float(active.positions.mean())
+        on, reason = self._toggle(len(active.slots), context, self._proposer.acceptance)
+        if not on:
+            return state, Choice(None, None, 0, reason, 0.0, 0.0)
+        sizes = self._buckets.passes(state.batch)
+        room = max(min(nodes, rows // len(active.slots) - 1) for rows, nodes in sizes)
+        length = min(self._ladder.length, room)
+        if length < 1:
+            return state, Choice(None, None, 0, "no pass has room for a draft", 0.0, 0.0)
+        strategy = Strategy(self._proposer.name, length, 1, length)
+        state, proposal = self._proposer.propose(state, active, statistics, strategy)
+        found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
+        wanted = len(active.slots) * (length + 1)
+        rows = next(rows for rows, nodes in sizes if rows >= wanted and nodes >= length)
+        return state, Choice(proposal, found, rows, reason, 0.0, 0.0, seconds=proposal.seconds)
+
+    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        """The proposer is credited with what was accepted."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self._ladder.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        own = self._ladder.state().keys()
+        if own <= state.keys():
+            self._ladder.load_state({name: state[name] for name in own})
+        return {name: array for name, array in state.items() if name not in own}
+
+
 @dataclasses.dataclass(frozen=True)
 class StrategyChoice:
     """How a run's manager chooses.
 
     Attributes:
-      by: "expected" or "bandit".
+      by: "expected", "bandit" or "roofline".
       mix: see `Expected`.
       strategies, epsilon, window, seed: see `Bandit`.
+      roofline: of `Toggled`.
     """
 
-    by: Literal["expected", "bandit"] = "expected"
+    by: Literal["expected", "bandit", "roofline"] = "expected"
     mix: bool = False
     strategies: tuple[Strategy, ...] = ()
     epsilon: float = 0.1
     window: int = 32
     seed: int = 0
+    roofline: Roofline | None = None
 
     def manager(
         self,
@@ -242,13 +306,21 @@ class StrategyChoice:
         """The manager of these drafters."""
         if self.by == "expected":
             return Expected(proposers, buckets, times, self.mix, rows)
+        if self.by == "roofline":
+            (proposer,) = proposers
+            lengths = [length for length in _LADDER if length <= buckets.max_drafts]
+            ladder = PatienceLadder(lengths or [buckets.max_drafts])
+            toggle = Toggle(self.roofline, ladder.length, buckets=buckets)
+            return Toggled(proposer, buckets, toggle, ladder)
         return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
 
 
 EXPECTED = StrategyChoice()
 
 
-def strategy_choice(config: SpeculationConfig, seed: int) -> StrategyChoice:
+def strategy_choice(config: SpeculationConfig, seed: int, roofline: Roofline | None = None) -> StrategyChoice:
     """As the config says; raises a ConfigError for strategies that cannot be."""
     strategies = parse_strategies(config.strategies, config.drafters, config.max_drafts)
-    return StrategyChoice(config.choice, config.mix, strategies, config.epsilon, config.window, seed)
+    return StrategyChoice(
+        config.choice, config.mix, strategies, config.epsilon, config.window, seed, roofline
+    )

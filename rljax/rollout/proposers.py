@@ -238,6 +238,13 @@ class SelfProposer:
         self._calibration = Calibration()
         self._acceptance = ChainAcceptance()
         self._length = 0  # of the chains that were promised last
+        self.judged = (0, 0)
+        """Drafts verified so far, and accepted."""
+
+    @property
+    def acceptance(self) -> float:
+        """Of a draft whose predecessors were accepted."""
+        return self._acceptance.rate
 
     def refresh(self, params: Params) -> None:
         ask(self.name, self.drafter, "refresh", params)
@@ -289,6 +296,7 @@ class SelfProposer:
         judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
         self._acceptance.add(int(judged.sum()), int(taken.sum()))
         self._calibration.add(bins[judged], accepted[judged])
+        self.judged = (self.judged[0] + int(verified.sum()), self.judged[1] + int(taken.sum()))
 
 
 class DeviceProposer:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.base import Outcome
+from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafters, states_read
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
@@ -26,12 +26,14 @@ from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.sampling import SamplingParams
-from rljax.errors import Interrupted
+from rljax.errors import ConfigError, Interrupted
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
+from rljax.rollout.calibration import calibration_key, load_calibration
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.manager import strategy_choice
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
+from rljax.rollout.roofline import Roofline
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
@@ -126,7 +128,7 @@ class TrainingRun:
                 drafters,
                 speculation.max_batch,
                 self.run_ahead,
-                strategies=strategy_choice(speculation, config.seed),
+                strategies=strategy_choice(speculation, config.seed, self.roofline(drafters)),
             )
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
         self.collector = Collector(
@@ -158,6 +160,25 @@ class TrainingRun:
         self.step = 0
         self.data_position = 0  # the next training problem
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
+
+    def roofline(self, drafters: dict[str, Drafter]) -> Roofline | None:
+        """The device's constants, where the rollout manager predicts from them."""
+        speculation = self.config.speculation
+        if speculation.choice != "roofline":
+            return None
+        key = calibration_key(
+            self.engine.config,
+            self.engine.numerics,
+            drafters["quantized"].format,
+            self.config.mesh.num_devices,
+        )
+        found = load_calibration(speculation.calibration_dir, key)
+        if found is None:
+            raise ConfigError(
+                f"speculation.choice: roofline finds no constants of this policy and device in"
+                f" {speculation.calibration_dir}; run scripts/calibrate.py with this config first"
+            )
+        return found.roofline
 
     def train(self) -> None:
         config, progress = self.config, self.progress
