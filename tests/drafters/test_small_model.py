@@ -38,7 +38,9 @@ def checkpoint(directory, tokenizer=None, vocab_size=320, tied=False):
 
 
 def drafter_of(path, **args):
-    return SmallModelDrafter(checked("small_model", SmallModelArguments, {"path": str(path), **args}))
+    return SmallModelDrafter(
+        checked("speculation.args", "small_model", SmallModelArguments, {"path": str(path), **args})
+    )
 
 
 def engine_of(dtype="float32"):

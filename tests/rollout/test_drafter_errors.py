@@ -58,6 +58,12 @@ def speculator(drafter, ahead=False, name="mine"):
     return speculating
 
 
+def only(speculating):
+    """Its drafter."""
+    (drafter,) = speculating.drafters.values()
+    return drafter
+
+
 def error_of(call, *arguments):
     with pytest.raises(DrafterError) as error:
         call(*arguments)
@@ -147,7 +153,7 @@ def test_names_of_a_state_collide_with_nothing(tmp_path):
     with np.load(tmp_path / "state.npz", allow_pickle=False) as arrays:
         again = speculator(Quiet(), ahead=True)
         again.load_state(dict(arrays))
-    loaded = again.drafter._fallback.loaded
+    loaded = only(again)._fallback.loaded
     assert loaded.keys() == state.keys()
     for name in names:
         np.testing.assert_array_equal(loaded[name], state[name])
@@ -227,6 +233,6 @@ def test_history_passes_from_one_drafter_to_another(earlier, between, later):
         state = silent.state()
     last = speculator(make_drafter(later), name=later)
     last.load_state(state)
-    assert_same_arrays(last.drafter.history.state(), first.drafter.history.state())
-    assert last.drafter.history.num_tokens == 4 + 5 + 6 + 3
+    assert_same_arrays(only(last).history.state(), only(first).history.state())
+    assert only(last).history.num_tokens == 4 + 5 + 6 + 3
     assert last.lengths.expected((1, 2)) == 5

@@ -207,7 +207,12 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     for number, proposer in enumerate(speculator.proposers):
         proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
         proposer._length = 3
-    speculator.choose = lambda shape, found: int(rng.choice([0, 16, 32] if found.probability.any() else [0]))
+
+    def choose(shape, found):
+        sizes = [rows for rows, _ in BUCKETS.passes(shape[0])] if found.probability.any() else []
+        return int(rng.choice([0, *sizes]))
+
+    speculator.choose = choose
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
         assert_same(completions, expected)

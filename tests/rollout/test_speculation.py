@@ -238,7 +238,10 @@ def check_statistics(completions, statistics):
     assert statistics.host_seconds > 0 and statistics.device_seconds > 0
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"quantized"}))  # that one: test_self_drafting.py
+ON_DEVICE = {"quantized", "eagle", "small_model"}  # in test_self_drafting.py, test_head_drafting.py
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - ON_DEVICE))
 def test_every_drafter_leaves_the_tokens_alone(engine, params, requests, expected, trees, name):
     """In a first rollout, and in a second one with the history of the first."""
     drafter, batches = make_drafter(name), set()
