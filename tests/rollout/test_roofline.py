@@ -152,14 +152,15 @@ def test_known_constants_are_recovered(device, overlap):
     if device == "cpu":
         small = ModelConfig("qwen3", 320, 768, 12, 6, 2, 64, 3072, tie_embeddings=True, qk_norm=True)
         known = roofline(policy_costs(small, Numerics(), W8), **CPU, draft_flop=1 / 700e9, overlap=overlap)
-        points = synthetic(known, (1, 2, 4, 8, 32), (128, 512, 4096))
+        # Up to a batch whose draft steps arithmetic limits: what is hidden behind memory cannot be known.
+        points = synthetic(known, (1, 2, 4, 8, 32, 128), (128, 512, 4096))
     else:
         known = roofline(overlap=overlap)
         points = synthetic(known)
     found = fit(known.costs, points)
     for name, value in known.as_json().items():
         if name != "costs":
-            assert getattr(found, name) == pytest.approx(value, rel=1e-3, abs=1e-9), name
+            assert getattr(found, name) == pytest.approx(value, rel=1e-3, abs=0 if value else 1e-9), name
 
 
 def test_noise_moves_predictions_by_less_than_itself():
@@ -285,12 +286,13 @@ def test_the_margin_is_between_what_is_predicted_and_on():
 
 def test_with_buckets_it_predicts_what_the_engine_computes():
     buckets = Buckets((4, 8), (256, 512), (8, 32, 64), max_drafts=15)
-    toggle = Toggle(roofline(), chain=7, buckets=buckets)
+    apart = roofline(overlap=0.0)  # so that nothing is hidden
+    toggle = Toggle(apart, chain=7, buckets=buckets)
     # Three slots with 8 tokens each are 24 rows of 32, over 4 slots of up to 2 * 32 / 4 = 16 nodes each.
-    expected = roofline().speedup(4, 512, 7, 0.8, rows=32, attended=4 * 16)
+    expected = apart.speedup(4, 512, 7, 0.8, rows=32, attended=4 * 16)
     assert toggle.predicted(3, 300.5, 0.8) == expected
     # Eight slots with 8 tokens each need 64 rows; there is no room for chains of 15.
-    expected = roofline().speedup(8, 256, 7, 0.8, rows=64, attended=8 * 16)
+    expected = apart.speedup(8, 256, 7, 0.8, rows=64, attended=8 * 16)
     toggle.begin(chain=15)
     assert toggle.predicted(8, 256, 0.8) == expected
 
