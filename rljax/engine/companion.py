@@ -55,8 +55,8 @@ class CompanionEngine(DecodeEngine):
           lengths: int32 [B], entries that `cache` has.
           counts: int32 [B], how many of `tokens` to write.
         """
-        # Copies: a device may read an array in place, and the caller goes on counting in it.
-        args = (params, cache, *map(jnp.array, (tokens, lengths, counts)), self._rope)
+        # Copies: a device may read an array in place, and later, and the caller goes on counting in it.
+        args = (params, cache, *(jnp.asarray(x.copy()) for x in (tokens, lengths, counts)), self._rope)
         key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._key)
         return self.pool.get(key, self._extend, args, donate_argnums=(1,))(*args)
 
@@ -92,7 +92,8 @@ class CompanionEngine(DecodeEngine):
                 drafts = drafts.replace(proposal=jnp.pad(drafts.proposal, more, constant_values=-jnp.inf))
             return state.cache, drafts
 
-        args = (params, cache, target.replace(cache=None), jnp.array(sizes), self._rope, np.int32(steps))
+        told = jnp.asarray(sizes.copy())  # as in `extend`
+        args = (params, cache, target.replace(cache=None), told, self._rope, np.int32(steps))
         key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
         return self.pool.get(key, draft, args, donate_argnums=(1,))(*args)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -247,6 +248,37 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
             np.testing.assert_allclose(
                 np.asarray(one)[slot, :, :length], np.asarray(other)[slot, :, :length], rtol=0, atol=tolerance
             )
+
+
+def test_drafts_do_not_depend_on_what_was_drafted_before():
+    """Against a companion that is told everything at once: chains that came true in part, in plain decoding,
+    and tokens that are those of an older chain again.
+    """
+    world = world_of()
+    pair, fresh = Pair(world, stranger(world)), stranger(world)
+    pair.draft()
+    pair.plain(5)
+    chain = np.asarray(pair.draft().tokens)[:4]
+    state = jax.tree.map(np.asarray, pair.state)
+    known = [each.prompt + pair.emitted[i] for i, each in enumerate(ASKED)]
+    for agrees in (0, 1, 3):
+        told = np.concatenate([chain[:, :agrees], (chain[:, agrees : agrees + 3] + 1) % VOCAB], axis=1)
+        pair.companion.advance(range(4), told, np.full(4, agrees + 3))
+        pair.companion.advance(range(4), chain, np.full(4, 3))
+        known = [
+            [*tokens, *own, *old[:3]]
+            for tokens, own, old in zip(known, told.tolist(), chain.tolist(), strict=True)
+        ]
+        last, sizes = [[tokens[-1] for tokens in known] + [0], [len(tokens) for tokens in known] + [1]]
+        state = state.replace(tokens=np.asarray(last, np.int32), lengths=np.asarray(sizes, np.int32) - 1)
+        target = jax.tree.map(jnp.asarray, state)
+        fresh.begin(5, 512)
+        fresh.insert(range(4), known)
+        ours, theirs = pair.companion.draft(target, NODES), fresh.draft(target, NODES)
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+        chain = np.asarray(ours.tokens)[:4]
+        assert (chain >= 0).all()
 
 
 def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
