@@ -47,7 +47,8 @@ class AsyncHeadSaver:
         for _, leaf in leaves:
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        # np.array copies; np.asarray would be a view of the buffer on a CPU, and updates overwrite that.
+        # A copy on a CPU, too. There np.asarray is a view: donation spares such a buffer, and an update would
+        # have to find other memory for as long as the save takes.
         tensors = {
             jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves
         }

@@ -142,6 +142,7 @@ def test_a_state_is_not_changed_by_later_slices():
     trainer = make()
     fill(trainer, range(4))
     state = trainer.state()
+    assert all(array.flags.writeable for array in state.values())  # not a view of what slices give up
     before = {name: array.copy() for name, array in state.items()}
     for _ in range(3):
         trainer.slice(shared())
