@@ -52,7 +52,7 @@ class DecisionLog:
 
     def begin(self) -> None:
         """A rollout begins."""
-        self._began, self._last = time.perf_counter(), ()
+        self._began, self._at, self._last = time.perf_counter(), 0.0, ()
 
     def add(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         """A choice was just carried out: its tokens, and the time of its passes alone."""
@@ -61,8 +61,9 @@ class DecisionLog:
         # Sums of promises mean something only where each of them is one.
         shared = (batch, drafter, choice.rows, choice.expected > 0, choice.plain > 0)
         if shared != self._last:
-            at = max(time.perf_counter() - self._began - seconds, 0.0)
-            self._decisions.append(Decision(at, batch, responses, drafter, choice.rows, choice.reason))
+            # The time of a pass may be an estimate; what comes later begins later all the same.
+            self._at = max(time.perf_counter() - self._began - seconds, self._at)
+            self._decisions.append(Decision(self._at, batch, responses, drafter, choice.rows, choice.reason))
             self._last = shared
         last = self._decisions[-1]
         last.visits += 1

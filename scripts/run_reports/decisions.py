@@ -288,4 +288,6 @@ def _powers_of_two(axes: "Axes", *which: str) -> None:
     """Logarithmic axes whose ticks are plain numbers."""
     for each in which:
         getattr(axes, f"set_{each}scale")("log", base=2)
-        getattr(axes, f"{each}axis").set_major_formatter(lambda value, _: f"{value:g}")
+        getattr(axes, f"{each}axis").set_major_formatter(
+            lambda value, _: f"{value:.2g}" if value < 1 else f"{value:g}"
+        )

@@ -87,6 +87,15 @@ def test_a_rollout_that_begins_is_not_the_one_before(log, clock):
     ]
 
 
+def test_decisions_of_a_rollout_are_in_order_whatever_passes_are_estimated_to_take(log, clock):
+    log.begin()
+    clock.now += 3.0
+    log.add(PLAINLY, 4, 4, 4, 1.0)
+    clock.now += 1.0
+    log.add(choose(SRT), 4, 4, 4, 10.0)
+    assert [decision["at"] for decision in log.take()] == [2.0, 2.0]
+
+
 def test_what_is_taken_is_gone(log):
     assert log.take() == []
     log.add(PLAINLY, 4, 4, 4, 2.0)
