@@ -1,11 +1,13 @@
 """What training did, for one run or several: `python scripts/report_runs.py RUN_DIR ... [--plot FILE]`.
 
-Prints the held-out reward before and after, and where a step's time went; `--json` writes the same figures,
-`--plot` draws reward and response lengths over the steps.
+Prints the held-out reward before and after, where a step's time went, and whose drafts its tokens came from;
+`--json` writes the figures of the table, `--plot` draws reward and response lengths over the steps,
+`--decisions` what the rollout manager decided (`scripts/run_reports/decisions.py`, docs/manager.md).
 """
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +19,13 @@ from rljax.benchmarking import Row, print_table, results_console, write_results
 from rljax.errors import UserError
 from rljax.provenance import command_line
 from rljax.training.run_directory import RunDirectory
+from run_reports.decisions import draw, in_words, read_decisions
+from run_reports.figures import COLORS, new_figure, save
 
 if TYPE_CHECKING:
     import matplotlib.axes
 
 _SMOOTHING = 5  # steps in the running mean of the reward
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,25 +113,15 @@ def rows_of(run: RunMetrics) -> list[Row]:
 
 def plot(runs: Sequence[RunMetrics], path: Path) -> None:
     """Rewards of all runs, and response lengths over all of them, by step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            "--plot needs matplotlib: install the plot extra (pip install -e '.[plot]')"
-        ) from error
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = new_figure("--plot", 10, 3.8)
     left, right = figure.subplots(1, 2)
     _plot_rewards(left, runs)
     _plot_lengths(right, runs)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: the plot cannot be written there: {error}") from error
+    save(figure, path)
 
 
 def _plot_rewards(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> None:
-    for run, color in zip(runs, _COLORS, strict=False):
+    for run, color in zip(runs, COLORS, strict=False):
         steps, rewards = run.column("step"), run.column("reward/mean")
         width = min(_SMOOTHING, len(rewards))
         smooth = np.convolve(rewards, np.ones(width) / width, mode="valid")
@@ -145,9 +138,9 @@ def _plot_lengths(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> N
     shortest = min(len(run.steps) for run in runs)
     steps = runs[0].column("step")[:shortest]
     for metric, label, color in (
-        ("max", "longest", _COLORS[1]),
-        ("p75", "75th percentile", _COLORS[4]),
-        ("mean", "mean", _COLORS[0]),
+        ("max", "longest", COLORS[1]),
+        ("p75", "75th percentile", COLORS[4]),
+        ("mean", "mean", COLORS[0]),
     ):
         values = [run.column(f"response_length/{metric}")[:shortest] for run in runs]
         axes.plot(steps, np.mean(values, axis=0), color=color, linewidth=2, label=label)
@@ -164,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="directories of runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--decisions", type=Path, metavar="FILE", help="draw there what the rollout manager decided"
+    )
     return parser
 
 
@@ -174,10 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [read_run(path) for path in arguments.runs]
         rows = [row for run in runs for row in rows_of(run)]
         print_table(rows, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", results_console())
+        decided = [read_decisions(path) for path in arguments.runs]
+        for line in itertools.chain.from_iterable(map(in_words, decided)):
+            print(line)
         if arguments.json:
             write_results(arguments.json, rows, command_line())
         if arguments.plot:
             plot(runs, arguments.plot)
+        if arguments.decisions:
+            draw(decided, arguments.decisions)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -42,7 +42,7 @@ class Decision(NamedTuple):
     Attributes:
       strategy: what was chosen; None is a plain step.
       reason: why.
-      medians: tokens per second that each arm in question promised for the whole batch; without those that
+      medians: tokens per second that each arm in question promised for all responses; without those that
         have never been used.
     """
 
@@ -89,12 +89,19 @@ class BegMab:
         else:
             self._unavailable.add(drafter)
 
-    def choose(self, batch: int) -> Arm:
-        """The strategy of the next step of a batch, which is rounded up to a bucket; None is a plain step."""
+    def choose(self, batch: int, responses: int | None = None) -> Arm:
+        """The strategy of the next step of a batch, which is rounded up to a bucket; None is a plain step.
+
+        Args:
+          batch: slots that decode.
+          responses: that take part, where not the whole batch does; it changes what arms promise, not the
+            choice.
+        """
         bucket = self._bucket(batch)
+        responses = batch if responses is None else responses
         rates = self._rates[bucket]
         candidates = [arm for arm in rates if arm is None or arm.drafter not in self._unavailable]
-        medians = {arm: batch * statistics.median(rates[arm]) for arm in candidates if rates[arm]}
+        medians = {arm: responses * statistics.median(rates[arm]) for arm in candidates if rates[arm]}
         chosen, reason = self._select(candidates, rates, medians)
         missing = sorted({arm.drafter for arm in rates if arm is not None} & self._unavailable)
         if missing:
@@ -135,7 +142,7 @@ class BegMab:
           strategy: what `choose` returned.
           tokens: that all responses got: the accepted drafts and one more each, for every pass.
           seconds: that it took, drafting included.
-          responses: that took part, where not the whole batch did.
+          responses: as given to `choose`.
         """
         rates = self._rates[self._bucket(batch)]
         responses = batch if responses is None else responses

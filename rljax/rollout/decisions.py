@@ -14,13 +14,14 @@ class Decision:
     """The same choice, several times in a row.
 
     Attributes:
-      at: seconds since the rollout began.
+      at: seconds from the beginning of the rollout to that of the first of them, drafting included.
       batch: slots of the state.
       responses: that decoded, at the first of them.
       drafter: whose drafts were verified; "plain" for plain steps.
       rows: of the pass; 0 for plain steps.
       reason: of the first.
       visits: how often in a row.
+      turns: of responses: how many decoded, summed over the visits.
       tokens: that came of it.
       seconds: that it took, drafting included.
       expected: tokens that were promised for that time; 0 where nothing was.
@@ -34,6 +35,7 @@ class Decision:
     rows: int
     reason: str
     visits: int = 0
+    turns: int = 0
     tokens: int = 0
     seconds: float = 0.0
     expected: float = 0.0
@@ -45,22 +47,27 @@ class DecisionLog:
 
     def __init__(self) -> None:
         self._decisions: list[Decision] = []
-        self._began = time.perf_counter()
+        self._last: tuple[Any, ...] = ()  # what the newest decision and the next one must share to be one
+        self.begin()
 
     def begin(self) -> None:
         """A rollout begins."""
-        self._began = time.perf_counter()
+        self._began, self._at, self._last = time.perf_counter(), 0.0, ()
 
     def add(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
-        """A choice was carried out: its tokens, and the time of its passes alone."""
+        """A choice was just carried out: its tokens, and the time of its passes alone."""
         drafter = PLAIN if choice.proposal is None else choice.proposal.name
-        last = self._decisions[-1] if self._decisions else None
-        if last is None or (last.batch, last.drafter, last.rows) != (batch, drafter, choice.rows):
-            at = time.perf_counter() - self._began
-            last = Decision(at, batch, responses, drafter, choice.rows, choice.reason)
-            self._decisions.append(last)
         seconds += choice.seconds
+        # Sums of promises mean something only where each of them is one.
+        shared = (batch, drafter, choice.rows, choice.expected > 0, choice.plain > 0)
+        if shared != self._last:
+            # The time of a pass may be an estimate; what comes later begins later all the same.
+            self._at = max(time.perf_counter() - self._began - seconds, self._at)
+            self._decisions.append(Decision(self._at, batch, responses, drafter, choice.rows, choice.reason))
+            self._last = shared
+        last = self._decisions[-1]
         last.visits += 1
+        last.turns += responses
         last.tokens += tokens
         last.seconds += seconds
         last.expected += choice.expected * seconds
@@ -68,5 +75,5 @@ class DecisionLog:
 
     def take(self) -> list[dict[str, Any]]:
         """What was decided since the last time, in order, as JSON can hold it."""
-        taken, self._decisions = self._decisions, []
+        taken, self._decisions, self._last = self._decisions, [], ()
         return [dataclasses.asdict(decision) for decision in taken]

@@ -40,7 +40,7 @@ class Choice:
       found: its nodes as candidates.
       rows: of the pass; 0 for a plain step.
       reason: why, for the log.
-      expected: tokens per second that it promises; 0 where nothing is promised.
+      expected: tokens per second that it promises, drafting included; 0 where nothing is promised.
       plain: that plain decoding promises.
       arm: of the bandit.
       seconds: that drafting took on the device, whether it is used or not.
@@ -127,6 +127,9 @@ class Expected:
             best = self._better(best, proposal, shape, active)
             if self._mixer is not None and len(offered) > 1:
                 best = self._better(best, self._mixer.mix(offered, len(active.slots)), shape, active)
+        if best.rows:  # whoever asks later what was promised counts the time of drafting, too
+            seconds = self._times[(*shape, best.rows)]
+            best = dataclasses.replace(best, expected=best.expected * seconds / (seconds + spent))
         return state, dataclasses.replace(best, seconds=spent)
 
     def _better(
@@ -189,7 +192,7 @@ class Bandit:
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         responses = len(active.slots)
-        arm = self._bandit.choose(state.batch)
+        arm = self._bandit.choose(state.batch, responses)
         _, reason, medians = self._bandit.explain(state.batch)
         promised, plain = medians.get(arm, 0.0), medians.get(None, 0.0)
         nothing = Choice(None, None, 0, reason, promised, plain, arm)
@@ -202,7 +205,8 @@ class Bandit:
         spent = time.perf_counter() - start
         rows = self._rows(state.batch, responses + int(usable.sum()))
         if not usable.any():
-            return state, dataclasses.replace(nothing, seconds=spent)
+            reason = f"{arm.drafter} had nothing to verify ({reason})"
+            return state, dataclasses.replace(nothing, reason=reason, seconds=spent)
         return state, Choice(proposal, found, rows, reason, promised, plain, arm, spent)
 
     def _rows(self, batch: int, wanted: int) -> int:

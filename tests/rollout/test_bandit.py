@@ -59,6 +59,15 @@ def test_without_exploration_the_best_median_wins_whatever_the_outliers():
     assert reason == "the largest median, 100 tokens/s against 50 plain"
 
 
+def test_idle_slots_promise_nothing():
+    """Only the responses of a batch get tokens; which arm is best does not depend on how many there are."""
+    one = bandit()
+    fill(one, 8, {None: 40, HEAD: 80, HEAD_SMALL: 16, HISTORY: 16})
+    assert one.choose(8, responses=2) == HEAD
+    assert one.explain(8).medians[HEAD] == pytest.approx(20)
+    assert one.explain(8).reason == "the largest median, 20 tokens/s against 10 plain"
+
+
 def test_the_plain_step_wins_where_speculation_does_not_pay():
     one = bandit()
     fill(one, 8, {None: 100, HEAD: 90, HEAD_SMALL: 99, HISTORY: 100})

@@ -117,6 +117,52 @@ def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params
     assert passes({"one": Half(True), "other": Half(False)}, MIXED) < min(alone)
 
 
+@pytest.mark.parametrize("choice", [StrategyChoice(), MIXED, BANDIT], ids=["expected", "mixed", "bandit"])
+def test_every_token_and_second_is_in_the_log(params, requests, choice):
+    speculator = make_speculator(("srt", "quantized"), choice)
+    carried_out = []
+    add = speculator.decisions.add
+    speculator.decisions.add = lambda *what: (carried_out.append(what), add(*what))
+    _, statistics = roll_out(speculator, params, requests)
+    log = speculator.decisions.take()
+    assert sum(each["tokens"] for each in log) == statistics.tokens
+    passes = [each for each in carried_out if each[0].rows]
+    assert sum(each["visits"] for each in log if each["rows"]) == len(passes) == statistics.verified
+    spent = sum(choice.seconds + seconds for choice, _, _, _, seconds in carried_out)
+    assert sum(each["seconds"] for each in log) == pytest.approx(spent)
+    starts = [each["at"] for each in log]
+    assert starts == sorted(starts)
+
+
+def test_promises_count_the_time_of_drafting(params, requests):
+    speculator = make_speculator(("quantized",), StrategyChoice())
+    found = []
+    add = speculator.decisions.add
+    speculator.decisions.add = lambda *what: (found.append(what[:2]), add(*what))
+    roll_out(speculator, params, requests)
+    verifying = [(choice, batch) for choice, batch in found if choice.rows]
+    assert verifying and all(choice.seconds > 0 for choice, _ in verifying)
+    for choice, batch in verifying:
+        nodes = dict(BUCKETS.passes(batch))[choice.rows]
+        tokens = choice.found.expected(choice.rows, nodes)
+        seconds = CHEAP[0, 0, choice.rows] + choice.seconds
+        assert choice.expected == pytest.approx(tokens / seconds)
+
+
+def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
+    strategies = (Strategy("prompt_lookup", 3, 1, 3),)
+    choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0)
+    speculator = make_speculator(("prompt_lookup",), choice)
+    drafter = speculator.proposers[0].drafter
+    propose = drafter.propose
+    drafter.propose = lambda queries: dataclasses.replace(
+        propose(queries), counts=np.zeros_like(queries.budgets)
+    )
+    roll_out(speculator, params, requests)
+    reasons = {each["reason"] for each in speculator.decisions.take()}
+    assert any(reason.startswith("prompt_lookup had nothing to verify (") for reason in reasons)
+
+
 def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, requests, expected):
     speculator = make_speculator(("srt", "suffix_decoding"), MIXED)
     verified = {}

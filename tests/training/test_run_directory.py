@@ -148,6 +148,50 @@ def test_truncating_nothing_makes_no_file(run):
     assert not run.metrics_path.exists()
 
 
+DECISIONS = [{"drafter": "srt", "tokens": 12, "seconds": 0.5}, {"drafter": "plain", "tokens": 1}]
+
+
+def test_decisions_round_trip(run):
+    assert run.read_decisions() == []
+    run.append_decisions(1, DECISIONS)
+    run.append_decisions(2, [])
+    assert run.read_decisions() == [(1, DECISIONS), (2, [])]
+    assert run.read_metrics() == []  # a file of their own
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run.append_decisions(3, [{"seconds": math.nan}])
+    assert len(run.decisions_path.read_bytes().splitlines()) == 2
+
+
+def test_a_resumed_run_drops_later_decisions(run):
+    for step in range(1, 4):
+        run.append_metrics({"step": step})
+        run.append_decisions(step, DECISIONS)
+    lines = run.decisions_path.read_bytes().splitlines(keepends=True)
+    run.decisions_path.write_bytes(b"".join(lines) + b'{"step": 4, "dec')
+    run.metrics_path.unlink()  # what is counted is metrics alone
+    assert run.truncate_after(2) == 0
+    assert run.decisions_path.read_bytes() == b"".join(lines[:2])
+    run.append_decisions(3, [])
+    assert [step for step, _ in run.read_decisions()] == [1, 2, 3]
+    run.truncate_after(-1)
+    assert run.read_decisions() == []
+
+
+def test_half_written_decisions_disappear(run):
+    run.append_decisions(1, DECISIONS)
+    whole = run.decisions_path.read_bytes()
+    run.decisions_path.write_bytes(whole + whole[:-1])
+    assert run.read_decisions() == [(1, DECISIONS)]
+    run.append_decisions(2, [])
+    assert run.read_decisions() == [(1, DECISIONS), (2, [])]
+
+
+def test_a_corrupt_line_of_decisions_is_named(run):
+    run.decisions_path.write_text("nonsense\n")
+    with pytest.raises(UserError, match=r"decisions.jsonl:1: not a decisions line"):
+        run.read_decisions()
+
+
 @pytest.mark.parametrize("half", [b'{"st', b'{"step": 2}', b"\x00\x00"])
 def test_a_half_written_line_disappears(run, half):
     run.append_metrics({"step": 0})

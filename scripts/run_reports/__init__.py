@@ -1,0 +1,1 @@
+"""What `scripts/report_runs.py` draws and tells."""
