@@ -186,6 +186,9 @@ class DeviceDrafter(Drafter, Protocol):
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollout that begins, as the engine has them."""
 
+    def warm_up(self, prefixes: "Sequence[Prefix]", batches: Sequence[int], prompt_length: int) -> None:
+        """Compiles what following the slots needs, for prompts and states of these shapes."""
+
     def start(self, batch: int) -> None:
         """All slots of a state of `batch` are empty."""
 

@@ -108,6 +108,9 @@ class SmallModelDrafter:
     def refresh(self, params: Params) -> None:
         """It does not follow the policy."""
 
+    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
+        self._companion.warm_up(batches[-1], prompt_length, late_inserts=True)
+
     def start(self, batch: int) -> None:
         self._companion.begin(batch, self._companion.engine.buckets.cache[0])
 

@@ -42,6 +42,8 @@ from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 
+_WIDTHS = (2, 4, 8, 16, 64)
+"""Tokens of a slot that are taken up in one go: a program each."""
 _WAITING = 4  # visits whose states are kept until drafts are asked for
 
 
@@ -185,6 +187,25 @@ class EagleDrafter:
             head,
         )
 
+    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
+        prefilled = [
+            self.prefill(prefix, [[0] * prefix.states.shape[1]] * prefix.cache.batch) for prefix in prefixes
+        ]
+        states = jnp.zeros((1, 1, *prefixes[0].states.shape[2:]), prefixes[0].states.dtype)
+        for batch in batches:
+            self.start(batch)
+            for own in prefilled:
+                self.insert(own, [], [])
+            for width in _WIDTHS:
+                tokens, counts = np.zeros((batch, width), np.int32), np.zeros(batch, np.int32)
+                repeated = jnp.broadcast_to(states, (batch, width, *states.shape[2:]))
+                self._state = self._absorb(self._state, repeated, tokens, counts, width)
+            for smaller in batches:
+                if smaller < batch:
+                    _take(self._state, np.zeros(smaller, np.int32))
+        if self._trains:
+            self._trainer.warm_up(self._shared)
+
     # -- slots -----------------------------------------------------------------------------------------------
 
     def start(self, batch: int) -> None:
@@ -202,7 +223,8 @@ class EagleDrafter:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - 1] = prompt[1:]
             counts[row] = len(prompt) - 1
-        state = self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
+        state = self._empty(rows, prefix.cache.length)
+        state = self._absorb(state, prefix.states, tokens, counts, length)
         states = np.asarray(prefix.states) if self._collects else None
         return PrefilledHead(state, states)
 
@@ -259,15 +281,15 @@ class EagleDrafter:
     def _catch_up(self) -> None:
         while self._waiting:
             states, tokens, counts = self._waiting.popleft()
-            if counts.any():
-                self._state = self._absorb(self._state, states, tokens, counts)
+            most = counts.max()
+            if most:
+                width = next((width for width in _WIDTHS if width >= most), -(-most // 64) * 64)
+                self._state = self._absorb(self._state, states, tokens, counts, width)
 
     def _absorb(
-        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray
+        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray, width: int
     ) -> DrafterState:
-        width = 2  # few programs: powers of two
-        while width < counts.max(initial=0):
-            width *= 2
+        """Brings in pairs, `width` of a slot at most."""
         missing = max(0, width - tokens.shape[1])
         tokens = np.pad(tokens, [(0, 0), (0, missing)])[:, :width]
         if states.shape[1] < width:
@@ -325,12 +347,15 @@ class EagleDrafter:
     # -- training --------------------------------------------------------------------------------------------
 
     @property
+    def _trains(self) -> bool:
+        return self._arguments.train and self._arguments.slices > 0
+
+    @property
     def _collects(self) -> bool:
         return any(self._trainable)
 
     def _begin_collecting(self, requests: Sequence[DraftRequest]) -> None:
-        train = self._arguments.train and self._arguments.slices > 0
-        self._trainable = [train and request.trainable for request in requests]
+        self._trainable = [self._trains and request.trainable for request in requests]
         self._prompts = [request.prompt_ids for request in requests]
         self._requests: dict[int, int] = {}  # by slot
         self._states: dict[int, list[np.ndarray]] = {}  # by request, of all tokens but the last

@@ -442,7 +442,8 @@ class DecodeEngine:
             for length in self._prefill_lengths:
                 if rows <= prompts and length <= needed:
                     prefix = self.prefill(params, [[0] * length] * rows)
-                    prefixes[rows, prefix.cache.length] = prefix
+                    handed_out = length if self.hidden_layers is not None else prefix.cache.length
+                    prefixes[rows, handed_out] = prefix
         return list(prefixes.values())
 
     # -- where things lie on the mesh ------------------------------------------------------------------------

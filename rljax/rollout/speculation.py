@@ -370,10 +370,20 @@ class Speculator:
 
     # -- warming up ------------------------------------------------------------------------------------------
 
-    def warm_up(self, params: Params) -> None:
-        """Compiles every program that drafts and verifies, and takes the time of each."""
+    def warm_up(self, params: Params, prompt_length: int = 1) -> None:
+        """Compiles every program that drafts and verifies, and takes the time of each.
+
+        Args:
+          params: weights from `engine.load_params`.
+          prompt_length: the longest prompt, in tokens.
+        """
         for proposer in self.proposers:
             proposer.refresh(params)
+        if self._on_device:
+            batches = self.engine.buckets.batch
+            prefixes = self.engine.warm_up_prefill(params, batches[-1], prompt_length)
+            for drafter in self._on_device:
+                drafter.warm_up(prefixes, batches, prompt_length)
         for batch in self.engine.buckets.batch:
             if batch > self.max_batch:
                 continue

@@ -208,7 +208,7 @@ class TrainingRun:
             late_inserts or self.run_ahead is not None,
         )
         if self.speculator is not None:
-            self.speculator.warm_up(params)
+            self.speculator.warm_up(params, config.rollout.max_prompt_length)
         self.trainer.warm_up(self.state, reference=self.reference is not None)
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:

@@ -89,7 +89,7 @@ def _compare(
     choice = StrategyChoice(mix="mixed" in name)
     speculator = EveryPass(engine, drafters, 64, run_ahead, times, choice)
     speculator.turns = itertools.count()
-    speculator.warm_up(params)
+    speculator.warm_up(params, run.config.rollout.max_prompt_length)
     _take_turns(speculator, alone="turn" in name)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):

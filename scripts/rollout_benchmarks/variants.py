@@ -111,7 +111,8 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
                 times.setdefault(engine.hidden_layers, PassTimes()),
                 strategy_choice(speculation, config.seed),
             )
-            speculator.warm_up(run.engine.load_params(run.state.params))
+            params = run.engine.load_params(run.state.params)
+            speculator.warm_up(params, config.rollout.max_prompt_length)
         scheduler = Scheduler(
             engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
         )
