@@ -99,13 +99,14 @@ def in_words(run: RunDecisions) -> list[str]:
     slow = sorted((each, step) for step, each in gains.items() if each is not None and each <= 1)
     for own, step in slow[:_MOST_STEPS_TOLD]:
         because = [_plain_reason(run.steps[step]), _worst_promise(run.steps[step])]
-        told = [f"{run.name}: step {step} was {own:.2f} times plain decoding", *filter(None, because)]
+        told = [
+            f"{run.name}: step {step} brought {own:.2f} of what plain decoding promised",
+            *filter(None, because),
+        ]
         lines.append("; ".join(told))
     if len(slow) > _MOST_STEPS_TOLD:
         more = len(slow) - _MOST_STEPS_TOLD
-        lines.append(
-            f"{run.name}: {more} more of {len(run.steps)} steps did not get faster than plain either"
-        )
+        lines.append(f"{run.name}: {more} more of {len(run.steps)} steps brought no more than that either")
     return lines
 
 
@@ -224,10 +225,10 @@ def _draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> 
             )
             below += own
     axes.axhline(0, color=_LINE_COLOR, linewidth=1)
-    axes.set(xlabel="step", ylabel="share of time  |  share of tokens", ylim=(-1.02, 1.3))
+    axes.set(ylabel="share of time  |  share of tokens", ylim=(-1.02, 1.3))
     axes.set_title("Who brought the tokens (up), who took the time (down)")
     axes.set_yticks(np.linspace(-1, 1, 9), [f"{abs(tick):.0%}" for tick in np.linspace(-1, 1, 9)])
-    axes.locator_params(axis="x", integer=True)
+    _steps_axis(axes, run)
     axes.legend(loc="upper center", ncols=4, fontsize=8)
 
 
@@ -274,14 +275,19 @@ def _draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, s
         points = [(step, accept_length(decisions)) for step, decisions in own.items() if decisions]
         axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=_label(drafter))
     axes.axhline(1, color=_PLAIN_COLOR, linestyle="--", label="a plain step")
-    axes.set(xlabel="step", ylabel="tokens of a response and pass", title="Accept length of verifying passes")
+    axes.set(ylabel="tokens of a response and pass", title="Accept length of verifying passes")
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
-    axes.locator_params(axis="x", integer=True)
+    _steps_axis(axes, run)
     axes.legend(loc="upper center", ncols=4, fontsize=8)
 
 
 def _label(drafter: str) -> str:
     return "plain" if drafter == PLAIN else drafter
+
+
+def _steps_axis(axes: "Axes", run: RunDecisions) -> None:
+    axes.set(xlabel="step", xlim=(min(run.steps) - 0.6, max(run.steps) + 0.6))
+    axes.locator_params(axis="x", integer=True)
 
 
 def _powers_of_two(axes: "Axes", *which: str) -> None:
