@@ -68,17 +68,19 @@ class SmallModelDrafter:
         self.strategies: tuple[DraftStrategy, ...] = ()
 
     def check(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer."""
+        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer; without one, all
+        that is known of it is its size.
+        """
         own, its = self.config.vocab_size, policy.vocab_size
         if own == its:
             return
-        same = False
+        same, used = False, its if tokenizer is None else tokenizer.vocab_size
         if tokenizer is not None and (self.path / "tokenizer.json").is_file():
             same = Tokenizer.load(self.path).same_tokens(tokenizer)
-        if not same or own < tokenizer.vocab_size:
+        if not same or own < used:
             raise ConfigError(
                 f"speculation.args.path: {self.path} has vocab_size {own} where the policy has {its}, and not"
-                " the policy's tokens; use a model of the same family"
+                f" the policy's {used} tokens; use a model of the same family"
             )
         self.config = dataclasses.replace(self.config, vocab_size=min(own, its))
 

@@ -114,8 +114,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, tokenizer):
 
 
 def test_arguments_are_checked(tmp_path):
-    assert "speculation.args.path: " in error_of(checked, "small_model", SmallModelArguments, {})
+    assert "speculation.args.path: " in error_of(
+        checked, "speculation.args", "small_model", SmallModelArguments, {}
+    )
     given = {"path": str(tmp_path), "dtype": "float16"}
-    assert error_of(checked, "small_model", SmallModelArguments, given) == (
+    assert error_of(checked, "speculation.args", "small_model", SmallModelArguments, given) == (
         "speculation.args.dtype: should be 'float32' or 'bfloat16', got 'float16'"
     )
