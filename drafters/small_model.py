@@ -68,8 +68,8 @@ class SmallModelDrafter:
         self.strategies: tuple[DraftStrategy, ...] = ()
 
     def check(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer; without one, all
-        that is known of it is its size.
+        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer; without one,
+        all that is known of it is its size.
         """
         own, its = self.config.vocab_size, policy.vocab_size
         if own == its:
