@@ -365,7 +365,7 @@ def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, reques
     call, arguments = {
         "learn": (speculator.learn, ([],)),
         "state": (speculator.state, ()),
-        "load_state": (speculator.load_state, ({"tokens": np.zeros(1)},)),
+        "load_state": (speculator.load_state, ({"broken/tokens": np.zeros(1)},)),
         "metrics": (speculator.metrics, (DecodeStatistics(),)),
     }.get(method, (Scheduler(engine, SLOTS, None, speculator).run, (params, requests)))
     message = error_of(call, *arguments)
