@@ -125,13 +125,13 @@ def make_trainer(
         training,
         head_optimizer(settings.learning_rate),
         rope_table(head.policy, pack_length + training.steps),
-        run.numerics,
+        # A head is not asked for the decoder's bits: what is fastest will do.
+        dataclasses.replace(run.numerics, row_invariant=False),
         settings.buffer,
         pack_length,
         run.config.training.rows_per_microbatch,
         run.config.seed,
         init_head(head, run.state.params, run.config.seed),
-        run.pool,
     )
 
 
@@ -151,7 +151,7 @@ def measure(
         shared,
         heldout,
         rope_table(head.policy, training.pack_length + depth),
-        run.numerics,
+        dataclasses.replace(run.numerics, row_invariant=False),
         depth,
         training.pack_length,
         training.rows_per_microbatch,

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = _benchmark(None, WarmUp()).parser()
     parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"the policy (default: {_CONFIG})")
-    parser.add_argument("--slices", type=int, default=80, help="of each head's training (default: 80)")
+    parser.add_argument("--slices", type=int, default=60, help="of each head's training (default: 60)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -43,9 +43,6 @@ def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
         "drafters",
         __doc__.splitlines()[0],
         (
-            Measurement(
-                "training", "what an objective is worth", lambda: objective_rows(config, settings, 5)
-            ),
             Measurement("packing", "against padding", lambda: packing_rows(config, settings, 5)),
             *(
                 Measurement("checkpoint", name, lambda name=name: saving_rows(name, POLICIES[name], 7))
@@ -54,8 +51,11 @@ def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
             Measurement(
                 "adaptation",
                 "heads and policies",
-                lambda: adaptation_rows(config, settings, rl_steps=6, learning_rate=5e-4, slices=20),
+                lambda: adaptation_rows(config, settings, rl_steps=4, learning_rate=5e-4, slices=15),
                 disturbed=False,
+            ),
+            Measurement(
+                "training", "what an objective is worth", lambda: objective_rows(config, settings, 3)
             ),
         ),
         packages=("numpy", "safetensors"),

@@ -39,7 +39,7 @@ def test_an_unknown_section_is_one_line(capsys):
     assert bench_drafters.main(["--only", "packing,savings"]) == 2
     error = capsys.readouterr().err
     assert error == (
-        "error: --only: 'savings' is not a section; they are training,packing,checkpoint,adaptation\n"
+        "error: --only: 'savings' is not a section; they are packing,checkpoint,adaptation,training\n"
     )
 
 

@@ -1,5 +1,6 @@
 """Packed against padded batches on the lengths of real rollouts (TLT, Figure 17b)."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -17,6 +18,7 @@ from rljax.models.rope import rope_table
 from rljax.training.packing import Packing
 from rollout_benchmarks.variants import open_run
 
+_ROWS = 4  # packed rows in a batch; padded ones hold about as many positions
 _ROUNDED_TO = 64  # lengths of padded batches, so that few programs are compiled
 
 
@@ -30,14 +32,15 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
         sequences = [sequences[i] for i in order]
         lengths = np.asarray([each.length for each in sequences])
         longest = int(lengths.max())
-        count = max(training.rows_per_microbatch * training.pack_length // longest, 1)
+        count = _ROWS * training.pack_length // longest
         batches = {
-            "packed": list(pack(sequences, training.pack_length).batches(training.rows_per_microbatch)),
+            "packed": list(pack(sequences, training.pack_length).batches(_ROWS)),
             "padded to the longest": list(padded(sequences, count, longest)),
             "padded to the longest of each batch": list(padded(sequences, count)),
         }
         positions = {name: sum(each.tokens.size for each in own) for name, own in batches.items()}
         optimizer = head_optimizer(settings.learning_rate)
+        numerics = dataclasses.replace(run.numerics, row_invariant=False)
         shared = shared_params(run.state.params, head.policy)
         rope = jnp.asarray(rope_table(head.policy, training.pack_length))
         state = init_state(init_head(head, run.state.params, config.seed), optimizer)
@@ -54,7 +57,7 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
                         head,
                         published_training("eagle"),
                         optimizer,
-                        run.numerics,
+                        numerics,
                     )
                 metrics["loss"].block_until_ready()
 
