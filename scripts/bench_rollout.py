@@ -62,7 +62,7 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
             ),
             *(
                 Measurement(
-                    "lossless", dtype, lambda dtype=dtype: lossless_rows(config, dtype, steps=26), False
+                    "lossless", dtype, lambda dtype=dtype: lossless_rows(config, dtype, steps=18), False
                 )
                 for dtype in ("float32", "bfloat16")
             ),

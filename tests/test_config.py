@@ -256,6 +256,33 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             "speculation.run_ahead_below: must be 0 with speculation.drafter: quantized",
         ),
         (["speculation.max_drafts=64"], "speculation.max_drafts: 64 is more than 63"),
+        (
+            ["speculation.others={srt: {}}"],
+            "speculation.others: needs a first drafter; set speculation.drafter",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.others={srt: {}}"],
+            "speculation.others: srt is speculation.drafter already",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.mix=true"],
+            "speculation.mix: needs speculation.others, and speculation.choice: expected",
+        ),
+        (
+            [
+                "speculation.drafter=srt",
+                "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
+            ],
+            "speculation.strategies: only speculation.choice: bandit reads them",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.choice=roofline"],
+            "speculation.choice: roofline needs speculation.drafter: quantized, alone",
+        ),
+        (
+            ["speculation.drafter=eagle", "mesh.data=2"],
+            "speculation.drafter: eagle drafts on one device, but mesh has 2",
+        ),
         (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
         (["engine.verification=copied"], "engine.verification: "),
         (

@@ -331,8 +331,8 @@ class EagleDrafter:
             self._trainer.begin_step(self._step)
 
     def state(self) -> dict[str, np.ndarray]:
-        if self._trainer is None:
-            return self._restored or {}
+        if self._trainer is None:  # nothing has been decoded yet
+            return {} if self._restored is None else {"step": np.asarray(self._step)} | self._restored
         return {"step": np.asarray(self._step, np.int64)} | self._trainer.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:

@@ -673,6 +673,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "speculation.drafter: quantized needs engine.verification: coupled, got"
             f" {engine.verification}; how much of a chain is verified depends on its noise"
         )
+    if "eagle" in drafters and config.mesh.num_devices > 1:
+        yield (
+            f"speculation.drafter: eagle drafts on one device, but mesh has {config.mesh.num_devices};"
+            " use another drafter there"
+        )
     if config.speculation.run_ahead_below and all(name in DEVICE_DRAFTERS for name in drafters):
         yield (
             f"speculation.run_ahead_below: must be 0 with speculation.drafter: {drafters[0]}, unless"
