@@ -8,6 +8,7 @@ from drafters.base import DeviceDrafter, Drafter
 from drafters.eagle.drafter import EagleArguments, EagleDrafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
 from drafters.quantized import QuantizedArguments, QuantizedDrafter
+from drafters.rehearsal import rehearse
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
 from drafters.suffix import (
     PromptLookupArguments,
@@ -17,7 +18,7 @@ from drafters.suffix import (
     srt,
     suffix_decoding,
 )
-from rljax.config.schema import SpeculationConfig
+from rljax.config.schema import DEVICE_DRAFTERS, SpeculationConfig
 from rljax.errors import ConfigError, known_names
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
@@ -55,6 +56,15 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     for name, args in config.others.items():
         drafters[name] = _make("speculation.others", f"speculation.others.{name}", name, args)
     return drafters
+
+
+def rehearse_drafters(config: SpeculationConfig) -> None:
+    """Compiles what the drafters on the host run (`drafters/rehearsal.py`)."""
+    names = {} if config.drafter is None else {config.drafter: config.args, **config.others}
+    for name, args in names.items():
+        if name not in DEVICE_DRAFTERS:
+            args = {key: value for key, value in args.items() if key != "spill_dir"}  # files are for rollouts
+            rehearse(make_drafter(name, **args), config.max_drafts)
 
 
 def states_read(

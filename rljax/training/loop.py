@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.base import Drafter, Outcome
-from drafters.registry import make_drafters, states_read
+from drafters.registry import make_drafters, rehearse_drafters, states_read
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.algorithms.losses import aggregation_weights
@@ -208,6 +208,7 @@ class TrainingRun:
             late_inserts or self.run_ahead is not None,
         )
         if self.speculator is not None:
+            rehearse_drafters(config.speculation)
             self.speculator.warm_up(params, config.rollout.max_prompt_length)
         self.trainer.warm_up(self.state, reference=self.reference is not None)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.registry import make_drafters, states_read
+from drafters.registry import make_drafters, rehearse_drafters, states_read
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
@@ -111,6 +111,7 @@ def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
                 times.setdefault(engine.hidden_layers, PassTimes()),
                 strategy_choice(speculation, config.seed),
             )
+            rehearse_drafters(speculation)
             params = run.engine.load_params(run.state.params)
             speculator.warm_up(params, config.rollout.max_prompt_length)
         scheduler = Scheduler(

@@ -1,0 +1,37 @@
+"""After a rehearsal, a rollout compiles nothing more on the host."""
+
+import numpy as np
+import pytest
+from numba.core import event
+
+from drafters.base import DraftRequest, Outcome, Queries, Sampled
+from drafters.registry import DRAFTERS, make_drafter, rehearse_drafters
+from rljax.config.schema import DEVICE_DRAFTERS, SpeculationConfig
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))
+@pytest.mark.parametrize("noise_ranking", [False, True])
+def test_nothing_is_compiled_afterwards(name, noise_ranking, tmp_path):
+    args = {} if name == "histospec" else {"noise_ranking": noise_ranking}
+    spill = {"spill_dir": str(tmp_path / "spilled")} if name in ("srt", "histospec") else {}
+    config = SpeculationConfig(drafter=name, args=args | spill, max_drafts=7)
+    rehearse_drafters(config)
+    assert not any(tmp_path.iterdir())
+    drafter, rng = make_drafter(name, **args), np.random.default_rng(0)
+    with event.install_recorder("numba:compile") as recorder:
+        for _ in range(2):
+            prompts = [tuple(rng.integers(0, 9, 20).tolist()) for _ in range(3)]
+            drafter.begin(
+                [DraftRequest(prompt, rng.integers(0, 9, 2).astype(np.uint32)) for prompt in prompts]
+            )
+            for known in range(0, 12, 3):
+                asked = np.asarray([2, 0], np.int32)
+                queries = Queries(asked, np.full(2, 20 + known, np.int32), np.asarray([7, 3], np.int32), 7)
+                drafts = drafter.propose(queries)
+                tokens = rng.integers(0, 9, (4, 8)).astype(np.int32)[[3, 1]]
+                counts = np.full(2, 3, np.int32)
+                drafter.observe(
+                    Sampled(asked, tokens, counts, drafts.counts, drafts.counts, np.zeros(2, bool))
+                )
+            drafter.learn([Outcome(p, rng.integers(0, 9, 12).astype(np.int32), 1.0) for p in prompts])
+    assert not recorder.buffer
