@@ -8,6 +8,7 @@ import pytest
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
 from drafters.registry import DRAFTERS, make_drafter
+from rljax.config.schema import DEVICE_DRAFTERS
 from rljax.engine import noise
 from rljax.errors import ConfigError
 
@@ -86,7 +87,7 @@ def learned(drafter, prompt, *responses, rewards=None):
 
 
 # From what requests sampled; the quantized policy is asked by the engine.
-every_drafter = pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"quantized"}))
+every_drafter = pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))
 
 
 # -- every drafter -----------------------------------------------------------------------------------------
@@ -437,11 +438,11 @@ def refusal(name, **args):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("str", {}, r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: histospec, "),
+        ("str", {}, r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: eagle, "),
         (
             "xyz",
             {},
-            r"unknown drafter 'xyz'; Known: histospec, prompt_.*, quantized, srt, suffix_d.*$",
+            r"unknown drafter 'xyz'; Known: eagle, histospec, prompt_.*, quantized, small_model, srt, s.*$",
         ),
         ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),
         ("prompt_lookup", {"rollouts": 1}, r"args\.rollouts: prompt_lookup has no such argument"),
