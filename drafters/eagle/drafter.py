@@ -30,6 +30,7 @@ from drafters.eagle.drafting import (
     jitted_draft,
 )
 from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
+from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.training import published_training
 from drafters.training import BufferSettings, HeadTrainer, head_optimizer
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
@@ -100,6 +101,12 @@ class EagleArguments(Arguments):
     train_share: float = Field(
         0.1, gt=0, le=1, description="Most of a rollout's time that slices may take inside it."
     )
+    save_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory for the newest weights of the head, written in the background after every"
+        " step: for another process to read, or to lose less than a checkpoint's rhythm would. null: none.",
+    )
     seed: int = Field(0, description="Of a new head, and of the order of training.")
 
     @model_validator(mode="after")
@@ -121,6 +128,7 @@ class EagleDrafter:
         self.strategies: tuple[DraftStrategy, ...] = ()
         self.train_below, self.train_share = arguments.train_below, arguments.train_share
         self._loaded: Params | None = None
+        self._saver = None if arguments.save_dir is None else AsyncHeadSaver(arguments.save_dir)
         self._trainer: HeadTrainer | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
@@ -326,6 +334,8 @@ class EagleDrafter:
             while self._slices < self._arguments.slices and self.train():
                 pass
             self._last_metrics = self._trainer.metrics()
+            if self._saver is not None:
+                self._saver.save(self._step, self._trainer.params)
             self._step += 1
             self._slices = 0
             self._trainer.begin_step(self._step)

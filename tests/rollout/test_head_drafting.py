@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from drafters.base import Outcome
+from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -178,10 +179,16 @@ def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected
     assert 0 < statistics.verified < statistics.steps
 
 
-def test_a_resumed_head_goes_on_as_it_was(params, requests):
-    first = make_speculator(train_below=0)  # what is trained in a tail depends on the time
+def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
+    first = make_speculator(
+        train_below=0, save_dir=str(tmp_path / "head")
+    )  # what is trained in a tail depends on the time
     completions, _ = roll_out(first, params, requests)
     first.learn(outcomes(requests, completions))
+    first.drafters["eagle"]._saver.wait()
+    step, saved = AsyncHeadSaver(tmp_path / "head").latest()
+    assert step == 0
+    jax.tree.map(np.testing.assert_array_equal, saved, first.drafters["eagle"]._trainer.params)
     second = make_speculator(seed=1, train_below=0)
     second.load_state(first.state())
     for speculator in (first, second):
