@@ -181,7 +181,7 @@ class DeviceDrafter(Drafter, Protocol):
         """
 
     def attach(self, engine: "DecodeEngine") -> None:
-        """The engine that it will draft for."""
+        """The engine that it will draft for, after `reads`."""
 
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollout that begins, as the engine has them."""

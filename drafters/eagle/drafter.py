@@ -33,6 +33,7 @@ from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.training import published_training
 from drafters.training import BufferSettings, HeadTrainer, head_optimizer
+from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
 from rljax.engine.state import DecodeState, Prefix
@@ -139,34 +140,29 @@ class EagleDrafter:
     # -- what it drafts for ----------------------------------------------------------------------------------
 
     def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        return self._configure(policy).layers
-
-    def _configure(self, policy: ModelConfig) -> HeadConfig:
         arguments = self._arguments
         self.config = HeadConfig(arguments.variant, policy)
-        if arguments.path is not None and self._loaded is None:
+        if arguments.path is not None:
             self.config, self._loaded = load_head(arguments.path, policy)
             if self.config.fused != (arguments.variant == "eagle3"):
                 raise ConfigError(
                     f"speculation.args.path: {arguments.path} is no head of variant {arguments.variant}"
                 )
-        return self.config
+        return self.config.layers
 
     def attach(self, engine: DecodeEngine) -> None:
         arguments, most = self._arguments, engine.buckets.max_drafts
-        config = self._configure(engine.config)
         self._engine = engine
         self._numerics = Numerics(False, engine.numerics.compute_dtype)
         self._length = engine.buckets.cache[-1]
         self._rope = jnp.asarray(rope_table(engine.config, self._length + max(arguments.depths)))
         strategies = []
         for depth in sorted(set(arguments.depths)):
-            whole = arguments.top_k + (depth - 1) * arguments.top_k**2
+            whole = most_nodes(depth, arguments.top_k)
             strategies.append(
                 DraftStrategy(depth, arguments.top_k, min(arguments.nodes or most, most, whole))
             )
         self.strategies = tuple(strategies)
-        self.config = config
 
     def refresh(self, params: Params) -> None:
         self._shared = shared_params(params, self._engine.config)
@@ -175,6 +171,7 @@ class EagleDrafter:
             self._trainer.begin_step(self._step)
             if self._restored is not None:
                 self._trainer.load_state(self._restored)
+                self._restored = None  # a whole buffer of states
         self._draft_params = tree_cast(self._trainer.params, self._numerics.dtype)
 
     def _make_trainer(self, policy_params: Params) -> HeadTrainer:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.rollout.pass_choice import PassTimes
+from rljax.rollout.roofline import expected_tokens
 
 DRAFT_STEP = -1
 """In the place of rows in the shape of a pass: a step of drafting."""
@@ -87,8 +88,3 @@ def best_strategy(
             if depth > 0 and rate > best_rate:
                 best, best_rate = strategy, rate
     return best, best_rate
-
-
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Of a pass that verifies a chain: one, and one more for every draft until the first that is refused."""
-    return sum(acceptance**depth for depth in range(length + 1))

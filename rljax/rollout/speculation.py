@@ -97,7 +97,9 @@ class Speculator:
         if run_ahead is not None:  # what was sampled ahead is proposed by the first drafter on the host
             name = next(name for name, drafter in drafters.items() if _on_host(drafter))
             self.drafters[name] = AlignedDrafter(self.drafters[name])
-        self._trained = [each for each in self.drafters.values() if isinstance(each, TrainedDrafter)]
+        self._trained = {
+            name: each for name, each in self.drafters.items() if isinstance(each, TrainedDrafter)
+        }
         self._on_device = [each for each in self.drafters.values() if isinstance(each, DeviceDrafter)]
         for drafter in self._on_device:
             drafter.attach(engine)
@@ -181,8 +183,8 @@ class Speculator:
     def spare(self, running: int) -> None:
         """Between two passes, with so many responses running: time to train a little."""
         statistics = self._statistics
-        for name, drafter in self.drafters.items():
-            if drafter not in self._trained or running > drafter.train_below:
+        for name, drafter in self._trained.items():
+            if running > drafter.train_below:
                 continue
             spent = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
             if statistics.train_seconds <= drafter.train_share * spent:

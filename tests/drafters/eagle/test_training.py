@@ -19,8 +19,8 @@ from drafters.eagle.training import (
     published_training,
     unroll,
 )
+from drafters.training import head_optimizer
 from rljax.models import transformer
-from rljax.training.optimizer import make_optimizer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
 STEPS = 3
@@ -28,18 +28,7 @@ ROWS = [[2 * r, 2 * r + 1] for r in range(8)]
 
 
 def optimizer(rate=3e-3):
-    return make_optimizer(
-        name="adamw",
-        learning_rate=rate,
-        schedule="constant",
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.95,
-        epsilon=1e-8,
-        weight_decay=0.0,
-        clip_norm=1.0,
-        total_updates=1000,
-    )
+    return head_optimizer(rate, clip_norm=1.0)
 
 
 def head_of(variant, seed=0):
