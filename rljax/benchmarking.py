@@ -6,7 +6,8 @@ hits both sides of its round and leaves the ratio alone.
 
 Results are JSON, one file a script, with the command, commit and machine that made them:
 
-    {"command", "commit", "date", "machine": {"cpu", "cores", "accelerator", "jax", "python"},
+    {"command", "commit", "date", "machine": {"cpu", "vectors", "cores", "accelerator", "jax",
+     "python"},
      "rows": [{"name", "value", "unit", "baseline", "baseline_value", "ratio", ...}]}
 """
 

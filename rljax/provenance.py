@@ -22,18 +22,30 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cpu_model() -> str:
+def _cpu_info(key: str) -> str | None:
+    """The first value of a key in what Linux says of the processor; None elsewhere."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(key):
                 return line.partition(":")[2].strip()
-    except OSError:  # not Linux
+    except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return None
+
+
+def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _vectors() -> str | None:
+    """The widest vector instructions, by which libraries choose their kernels; None if unknown."""
+    flags = (_cpu_info("flags") or "").split()
+    names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
+    return next((name for flag, name in names.items() if flag in flags), None)
 
 
 def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Processor, cores, accelerator (None on a CPU) and versions.
+    """Processor, its vector instructions, cores, accelerator (None on a CPU) and versions.
 
     Args:
       packages: further distributions whose versions matter to the results; those not installed are left out.
@@ -41,6 +53,7 @@ def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
     devices = jax.devices()
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
+        "vectors": _vectors(),
         "cores": num_cores(),
         "accelerator": None if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}",
         "jax": jax.__version__,

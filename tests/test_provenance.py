@@ -12,6 +12,7 @@ from tests.scripts import SCRIPTS
 def test_machine_facts():
     facts = machine_facts(("numpy", "surely-not-installed"))
     assert facts["cpu"] and facts["cores"] >= 1
+    assert facts["vectors"] in (None, "AVX2", "AVX-512", "AMX")
     assert facts["jax"] == jax.__version__
     assert facts["numpy"] == np.__version__
     assert "surely-not-installed" not in facts

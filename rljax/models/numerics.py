@@ -6,7 +6,9 @@ habits keep the bits the same on a CPU (measured in `docs/row-invariance.md`, ch
 `tests/engine/test_engine.py`):
 
 - weights are stored [out, in] and at least two rows are multiplied at a time (the engine pads a lone row);
-- sums over the last axis are products with ones, never fused reductions;
+- sums over the last axis are products with ones, never fused reductions, and matrices meet in them as they do
+  in a projection: whether the library packs the ones first, and with it the order of summation, may otherwise
+  depend on the number of rows;
 - attention adds up its values in chunks of `KEY_CHUNK` keys, one chunk after the other, so that where a
   sequence starts inside a packed row does not matter as long as the packer keeps to chunk boundaries
   (`rljax/training/packing.py`).
@@ -81,7 +83,10 @@ def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
     if not numerics.row_invariant:
         return jnp.sum(x, axis=-1, keepdims=True)
     ones = jnp.ones((_ORDERED_ROWS if ordered else _ONES_ROWS, x.shape[-1]), x.dtype)
-    return lax.dot_general(x, ones, (((x.ndim - 1,), (1,)), ((), ())))[..., :1]
+    # With more than two dimensions a CPU would get the ones as [n, 8]. Elsewhere, axes may be sharded.
+    rows = x.reshape(-1, x.shape[-1]) if jax.default_backend() == "cpu" else x
+    total = lax.dot_general(rows, ones, (((rows.ndim - 1,), (1,)), ((), ())))[..., :1]
+    return total.reshape(*x.shape[:-1], 1)
 
 
 def row_max(x: Array) -> Array:

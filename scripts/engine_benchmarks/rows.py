@@ -23,7 +23,8 @@ _INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
 def row_invariance_rows() -> list[Row]:
     """Every formulation of `rljax/models/numerics.py` against what it replaces."""
     rng = np.random.default_rng(0)
-    return [*(_layout(rng, inputs) for inputs in _INPUTS), _order(rng), _maximum(rng), _zeros_between(rng)]
+    layouts = [_layout(rng, inputs) for inputs in _INPUTS]
+    return [*layouts, _order(rng), _sum(rng), _maximum(rng), _zeros_between(rng)]
 
 
 def _layout(rng: np.random.Generator, inputs: int) -> Row:
@@ -52,6 +53,13 @@ def _order(rng: np.random.Generator) -> Row:
     return _row(
         "rows/order of a product's sum/fused multiply-adds", ours, "both rounded", theirs, {"of": 512}
     )
+
+
+def _sum(rng: np.random.Generator) -> Row:
+    x = rng.standard_normal((_ROWS, 2, 192), np.float32)
+    ours = _differing(lambda x: row_sum(x, Numerics()), x)
+    theirs = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
+    return _sizes_row("rows/sums of pairs of rows/as matrices", ours, "as they lie", theirs)
 
 
 def _maximum(rng: np.random.Generator) -> Row:
