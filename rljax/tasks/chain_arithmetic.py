@@ -18,6 +18,11 @@ Why this form:
   good a start for the next step as a right one.
 - *A long tail.* The number of terms is drawn from a power law cut at `max_terms`, so most solutions are short
   and a few are many times longer, as in RL on reasoning models.
+- *Lengths that differ within a group.* All samples of a chain would be as long as the chain. With `rechecks`,
+  a demonstration that has reached the end may go through its chain again, after a `?`, and again, as
+  reasoning models check themselves: how often, the policy samples. The answer is the last round's.
+
+      solution  a5+47=52b8+52=60c9+60=69?a5+47=52b8+52=60c9+60=69#69
 
 The warm start's demonstrations are imperfect, as cold-start data is: a fraction `demonstration_noise` of
 their steps contains a slip, and the slip runs on into the answer. A policy trained on them slips as often
@@ -38,11 +43,12 @@ from rljax.tasks.base import Problem, Split, is_heldout, problem_random
 MODULUS = 100
 TERM_NAMES = string.ascii_letters
 ANSWER_MARKER = "#"
+RECHECK_MARKER = "?"
 SLIPS = (1, -1, 10, -10)
 """What a slip adds to a step's result: a miscounted unit or a mishandled carry."""
 
 # The marker is outside the first class, so matching takes linear time on any text.
-_WELL_FORMED = re.compile(r"[0-9A-Za-z+=]*#[0-9]{2}")
+_WELL_FORMED = re.compile(r"[0-9A-Za-z+=?]*#[0-9]{2}")
 _ANSWER = re.compile(r"[0-9]{1,2}")
 
 
@@ -57,6 +63,8 @@ class ChainArithmetic:
       max_number: the largest term after the first, from 1 to 99 (the first is a total, 0 to 99). Terms above
         9 cost two tokens.
       demonstration_noise: fraction of the steps of a `warm_start` solution that contain a slip.
+      rechecks: how likely a `warm_start` solution goes through its chain once more whenever it has reached
+        its end, from 0 to 0.95. None gets more steps than the longest chain has.
       format_weight: share of the reward given for a well-formed response, right or wrong; the answer earns
         the rest.
     """
@@ -68,6 +76,7 @@ class ChainArithmetic:
         tail_exponent: float = 1.6,
         max_number: int = 9,
         demonstration_noise: float = 0.18,
+        rechecks: float = 0.0,
         format_weight: float = 0.1,
     ):
         self.seed = seed
@@ -75,6 +84,7 @@ class ChainArithmetic:
         self.tail_exponent = _checked("tail_exponent", tail_exponent, float, 0.0, 10.0)
         self.max_number = _checked("max_number", max_number, int, 1, MODULUS - 1)
         self.demonstration_noise = _checked("demonstration_noise", demonstration_noise, float, 0.0, 1.0)
+        self.rechecks = _checked("rechecks", rechecks, float, 0.0, 0.95)
         self.format_weight = _checked("format_weight", format_weight, float, 0.0, 1.0)
         self._cumulative = list(
             itertools.accumulate(n**-self.tail_exponent for n in range(2, self.max_terms + 1))
@@ -92,13 +102,12 @@ class ChainArithmetic:
             prompt = self._prompt(first, terms)
             if is_heldout(prompt) == (split == "heldout"):
                 break
-        noise = self.demonstration_noise if split == "warm_start" else 0.0
         return Problem(
             id=f"{split}/{index}",
             messages=({"role": "user", "content": prompt},),
             answer=_total_text(first + sum(terms)),
             difficulty=num_terms,
-            solution=self._worked_solution(first, terms, source, noise),
+            solution=self._solution(first, terms, source, imperfect=split == "warm_start"),
         )
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
@@ -120,8 +129,19 @@ class ChainArithmetic:
         named = (f"{name}{self._term_text(term)}" for name, term in zip(TERM_NAMES, terms, strict=False))
         return _total_text(first) + "".join(named) + "="
 
-    def _worked_solution(self, first: int, terms: Sequence[int], source: Random, noise: float) -> str:
-        """Writes one step a term, then the marker and the last total; slips occur at the rate `noise`."""
+    def _solution(self, first: int, terms: Sequence[int], source: Random, imperfect: bool) -> str:
+        """Writes one step a term, round after round, then the marker and the last total. Imperfect solutions
+        slip and go round again at the rates of the task.
+        """
+        rounds, most = [], (self.max_terms - 1) // len(terms) if imperfect and self.rechecks else 1
+        while True:
+            steps, total = self._steps(first, terms, source, self.demonstration_noise if imperfect else 0.0)
+            rounds.append(steps)
+            if len(rounds) >= most or source.random() >= self.rechecks:
+                return RECHECK_MARKER.join(rounds) + ANSWER_MARKER + _total_text(total)
+
+    def _steps(self, first: int, terms: Sequence[int], source: Random, noise: float) -> tuple[str, int]:
+        """The steps of a chain, slips at the rate `noise`, and the last total."""
         total, steps = first, []
         for name, term in zip(TERM_NAMES, terms, strict=False):
             result = total + term
@@ -129,7 +149,7 @@ class ChainArithmetic:
                 result += SLIPS[int(source.random() * len(SLIPS))]
             steps.append(f"{name}{self._term_text(term)}+{_total_text(total)}={_total_text(result)}")
             total = result
-        return "".join(steps) + ANSWER_MARKER + _total_text(total)
+        return "".join(steps), total
 
     def _term_text(self, term: int) -> str:
         return f"{term:0{self._term_width}d}"

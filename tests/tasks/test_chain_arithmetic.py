@@ -149,6 +149,36 @@ def test_a_slip_runs_on_into_the_demonstrated_answer_but_not_into_the_right_one(
     assert wrong > 50
 
 
+def test_demonstrations_check_themselves_as_often_as_stated_and_others_never():
+    task = ChainArithmetic(seed=0, rechecks=0.5, demonstration_noise=0.1)
+    rounds = []
+    for index in range(600):
+        problem = task.problem("warm_start", index)
+        steps, _, answer = problem.solution.partition("#")
+        chains = steps.split("?")
+        names = [[name for name, *_ in steps_of(chain)] for chain in chains]
+        assert names == names[:1] * len(chains) and len(names[0]) == problem.difficulty - 1
+        assert len(names[0]) * len(chains) < task.max_terms
+        assert int(answer) == steps_of(chains[-1])[-1][3]  # the last round counts
+        assert task.reward(problem, problem.solution)["format"] == 1.0
+        if problem.difficulty <= 5:
+            rounds.append(len(chains))
+        assert "?" not in task.problem("train", index).solution
+    rounds = np.asarray(rounds)
+    for least in (1, 2, 3):  # from each round on, every other one goes on
+        share, count = np.mean(rounds[rounds >= least] > least), np.sum(rounds >= least)
+        assert abs(share - 0.5) < 4 * np.sqrt(0.25 / count)
+
+
+def test_no_rechecks_leave_the_demonstrations_as_they_were():
+    plain, checked = ChainArithmetic(seed=4), ChainArithmetic(seed=4, rechecks=0.7)
+    for index in range(50):
+        solution = checked.problem("warm_start", index).solution
+        first = solution.partition("#")[0].split("?")[0]
+        assert plain.problem("warm_start", index).solution.partition("#")[0] == first
+    assert plain.problem("train", 3) == checked.problem("train", 3)
+
+
 PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answer="09", difficulty=2)
 
 
@@ -160,6 +190,7 @@ PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answ
         ("#09", 1, 1),  # steps are not judged, the answer is
         ("09#9", 1, 0),
         ("so it is #09", 1, 0),
+        ("a4+05=10?a4+05=09#09", 1, 1),
         ("08#08", 0, 1),
         ("09", 0, 0),
         ("", 0, 0),
