@@ -16,6 +16,7 @@ from engine_benchmarks.bandwidth import bandwidth_rows
 from engine_benchmarks.companion import companion_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
+from engine_benchmarks.pool import pool_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
@@ -53,6 +54,7 @@ def measurements() -> list[Measurement]:
         ),
         Measurement("companion", "98M", lambda: companion_rows("98M", POLICIES["98M"], 2, (2, 8), repeats=9)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
+        Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
     ]
 
 
@@ -68,6 +70,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
+        Measurement("pool", "2M", lambda: pool_rows("2M", tiny, (2, 4)), disturbed=False),
     ]
 
 

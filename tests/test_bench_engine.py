@@ -22,6 +22,7 @@ bandwidth = load_script("engine_benchmarks.bandwidth")
 companion = load_script("engine_benchmarks.companion")
 decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
+pool = load_script("engine_benchmarks.pool")
 rows = load_script("engine_benchmarks.rows")
 self_draft = load_script("engine_benchmarks.self_draft")
 startup = load_script("engine_benchmarks.startup")
@@ -39,7 +40,7 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    sections = "decode,bandwidth,update,startup,self_draft,companion,rows"
+    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,pool"
     assert error == f"error: --only: 'sped' is not a section; they are {sections}\n"
 
 
@@ -158,6 +159,17 @@ def test_rows_see_what_depends_on_their_number():
     ones = np.ones((64, 2), np.float32)
     assert rows._differing(lambda x: x / x.shape[0], ones) == [1, 2, 3, 4, 8, 16, 32]
     assert rows._differing(lambda x: x + 1, ones) == []
+
+
+def test_bucketed_passes_need_fewer_programs_than_one_for_every_strategy(tiny, monkeypatch):
+    monkeypatch.setattr(pool, "_NODES", (1, 3, 5, 7))
+    monkeypatch.setattr(pool, "_ROWS", (8, 16))
+    single, bucketed = pool.pool_rows("tiny", tiny, (2, 4))
+    assert (single.name, bucketed.name) == ("pool/tiny/single", "pool/tiny/bucketed")
+    assert (single.details["programs"], bucketed.details["programs"]) == (2, 4)
+    assert bucketed.details["baseline_programs"] == 8
+    assert bucketed.baseline_value > bucketed.value > 0
+    assert bucketed.details["largest"] <= bucketed.value
 
 
 class TestAgainstTransformers:

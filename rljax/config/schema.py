@@ -277,11 +277,12 @@ class SpeculationConfig(Section):
         description="More drafters, each with its arguments; before every pass the one that promises most"
         " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
     )
-    choice: Literal["expected", "bandit", "roofline"] = Field(
+    choice: Literal["expected", "bandit", "roofline", "ladder"] = Field(
         "expected",
-        description="How it is decided before every pass who drafts, and how far: by the tokens per second"
-        " that acceptance and times so far promise; by a bandit over strategies (TLT's BEG-MAB); or, with the"
-        " quantized drafter, by EfficientRollout's roofline and patience ladder.",
+        description="How it is decided who drafts, and how far: before every pass, by the tokens per second"
+        " that acceptance and times so far promise; by a bandit over strategies (TLT's BEG-MAB); with the"
+        " quantized drafter, by EfficientRollout's roofline and patience ladder; or by SpecActor's draft"
+        " ladder, for a rollout and anew for its stragglers.",
     )
     calibration_dir: str = Field(
         "cache/calibration",

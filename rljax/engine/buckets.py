@@ -22,20 +22,23 @@ class Buckets:
       cache: positions of a slot's cache.
       verify: rows of a verifying pass, of all slots together; empty without speculation.
       max_drafts: draft nodes of a slot in one.
+      too_large: (batch, rows) of passes that were found not to fit into the device's memory.
     """
 
     batch: tuple[int, ...]
     cache: tuple[int, ...]
     verify: tuple[int, ...] = ()
     max_drafts: int = 0
+    too_large: set[tuple[int, int]] = dataclasses.field(default_factory=set, compare=False)
 
     def passes(self, batch: int) -> list[tuple[int, int]]:
         """(rows, draft nodes of a slot) of the verifying passes over a batch: more rows than slots, and up to
-        `_MOST_SHARES` times its share for a slot.
+        `_MOST_SHARES` times its share for a slot; without those that are too large.
         """
         largest = batch * (self.max_drafts + 1)
         rows = sorted({min(rows, largest) for rows in self.verify if rows > batch})
-        return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in rows]
+        fit = [size for size in rows if (batch, size) not in self.too_large]
+        return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in fit]
 
     def batch_for(self, slots: int) -> int:
         """The smallest batch bucket that holds `slots`."""

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, with_root
-from rljax.engine.executables import ExecutablePool
+from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
 from rljax.engine.sampling import SamplingParams, sample
@@ -340,13 +340,27 @@ class DecodeEngine:
         """
         if rows is None:
             rows = all_rows(state.batch, tree.nodes + 1)
-        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
-        shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
-        program = self.pool.get(
-            ("verify", *shape, proposal is None, *self._key), self._verify, args, donate_argnums=(1,)
-        )
+        program, args = self._verifying(params, state, tree, rows, proposal)
         state, packed, states = program(*args)
         return state, Pending(packed, tree.nodes + 1, rows.rows, states)
+
+    def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
+        """What `verify` needs on a device beside its arguments. Compiles it, runs nothing."""
+        return temporary_bytes(self._verifying(params, state, tree, rows, None)[0])
+
+    def _verifying(
+        self,
+        params: Params,
+        state: DecodeState,
+        tree: DraftTree,
+        rows: NodeRows,
+        proposal: Array | None,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The program of a verifying pass, and what to call it with."""
+        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
+        shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
+        key = ("verify", *shape, proposal is None, *self._key)
+        return self.pool.get(key, self._verify, args, donate_argnums=(1,)), args
 
     def draft(
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False

@@ -30,6 +30,17 @@ def row_invariant_compiler_options() -> dict[str, str]:
     return {"xla_cpu_experimental_ynn_fusion_type": fusions}
 
 
+def temporary_bytes(program: Any) -> int:
+    """What a compiled program needs on each device while it runs, beside its arguments and results."""
+    return int(program.memory_analysis().temp_size_in_bytes)
+
+
+def free_bytes() -> int | None:
+    """Of the first device's memory, what nothing has taken; None where it does not say, as CPUs do not."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
 class ExecutablePool:
     """Compiled programs by key, all compiled with the same options.
 
@@ -56,6 +67,10 @@ class ExecutablePool:
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    def bytes(self) -> dict[Hashable, int]:
+        """`temporary_bytes` of every program."""
+        return {key: temporary_bytes(program) for key, program in self._programs.items()}
 
     def get(
         self,

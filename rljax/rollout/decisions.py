@@ -4,7 +4,7 @@ import dataclasses
 import time
 from typing import Any
 
-from rljax.rollout.manager import Choice
+from rljax.rollout.choices import Choice
 
 PLAIN = "plain"
 

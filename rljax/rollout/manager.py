@@ -5,6 +5,8 @@
     Bandit      TLT's BEG-MAB: the strategy that brought most when it was used (`rljax/rollout/bandit.py`)
     Toggled     EfficientRollout's: the policy drafts for itself from where a roofline predicts that it pays
                 (`rljax/rollout/roofline.py`), as far as acceptance over steps says (`patience_ladder.py`)
+    Laddered    SpecActor's: the drafter that the draft ladder ranks first, others for stragglers
+                (`rljax/rollout/laddered.py`)
 
 All decide only how much work a forward pass does, never a token.
 """
@@ -12,7 +14,7 @@ All decide only how much work a forward pass does, never a token.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -20,61 +22,17 @@ from rljax.config.schema import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.rollout.bandit import BegMab
+from rljax.rollout.choices import Choice, Manager, smallest_pass
+from rljax.rollout.laddered import Laddered
 from rljax.rollout.mixing import Mixer
 from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
 from rljax.rollout.patience_ladder import PatienceLadder
 from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.roofline import Roofline, Toggle
-from rljax.rollout.strategies import Arm, Strategy, arms_by_batch, parse_strategies, room_per_slot
+from rljax.rollout.strategies import Strategy, arms_by_batch, parse_strategies, room_per_slot
 
 _LADDER = (5, 7, 9, 11)  # EfficientRollout's draft lengths (section 4.1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What the next step does.
-
-    Attributes:
-      proposal: whose drafts are verified; None for a plain step.
-      found: its nodes as candidates.
-      rows: of the pass; 0 for a plain step.
-      reason: why, for the log.
-      expected: tokens per second that it promises, drafting included; 0 where nothing is promised.
-      plain: that plain decoding promises.
-      arm: of the bandit.
-      seconds: that drafting took on the device, whether it is used or not.
-    """
-
-    proposal: Proposal | None
-    found: Candidates | None
-    rows: int
-    reason: str
-    expected: float
-    plain: float
-    arm: Arm = None
-    seconds: float = 0.0
-
-
-class Manager(Protocol):
-    """Decides what the next step does."""
-
-    def begin(self) -> None:
-        """A rollout begins, with weights that have moved."""
-
-    def choose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
-    ) -> tuple[DecodeState, Choice]:
-        """Drafts where that pays. Consumes `state`."""
-
-    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
-        """What came of a choice in a state of `batch`: tokens of so many responses, and its passes' time."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
-
-    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes up its own part of what `state` returned, and returns the rest."""
 
 
 RowsChoice = Callable[[tuple[int, int], Candidates], int]
@@ -203,16 +161,11 @@ class Bandit:
         usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < arm.nodes)
         found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
         spent = time.perf_counter() - start
-        rows = self._rows(state.batch, responses + int(usable.sum()))
+        rows = smallest_pass(self._buckets, state.batch, responses + int(usable.sum()))
         if not usable.any():
             reason = f"{arm.drafter} had nothing to verify ({reason})"
             return state, dataclasses.replace(nothing, reason=reason, seconds=spent)
         return state, Choice(proposal, found, rows, reason, promised, plain, arm, spent)
-
-    def _rows(self, batch: int, wanted: int) -> int:
-        """Of the smallest pass that has room for so many nodes, or of the largest."""
-        sizes = [rows for rows, _ in self._buckets.passes(batch)]
-        return next((rows for rows in sizes if rows >= wanted), sizes[-1])
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         self._bandit.record(batch, choice.arm, tokens, choice.seconds + seconds, responses)
@@ -285,13 +238,13 @@ class StrategyChoice:
     """How a run's manager chooses.
 
     Attributes:
-      by: "expected", "bandit" or "roofline".
+      by: "expected", "bandit", "roofline" or "ladder".
       mix: see `Expected`.
       strategies, epsilon, window, seed: see `Bandit`.
       roofline: of `Toggled`.
     """
 
-    by: Literal["expected", "bandit", "roofline"] = "expected"
+    by: Literal["expected", "bandit", "roofline", "ladder"] = "expected"
     mix: bool = False
     strategies: tuple[Strategy, ...] = ()
     epsilon: float = 0.1
@@ -316,6 +269,8 @@ class StrategyChoice:
             ladder = PatienceLadder(lengths or [buckets.max_drafts])
             toggle = Toggle(self.roofline, ladder.length, buckets=buckets)
             return Toggled(proposer, buckets, toggle, ladder)
+        if self.by == "ladder":
+            return Laddered(proposers, buckets, times, max_batch)
         return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
 
 

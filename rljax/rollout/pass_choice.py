@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import statistics
 import time
+import warnings
 from collections.abc import Hashable
 
 import jax
@@ -25,6 +26,7 @@ from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import free_bytes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 
@@ -153,9 +155,11 @@ def time_passes(
 ) -> dict[int, list[float]]:
     """Seconds of forward passes over a batch in half-filled caches, by rows; 0 is a plain step, one of a few.
 
-    The shapes take turns, so that a busy machine slows all of them.
+    The shapes take turns, so that a busy machine slows all of them. A pass for which the device has not the
+    memory is not run, now or ever.
     """
     state, slots = engine.init_state(batch, length), np.arange(batch)
+    _drop_too_large(engine, params, state)
     widths = {0: 0} | dict(engine.buckets.passes(batch))
     seconds: dict[int, list[float]] = {rows: [] for rows in widths}
     for repeat in range(repeats + 1):  # the first may compile
@@ -172,6 +176,22 @@ def time_passes(
             if repeat:
                 own.append((time.perf_counter() - start) / steps)
     return seconds
+
+
+def _drop_too_large(engine: DecodeEngine, params: Params, state: DecodeState) -> None:
+    free, batch = free_bytes(), state.batch
+    if free is None:
+        return
+    for rows, nodes in engine.buckets.passes(batch):
+        tree = empty_tree(batch, nodes)
+        needed = engine.verify_bytes(params, state, tree, pack_rows(tree, np.arange(batch), rows))
+        if needed > free:
+            engine.buckets.too_large.add((batch, rows))
+            warnings.warn(
+                f"a pass over {rows} tokens of {batch} responses needs {needed / 1e6:.0f} MB where"
+                f" {free / 1e6:.0f} MB are free: it is left out",
+                stacklevel=2,
+            )
 
 
 def time_drafts(

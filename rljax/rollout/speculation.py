@@ -28,9 +28,10 @@ from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
+from rljax.rollout.choices import Choice
 from rljax.rollout.decisions import DecisionLog
 from rljax.rollout.lengths import ResponseLengths
-from rljax.rollout.manager import EXPECTED, Choice, StrategyChoice
+from rljax.rollout.manager import EXPECTED, StrategyChoice
 from rljax.rollout.pass_choice import (
     Candidates,
     PassTimes,

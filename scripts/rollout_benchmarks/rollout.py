@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.rollout.collector import Group
@@ -22,6 +24,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     with open_run(config) as (run, progress):
         run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
         variants = make_variants(run, names)
+        lengths: list[list[int]] = []
         progress.stage("bench", config.training.steps)
         for step in range(config.training.steps):
             by_name: dict[str, list[Group]] = {}
@@ -30,7 +33,9 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
                 progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
             for name, groups in by_name.items():
                 check_same(by_name[PLAIN], groups, name)
-            minibatches, _ = run.minibatches(by_name[PLAIN])
+            plain = by_name[PLAIN]
+            lengths.append([len(each.response_ids) for group in plain for each in group.completions])
+            minibatches, _ = run.minibatches(plain)
             run.update(minibatches, run.reference_logprobs(minibatches))
             progress.step(
                 step + 1, {"tokens_per_second": variants[0].statistics[-1].tokens / variants[0].seconds[-1]}
@@ -40,11 +45,26 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     for first in range(0, config.training.steps, per_epoch):
         steps = slice(first, first + per_epoch)
         for variant in variants[1:]:
-            rows.append(_row(first // per_epoch + 1, variants[0], variant, steps))
+            workload = _workload(variants[0], steps, lengths, config.engine.max_slots)
+            rows.append(_row(first // per_epoch + 1, variants[0], variant, steps, workload))
     return rows
 
 
-def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
+def _workload(
+    plain: Variant, steps: slice, lengths: Sequence[Sequence[int]], slots: int
+) -> dict[str, float]:
+    """How long the tail is: of the slots, the share that is busy in plain decoding; lengths of responses."""
+    passes = sum(each.steps for each in plain.statistics[steps])
+    all_lengths = np.concatenate(lengths[steps])
+    return {
+        "busy_slots": float(all_lengths.sum() / (passes * slots)),
+        "length_mean": float(all_lengths.mean()),
+        "length_p75": float(np.percentile(all_lengths, 75)),
+        "length_max": float(all_lengths.max()),
+    }
+
+
+def _row(epoch: int, plain: Variant, variant: Variant, steps: slice, workload: dict[str, float]) -> Row:
     own, baseline = variant.seconds[steps], plain.seconds[steps]
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
@@ -75,6 +95,7 @@ def _row(epoch: int, plain: Variant, variant: Variant, steps: slice) -> Row:
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
             "draft_share": total.draft_seconds / sum(own),
             "train_share": total.train_seconds / sum(own),
+            **workload,
             "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
         },
     )

@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "all": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}},
     "all mixed": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "mix": True},
     "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
+    "all by the ladder": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "ladder"},
 }
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rljax.rollout import decisions
+from rljax.rollout.choices import Choice
 from rljax.rollout.decisions import PLAIN, DecisionLog
-from rljax.rollout.manager import Choice
 
 SRT, EAGLE = SimpleNamespace(name="srt"), SimpleNamespace(name="eagle")
 

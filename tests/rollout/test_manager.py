@@ -30,6 +30,7 @@ POOL = ExecutablePool(row_invariant=True)
 CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.05, 16: 1.1, 32: 1.2})
 BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
 MIXED = StrategyChoice(mix=True)
+LADDER = StrategyChoice("ladder")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,9 @@ def learn(speculator, requests, completions):
     )
 
 
-@pytest.mark.parametrize("choice", [StrategyChoice(), MIXED, BANDIT], ids=["expected", "mixed", "bandit"])
+@pytest.mark.parametrize(
+    "choice", [StrategyChoice(), MIXED, BANDIT, LADDER], ids=["expected", "mixed", "bandit", "ladder"]
+)
 def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, choice):
     speculator = make_speculator(("srt", "suffix_decoding", "quantized"), choice)
     for _ in range(3):  # all new, then all known
@@ -117,7 +120,9 @@ def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params
     assert passes({"one": Half(True), "other": Half(False)}, MIXED) < min(alone)
 
 
-@pytest.mark.parametrize("choice", [StrategyChoice(), MIXED, BANDIT], ids=["expected", "mixed", "bandit"])
+@pytest.mark.parametrize(
+    "choice", [StrategyChoice(), MIXED, BANDIT, LADDER], ids=["expected", "mixed", "bandit", "ladder"]
+)
 def test_every_token_and_second_is_in_the_log(params, requests, choice):
     speculator = make_speculator(("srt", "quantized"), choice)
     carried_out = []
@@ -219,6 +224,57 @@ def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
             assert_same(completions, expected)
         last = chosen[-20:]
         assert last.count(strategies[1] if right else None) > 10, last
+
+
+class Knowing:
+    """Proposes what the responses of some requests will be, and what they will not be for all others."""
+
+    def __init__(self, right):
+        self.right = right
+        self.inner = make_drafter("srt", live=False)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, queries):
+        drafts = self.inner.propose(queries)
+        right = np.asarray([int(request) in self.right for request in queries.requests])
+        return dataclasses.replace(drafts, tokens=np.where(right[:, None], drafts.tokens, 1))
+
+
+def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(params):
+    """One knows all responses but two long ones, which another knows alone."""
+    requests = make_requests((3, 20, 30, 8, 9, 11), (98, 20, 20, 16, 16, 16))
+    expected = Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+    lengths = np.asarray([len(completion.response_ids) for completion in expected])
+    longest = set(np.argsort(-lengths)[:2].tolist())
+    others = set(range(len(requests))) - longest
+
+    def rollouts(drafters):
+        speculator = Speculator(make_engine(), drafters, SLOTS, times=CHEAP, strategies=LADDER)
+        learn(speculator, requests, expected)
+        for _ in range(3):
+            speculator.decisions.take()
+            completions, statistics = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+        return [each for each in speculator.decisions.take() if each["rows"]], statistics.steps
+
+    both, steps = rollouts({"knows the long": Knowing(longest), "knows the others": Knowing(others)})
+    assert both[0]["drafter"] == "knows the others" and "is first on the ladder" in both[0]["reason"]
+    assert any("and try knows the long" in each["reason"] for each in both)
+    assert both[-1]["drafter"] == "knows the long"
+    assert steps < rollouts({"knows the others": Knowing(others)})[1]
+
+
+def test_the_ladder_decodes_plainly_where_nothing_is_worth_it_and_says_so(params, requests, expected):
+    speculator = Speculator(make_engine(), {"wrong": Knowing(set())}, SLOTS, times=CHEAP, strategies=LADDER)
+    learn(speculator, requests, expected)
+    for _ in range(4):
+        speculator.decisions.take()
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+    assert statistics.verified == 0
+    assert all("wrong is first on the ladder; at" in each["reason"] for each in speculator.decisions.take())
 
 
 def test_without_strategies_every_drafter_has_some(params):

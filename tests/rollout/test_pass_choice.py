@@ -1,12 +1,23 @@
 """How much a pass verifies: which nodes of which slots."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from drafters.base import Outcome
+from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.sampling import SamplingParams
+from rljax.models.numerics import Numerics
 from rljax.rollout import pass_choice
 from rljax.rollout.pass_choice import Calibration, PassTimes, best_rows, candidates
-from tests.rollout.tiny_policy import BUCKETS, FixedTimes
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 ROWS = (0, *BUCKETS.verify)
 
@@ -138,3 +149,35 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
 def test_scores_that_are_no_probabilities_are_some_bin():
     scores = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)
     assert Calibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
+
+
+def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
+    """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
+    params = make_params()
+    engine = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), dataclasses.replace(BUCKETS, too_large=set()), (EOS,)
+    )
+    tree = empty_tree(4, 7)
+    needed = {
+        rows: engine.verify_bytes(
+            params, engine.init_state(4, 128), tree, pack_rows(tree, np.arange(4), rows)
+        )
+        for rows in (16, 32)
+    }
+    assert needed[16] < needed[32]
+    monkeypatch.setattr(pass_choice, "free_bytes", lambda: needed[32] - 1)
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS)
+    with pytest.warns(
+        UserWarning, match="a pass over 32 tokens of 4 responses needs .* MB free|it is left out"
+    ):
+        speculator.warm_up(params)
+    assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
+    requests = make_requests()
+    expected = Scheduler(engine, SLOTS).run(params, requests)[0]
+    for _ in range(2):
+        completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, expected)
+        outcomes = zip(requests, completions, strict=True)
+        speculator.learn([Outcome(r.prompt_ids, c.response_ids, 0.0) for r, c in outcomes])
+    assert statistics.verified > 0
+    assert {each["rows"] for each in speculator.decisions.take()} <= {0, 8, 16}
