@@ -23,6 +23,7 @@ from drafters.base import DraftRequest, Outcome, Sampled
 from drafters.eagle.drafting import DraftStrategy, ScoredTree
 from rljax.engine.companion import Companion
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError, UserError
 from rljax.models.config import ModelConfig
@@ -32,7 +33,6 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 
 _LENGTHS = (2, 4, 8)  # of chains, to choose from
-_HALF_SURE = 0.25  # the margin of a draft that is as likely right as wrong
 
 
 class SmallModelArguments(Arguments):
@@ -140,8 +140,7 @@ class SmallModelDrafter:
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         drafts = self._companion.draft(state, strategy.depth)
         tree = drafts.tree(strategy.depth)
-        margins = drafts.margins[:, : strategy.depth]
-        sure = jnp.log(jnp.maximum(margins, 1e-9) / (margins + _HALF_SURE))
+        sure = margin_log_probability(drafts.margins[:, : strategy.depth])
         return ScoredTree(tree, jnp.where(tree.valid, jnp.cumsum(sure, axis=1), -jnp.inf))
 
     # -- what a drafter hears --------------------------------------------------------------------------------

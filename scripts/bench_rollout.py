@@ -16,6 +16,7 @@ from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
 from rollout_benchmarks.ranking import epoch_rows, same_policy_rows
 from rollout_benchmarks.rollout import rollout_rows
+from rollout_benchmarks.strategies import strategy_rows
 from rollout_benchmarks.variants import PLAIN, VARIANTS
 
 _CONFIG = "configs/bench_long_tail.yaml"
@@ -50,6 +51,7 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
         __doc__.splitlines()[0],
         (
             Measurement("rollout", "tokens per second", lambda: rollout_rows(config, names)),
+            Measurement("strategies", "each always", lambda: strategy_rows(config, training_steps=4)),
             Measurement("pass", "cost of verifying", lambda: pass_rows(config, repeats=5)),
             Measurement(
                 "ahead", "tokens a pass", lambda: ahead_rows(config, (1e-6, 1e-5, 1e-4, 1e-3), steps=4), False

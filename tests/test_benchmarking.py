@@ -108,7 +108,7 @@ def test_results_file(tmp_path):
     write_results(path, [_row(details={"batch": 8})], "python scripts/bench_engine.py", ("numpy",))
     content = json.loads(path.read_text())
     assert list(content) == ["command", "commit", "date", "machine", "rows"]
-    assert {"cpu", "cores", "accelerator", "jax", "python", "numpy"} == content["machine"].keys()
+    assert {"cpu", "vectors", "cores", "accelerator", "jax", "python", "numpy"} == content["machine"].keys()
     assert content["rows"] == [
         {
             "name": "decode",

@@ -273,7 +273,11 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
                 "speculation.drafter=srt",
                 "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
             ],
-            "speculation.strategies: only speculation.choice: bandit reads them",
+            "speculation.strategies: only speculation.choice: bandit or fixed reads them",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.choice=fixed"],
+            "speculation.choice: fixed needs one strategy in speculation.strategies, got 0",
         ),
         (
             ["speculation.drafter=srt", "speculation.choice=roofline"],

@@ -174,6 +174,11 @@ class EagleDrafter:
                 self._restored = None  # a whole buffer of states
         self._draft_params = tree_cast(self._trainer.params, self._numerics.dtype)
 
+    @property
+    def params(self) -> Params | None:
+        """The head's weights as they are now; None before the first rollout."""
+        return None if self._trainer is None else self._trainer.params
+
     def _make_trainer(self, policy_params: Params) -> HeadTrainer:
         arguments, training = self._arguments, published_training(self._arguments.variant)
         head = self._loaded
@@ -345,7 +350,10 @@ class EagleDrafter:
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         state = dict(state)
         self._step = int(state.pop("step"))
-        self._restored = state  # the trainer needs the policy's weights, which come with `refresh`
+        if self._trainer is None:  # it needs the policy's weights, which come with `refresh`
+            self._restored = state
+        else:
+            self._trainer.load_state(state)
 
     def metrics(self) -> dict[str, float]:
         """What `HeadTrainer.metrics` says, as `head/...`."""

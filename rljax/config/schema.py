@@ -277,12 +277,13 @@ class SpeculationConfig(Section):
         description="More drafters, each with its arguments; before every pass the one that promises most"
         " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
     )
-    choice: Literal["expected", "bandit", "roofline", "ladder"] = Field(
+    choice: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = Field(
         "expected",
         description="How it is decided who drafts, and how far: before every pass, by the tokens per second"
         " that acceptance and times so far promise; by a bandit over strategies (TLT's BEG-MAB); with the"
-        " quantized drafter, by EfficientRollout's roofline and patience ladder; or by SpecActor's draft"
-        " ladder, for a rollout and anew for its stragglers.",
+        " quantized drafter, by EfficientRollout's roofline and patience ladder; by SpecActor's draft ladder,"
+        " for a rollout and anew for its stragglers; or not at all (fixed): the one strategy of"
+        " speculation.strategies, always, to see what deciding is worth.",
     )
     calibration_dir: str = Field(
         "cache/calibration",
@@ -297,7 +298,7 @@ class SpeculationConfig(Section):
     strategies: list[dict[str, Any]] = Field(
         default_factory=list,
         description="With choice: bandit, what it may choose from, each {drafter, depth, top_k, nodes}; empty"
-        " takes a few sizes of every drafter.",
+        " takes a few sizes of every drafter. With choice: fixed, the one.",
     )
     epsilon: float = Field(
         0.1, ge=0, le=1, description="How often the bandit tries any strategy. Raise it where much changes."
@@ -351,8 +352,13 @@ class SpeculationConfig(Section):
             raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
         if self.mix and (self.choice != "expected" or not self.others):
             raise ValueError("speculation.mix: needs speculation.others, and speculation.choice: expected")
-        if self.strategies and self.choice != "bandit":
-            raise ValueError("speculation.strategies: only speculation.choice: bandit reads them")
+        if self.strategies and self.choice not in ("bandit", "fixed"):
+            raise ValueError("speculation.strategies: only speculation.choice: bandit or fixed reads them")
+        if self.choice == "fixed" and len(self.strategies) != 1:
+            raise ValueError(
+                f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
+                f" {len(self.strategies)}"
+            )
         if self.choice == "roofline" and (self.drafter != "quantized" or self.others):
             raise ValueError("speculation.choice: roofline needs speculation.drafter: quantized, alone")
         if self.drafter in self.others:

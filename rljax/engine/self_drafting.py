@@ -31,6 +31,15 @@ from rljax.models.transformer import Params
 # The second word of a position's counter is 0 (`noise.token_bits`): no position has this key.
 _DRAFT_STREAM = np.uint32(0x64726166)
 _SURE = 64.0  # the margin where nothing else could have been sampled; a request's noise spans less
+_HALF_SURE = 0.25  # the margin of a draft that is as likely right as wrong
+
+
+def margin_log_probability(margins: Array | np.ndarray) -> Array | np.ndarray:
+    """A first guess of how likely drafts are accepted if those before them are, from `SelfDrafts.margins`: to
+    be corrected by how often such drafts were.
+    """
+    xp = np if isinstance(margins, np.ndarray) else jnp
+    return xp.log(xp.maximum(margins, 1e-9) / (margins + _HALF_SURE))
 
 
 @struct.dataclass

@@ -1,16 +1,17 @@
 """What a manager decides before every step, and what the speculator expects of it."""
 
 import dataclasses
+import time
 from typing import Protocol
 
 import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.pass_choice import Candidates
-from rljax.rollout.proposers import ActiveSlots, Proposal
+from rljax.rollout.pass_choice import Candidates, candidates
+from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer
 from rljax.rollout.records import DecodeStatistics
-from rljax.rollout.strategies import Arm
+from rljax.rollout.strategies import Arm, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,39 @@ class Manager(Protocol):
         """Takes up its own part of what `state` returned, and returns the rest."""
 
 
-def smallest_pass(buckets: Buckets, batch: int, wanted: int) -> int:
-    """Rows of the smallest pass over a batch that has room for so many nodes, or of the largest."""
-    sizes = [rows for rows, _ in buckets.passes(batch)]
-    return next((rows for rows in sizes if rows >= wanted), sizes[-1])
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What came of drafting by a strategy.
+
+    Attributes:
+      proposal: the drafts.
+      found: those that the strategy verifies, as candidates.
+      rows: of the smallest pass that has room for them, or of the largest; 0 if there is nothing to verify.
+      seconds: that drafting took, on the host or on the device.
+    """
+
+    proposal: Proposal
+    found: Candidates
+    rows: int
+    seconds: float
+
+
+def draft(
+    proposer: Proposer,
+    strategy: Strategy,
+    state: DecodeState,
+    active: ActiveSlots,
+    statistics: DecodeStatistics,
+    buckets: Buckets,
+) -> tuple[DecodeState, Drafted]:
+    """Drafts by a strategy, whatever that promises. Consumes `state`."""
+    start = time.perf_counter()
+    state, proposal = proposer.propose(state, active, statistics, strategy)
+    usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < strategy.nodes)
+    found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
+    rows = 0
+    if usable.any():
+        wanted = len(active.slots) + int(usable.sum())
+        sizes = [rows for rows, _ in buckets.passes(state.batch)]
+        rows = next((rows for rows in sizes if rows >= wanted), sizes[-1])
+    return state, Drafted(proposal, found, rows, time.perf_counter() - start)

@@ -15,10 +15,10 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.choices import Choice, smallest_pass
+from rljax.rollout.choices import Choice, draft
 from rljax.rollout.draft_ladder import AcceptanceHistory, Costs, DraftCost, Ladder, profile
 from rljax.rollout.draft_length import DRAFT_STEP
-from rljax.rollout.pass_choice import PassTimes, candidates
+from rljax.rollout.pass_choice import PassTimes
 from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.strategies import Strategy
@@ -93,15 +93,13 @@ class Laddered:
             return state, Choice(None, None, 0, self._reason, 0.0, 0.0)
         proposer = self._proposers[self._drafter]
         strategy = _strategy(proposer, self._window)
-        state, proposal = proposer.propose(state, active, statistics, strategy)
-        usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < strategy.nodes)
-        if not usable.any():
+        state, drafted = draft(proposer, strategy, state, active, statistics, self._buckets)
+        if not drafted.rows:
             reason = f"{self._drafter} had nothing to verify ({self._reason})"
-            return state, Choice(None, None, 0, reason, 0.0, 0.0, seconds=proposal.seconds)
-        found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
-        rows = smallest_pass(self._buckets, state.batch, responses + int(usable.sum()))
-        watched = self._watched(proposal, active.requests)
-        return state, Choice(watched, found, rows, self._reason, 0.0, 0.0, seconds=proposal.seconds)
+            return state, Choice(None, None, 0, reason, 0.0, 0.0, seconds=drafted.seconds)
+        watched = self._watched(drafted.proposal, active.requests)
+        choice = Choice(watched, drafted.found, drafted.rows, self._reason, 0.0, 0.0)
+        return state, dataclasses.replace(choice, seconds=drafted.seconds)
 
     def _climb(self, length: int, active: ActiveSlots) -> None:
         """Chooses for the responses that still run."""

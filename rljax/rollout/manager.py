@@ -5,6 +5,7 @@
     Bandit      TLT's BEG-MAB: the strategy that brought most when it was used (`rljax/rollout/bandit.py`)
     Toggled     EfficientRollout's: the policy drafts for itself from where a roofline predicts that it pays
                 (`rljax/rollout/roofline.py`), as far as acceptance over steps says (`patience_ladder.py`)
+    Fixed       nothing to decide: one strategy, always; what the others are measured against
     Laddered    SpecActor's: the drafter that the draft ladder ranks first, others for stragglers
                 (`rljax/rollout/laddered.py`)
 
@@ -12,7 +13,6 @@ All decide only how much work a forward pass does, never a token.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -21,13 +21,14 @@ import numpy as np
 from rljax.config.schema import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
+from rljax.errors import ConfigError
 from rljax.rollout.bandit import BegMab
-from rljax.rollout.choices import Choice, Manager, smallest_pass
+from rljax.rollout.choices import Choice, Manager, draft
 from rljax.rollout.laddered import Laddered
 from rljax.rollout.mixing import Mixer
 from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
 from rljax.rollout.patience_ladder import PatienceLadder
-from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer, SelfProposer
+from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.roofline import Roofline, Toggle
 from rljax.rollout.strategies import Strategy, arms_by_batch, parse_strategies, room_per_slot
@@ -156,16 +157,13 @@ class Bandit:
         nothing = Choice(None, None, 0, reason, promised, plain, arm)
         if arm is None:
             return state, nothing
-        start = time.perf_counter()
-        state, proposal = self._proposers[arm.drafter].propose(state, active, statistics, arm)
-        usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < arm.nodes)
-        found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
-        spent = time.perf_counter() - start
-        rows = smallest_pass(self._buckets, state.batch, responses + int(usable.sum()))
-        if not usable.any():
+        proposer = self._proposers[arm.drafter]
+        state, drafted = draft(proposer, arm, state, active, statistics, self._buckets)
+        if not drafted.rows:
             reason = f"{arm.drafter} had nothing to verify ({reason})"
-            return state, dataclasses.replace(nothing, reason=reason, seconds=spent)
-        return state, Choice(proposal, found, rows, reason, promised, plain, arm, spent)
+            return state, dataclasses.replace(nothing, reason=reason, seconds=drafted.seconds)
+        choice = Choice(drafted.proposal, drafted.found, drafted.rows, reason, promised, plain, arm)
+        return state, dataclasses.replace(choice, seconds=drafted.seconds)
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         self._bandit.record(batch, choice.arm, tokens, choice.seconds + seconds, responses)
@@ -175,6 +173,43 @@ class Bandit:
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self._bandit.load_state(state)
+
+
+class Fixed:
+    """One strategy, whether it pays or not.
+
+    Args:
+      proposers: who can draft.
+      buckets: sizes of passes.
+      strategy: what is done before every pass.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], buckets: Buckets, strategy: Strategy) -> None:
+        self._proposer = next(each for each in proposers if each.name == strategy.drafter)
+        self._buckets, self._strategy = buckets, strategy
+
+    def begin(self) -> None:
+        """Nothing is learned."""
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        state, drafted = draft(self._proposer, self._strategy, state, active, statistics, self._buckets)
+        reason = f"always {self._strategy}"
+        if not drafted.rows:
+            reason = f"{self._proposer.name} had nothing to verify ({reason})"
+            return state, Choice(None, None, 0, reason, 0.0, 0.0, seconds=drafted.seconds)
+        choice = Choice(drafted.proposal, drafted.found, drafted.rows, reason, 0.0, 0.0)
+        return state, dataclasses.replace(choice, seconds=drafted.seconds)
+
+    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
+        """There is nothing to choose."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state
 
 
 class Toggled:
@@ -238,13 +273,14 @@ class StrategyChoice:
     """How a run's manager chooses.
 
     Attributes:
-      by: "expected", "bandit", "roofline" or "ladder".
+      by: "expected", "bandit", "roofline", "ladder" or "fixed".
       mix: see `Expected`.
-      strategies, epsilon, window, seed: see `Bandit`.
+      strategies: see `Bandit`; the one of `Fixed`.
+      epsilon, window, seed: see `Bandit`.
       roofline: of `Toggled`.
     """
 
-    by: Literal["expected", "bandit", "roofline", "ladder"] = "expected"
+    by: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = "expected"
     mix: bool = False
     strategies: tuple[Strategy, ...] = ()
     epsilon: float = 0.1
@@ -260,7 +296,8 @@ class StrategyChoice:
         max_batch: int,
         rows: RowsChoice,
     ) -> Manager:
-        """The manager of these drafters."""
+        """The manager of these drafters; raises a ConfigError for strategies that none of them can draft."""
+        _check_offered(self.strategies, proposers)
         if self.by == "expected":
             return Expected(proposers, buckets, times, self.mix, rows)
         if self.by == "roofline":
@@ -269,9 +306,26 @@ class StrategyChoice:
             ladder = PatienceLadder(lengths or [buckets.max_drafts])
             toggle = Toggle(self.roofline, ladder.length, buckets=buckets)
             return Toggled(proposer, buckets, toggle, ladder)
+        if self.by == "fixed":
+            (strategy,) = self.strategies
+            return Fixed(proposers, buckets, strategy)
         if self.by == "ladder":
             return Laddered(proposers, buckets, times, max_batch)
         return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
+
+
+def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer]) -> None:
+    for proposer in proposers:
+        if not isinstance(proposer, DeviceProposer):
+            continue  # any number of nodes
+        offered = [(tree.depth, tree.top_k) for tree in proposer.drafter.strategies]
+        for strategy in strategies:
+            if strategy.drafter == proposer.name and (strategy.depth, strategy.top_k) not in offered:
+                trees = ", ".join(f"{depth}/{top_k}" for depth, top_k in offered)
+                raise ConfigError(
+                    f"speculation.strategies: {strategy}: {proposer.name} is set up for trees of depth/top_k"
+                    f" {trees}; see its arguments"
+                )
 
 
 EXPECTED = StrategyChoice()

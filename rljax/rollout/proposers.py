@@ -26,6 +26,7 @@ from drafters.base import (
     usable_nodes,
 )
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
@@ -37,7 +38,6 @@ from rljax.rollout.strategies import Strategy
 _MOST_OF_AN_ERROR = 300  # characters of what a drafter raised that its message shows
 _HOST_NODES = (3, 7, 15, 31)  # of a slot, that a bandit chooses from; and steps of chains
 _CHAIN_LENGTHS = (2, 4, 8)
-_HALF_SURE = 0.25  # the margin of a draft that falls into the middle of the calibration's bins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,20 +223,36 @@ class HostProposer:
         self._calibration.add(bins[verified], accepted[verified])
 
 
-class SelfProposer:
-    """Chains that the policy drafts for itself, with other weights.
+class _OnDevice:
+    """What drafts on the device, and so takes its time.
 
     Args:
       name: of the drafter, for messages.
-      drafter: has the weights.
-      engine: the decode engine, which drafts.
-      times: what passes and draft steps take.
+      drafter: what proposes, or has the weights that do.
+      engine: the decode engine.
+      times: what passes and drafting take.
     """
 
-    def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+    def __init__(
+        self, name: str, drafter: SelfDrafter | DeviceDrafter, engine: DecodeEngine, times: PassTimes
+    ) -> None:
         self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
         self._calibration = Calibration()
         self._acceptance = ChainAcceptance()
+
+    def refresh(self, params: Params) -> None:
+        ask(self.name, self.drafter, "refresh", params)
+
+    def forget(self) -> None:
+        self._calibration.forget()
+        self._acceptance.forget()
+
+
+class SelfProposer(_OnDevice):
+    """Chains that the policy drafts for itself, with other weights."""
+
+    def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+        super().__init__(name, drafter, engine, times)
         self._length = 0  # of the chains that were promised last
         self.judged = (0, 0)
         """Drafts verified so far, and accepted."""
@@ -246,16 +262,9 @@ class SelfProposer:
         """Of a draft whose predecessors were accepted."""
         return self._acceptance.rate
 
-    def refresh(self, params: Params) -> None:
-        ask(self.name, self.drafter, "refresh", params)
-
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         for seconds in time_drafts(self._engine, self.drafter.draft_params, batch, length, repeats):
             self._times.add((batch, length, DRAFT_STEP), seconds)
-
-    def forget(self) -> None:
-        self._calibration.forget()
-        self._acceptance.forget()
 
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         self._length, rate = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
@@ -285,7 +294,7 @@ class SelfProposer:
         self._times.add((state.batch, state.cache.length, DRAFT_STEP), seconds / length)
         statistics.draft_seconds += seconds
         usable = tokens >= 0
-        bins = self._calibration.bins(np.log(np.maximum(margins, 1e-9) / (margins + _HALF_SURE)))
+        bins = self._calibration.bins(margin_log_probability(margins))
         probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
         parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
         return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
@@ -299,34 +308,18 @@ class SelfProposer:
         self.judged = (self.judged[0] + int(verified.sum()), self.judged[1] + int(taken.sum()))
 
 
-class DeviceProposer:
-    """Trees from a drafter that follows the slots on the device.
-
-    Args:
-      name: of the drafter, for messages.
-      drafter: what proposes.
-      engine: the decode engine.
-      times: what passes and drafting take.
-    """
+class DeviceProposer(_OnDevice):
+    """Trees from a drafter that follows the slots on the device."""
 
     def __init__(self, name: str, drafter: DeviceDrafter, engine: DecodeEngine, times: PassTimes) -> None:
-        self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
-        self._calibration = Calibration()
-        self._acceptance = ChainAcceptance()
+        super().__init__(name, drafter, engine, times)
         self._strategy = drafter.strategies[0]  # that was promised last
         self._depth = 1
-
-    def refresh(self, params: Params) -> None:
-        ask(self.name, self.drafter, "refresh", params)
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         for strategy in self.drafter.strategies:
             for seconds in time_trees(self._engine, self.drafter, strategy, batch, length, repeats):
                 self._times.add((batch, length, (self.name, strategy)), seconds)
-
-    def forget(self) -> None:
-        self._calibration.forget()
-        self._acceptance.forget()
 
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         self._strategy, rate = best_strategy(

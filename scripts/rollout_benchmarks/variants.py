@@ -93,41 +93,52 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """All ways to roll out, on the run's engine; plain decoding first."""
-    config, variants = run.config, []
     times: dict[Any, PassTimes] = {}  # by what the engine hands out
-    for name in names:
-        keys, engine, speculator, overlap = VARIANTS[name], run.engine.handing_out(None), None, False
-        if keys is not None:
-            below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
-            update = _SPECULATION_OFF | keys | {"run_ahead_below": below}
-            speculation = config.speculation.model_copy(update=update)
-            drafters = make_drafters(speculation)
-            engine = engine.handing_out(states_read(drafters, engine.config))
-            overlap = speculation.overlap
-            speculator = Speculator(
-                engine,
-                drafters,
-                speculation.max_batch,
-                RunAhead(below, speculation.run_ahead_share) if below else None,
-                times.setdefault(engine.hidden_layers, PassTimes()),
-                strategy_choice(speculation, config.seed),
-            )
-            rehearse_drafters(speculation)
-            params = run.engine.load_params(run.state.params)
-            speculator.warm_up(params, config.rollout.max_prompt_length)
-        scheduler = Scheduler(
-            engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
+    return [make_variant(run, name, VARIANTS[name], times) for name in names]
+
+
+def make_variant(
+    run: TrainingRun, name: str, keys: dict[str, Any] | None, times: dict[Any, PassTimes]
+) -> Variant:
+    """One way to roll out.
+
+    Args:
+      run: whose policy and engine it is.
+      name: for the rows.
+      keys: of the section `speculation`; None decodes plainly.
+      times: what passes took so far, by what the engine hands out; shared and added to.
+    """
+    config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
+    if keys is not None:
+        below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
+        update = _SPECULATION_OFF | keys | {"run_ahead_below": below}
+        speculation = config.speculation.model_copy(update=update)
+        drafters = make_drafters(speculation)
+        engine = engine.handing_out(states_read(drafters, engine.config))
+        overlap = speculation.overlap
+        speculator = Speculator(
+            engine,
+            drafters,
+            speculation.max_batch,
+            RunAhead(below, speculation.run_ahead_share) if below else None,
+            times.setdefault(engine.hidden_layers, PassTimes()),
+            strategy_choice(speculation, config.seed),
         )
-        collector = Collector(
-            run.collector.task,
-            run.collector.tokenizer,
-            scheduler,
-            config.seed,
-            config.rollout.max_prompt_length,
-            config.rollout.max_response_length,
-        )
-        variants.append(Variant(name, collector, speculator, [], []))
-    return variants
+        rehearse_drafters(speculation)
+        params = run.engine.load_params(run.state.params)
+        speculator.warm_up(params, config.rollout.max_prompt_length)
+    scheduler = Scheduler(
+        engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
+    )
+    collector = Collector(
+        run.collector.task,
+        run.collector.tokenizer,
+        scheduler,
+        config.seed,
+        config.rollout.max_prompt_length,
+        config.rollout.max_response_length,
+    )
+    return Variant(name, collector, speculator, [], [])
 
 
 def step_indices(run: TrainingRun, step: int) -> range:

@@ -284,6 +284,31 @@ def test_without_strategies_every_drafter_has_some(params):
     assert {"", "srt", "quantized", "eagle"} == set(arms)
 
 
+@pytest.mark.parametrize("drafter", ["srt", "quantized", "eagle"])
+def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
+    strategy = Strategy(drafter, 3, 1, 3)
+    choice = StrategyChoice("fixed", strategies=(strategy,))
+    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1}
+    speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    log = speculator.decisions.take()
+    assert {each["drafter"] for each in log if each["rows"]} == {drafter}
+    assert all(f"always {strategy}" in each["reason"] for each in log)
+    assert 0 < statistics.drafted <= 3 * statistics.verified_slots
+    if drafter != "srt":  # which may have nothing to say
+        assert statistics.verified > 0.9 * statistics.steps
+
+
+def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(params):
+    choice = StrategyChoice("bandit", strategies=(Strategy("eagle", 4, 2, 7),))
+    message = r"speculation.strategies: eagle 4/2/7: eagle is set up for trees of depth/top_k 1/2, 3/2"
+    with pytest.raises(ConfigError, match=message):
+        make_speculator(("eagle",), choice, eagle={"depths": [1, 3]})
+
+
 def test_strategies_of_a_config():
     sizes = {"depth": 3, "top_k": 1, "nodes": 3}
     config = SpeculationConfig(drafter="srt", choice="bandit", strategies=[{"drafter": "srt", **sizes}])

@@ -1,0 +1,78 @@
+"""scripts/bench_rollout.py: its command line, and its sections on a tiny policy."""
+
+import pytest
+
+from rljax.config import load_config
+from tests.scripts import load_script
+from tests.training.tiny_run import write_config
+
+bench_rollout = load_script("bench_rollout")
+rollout = load_script("rollout_benchmarks.rollout")
+strategies = load_script("rollout_benchmarks.strategies")
+
+_TINY = [
+    "policy.shape.num_layers=3",
+    "task.problems=2",
+    "engine.max_slots=2",
+    "engine.batch_buckets=[2]",
+    "speculation.drafter=srt",
+    "speculation.verify_buckets=[16]",
+    "speculation.max_drafts=7",
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load_config(write_config(tmp_path), _TINY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "SRT,STR"], "error: --variants: 'STR' is not one; they are prompt lookup, "),
+        (["--only", "speed"], "error: --only: 'speed' is not a section; they are rollout,"),
+        (["engine.max_slot=3"], "error: engine.max_slot: "),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, arguments, message):
+    assert bench_rollout.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_rollout_rows(config):
+    rows = rollout.rollout_rows(config, ["plain", "SRT", "all by the ladder"])
+    assert [row.name for row in rows] == [
+        f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in ("SRT", "all by the ladder")
+    ]
+    for row in rows:
+        assert row.ratio == pytest.approx(row.value / row.baseline_value)
+        assert 0 < row.details["busy_slots"] <= 1
+        assert row.details["length_p75"] <= row.details["length_max"] <= 48
+    assert rows[2].details["accept_length"] > 1  # SRT has seen the prompts
+
+
+@pytest.mark.slow
+def test_strategy_rows(config, monkeypatch):
+    monkeypatch.setattr(strategies, "_DEPTHS", (2,))
+    monkeypatch.setattr(strategies, "_NODES", (3,))
+    monkeypatch.setattr(strategies, "_TOP_KS", (1,))
+    monkeypatch.setattr(strategies, "_BITS", (8,))
+    monkeypatch.setattr(strategies, "_LENGTHS", (2,))
+    monkeypatch.setattr(strategies, "_TRAINING", {"slices": 1, "depths": [2]})
+    rows = strategies.strategy_rows(config, training_steps=1)
+    assert [row.name for row in rows] == [
+        "strategies/depth/depth 2, 3 to verify",
+        "strategies/top_k/top_k 1",
+        "strategies/batch/2 slots, 3 to verify",
+        "strategies/bits/8 bits, 2 drafts",
+    ]
+    assert [row.details["strategy"] for row in rows] == [
+        "eagle 2/2/3",
+        "eagle 4/1/4",
+        "eagle 4/2/3",
+        "quantized 2/1/2",
+    ]
+    assert all(row.details["verifying_passes"] > 0 for row in rows)
+    assert rows[-1].details["acceptance"] > 0.5
