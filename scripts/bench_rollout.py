@@ -64,7 +64,7 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
             ),
             *(
                 Measurement(
-                    "lossless", dtype, lambda dtype=dtype: lossless_rows(config, dtype, steps=18), False
+                    "lossless", dtype, lambda dtype=dtype: lossless_rows(config, dtype, steps=12), False
                 )
                 for dtype in ("float32", "bfloat16")
             ),

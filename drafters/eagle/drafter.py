@@ -9,6 +9,7 @@ The same states are what the head is trained on (`drafters/training.py`): no for
 
 import collections
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import jax
@@ -96,11 +97,16 @@ class EagleArguments(Arguments):
     train_below: int = Field(
         4,
         ge=0,
-        description="Train inside the rollout's tail, once no more than this many responses still run;"
-        " what is left of the slices is made up for at its end. 0 trains only there.",
+        description="Train inside the rollout's tail, once no more than this many responses still run, and"
+        " at its end, as train_share allows. 0 trains only at the end and runs all slices there, so that"
+        " runs can be repeated exactly.",
     )
     train_share: float = Field(
-        0.1, gt=0, le=1, description="Most of a rollout's time that slices may take inside it."
+        0.1,
+        gt=0,
+        le=1,
+        description="Most of a rollout's time that slices may take; those beyond are left out. Lower it where"
+        " the head does not earn it.",
     )
     save_dir: str | None = Field(
         None,
@@ -134,6 +140,7 @@ class EagleDrafter:
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # of this step
+        self._began, self._seconds = time.perf_counter(), 0.0  # of the rollout, and of slices since then
         self._last_metrics: dict[str, float] = {}
         self._begin_collecting([])
 
@@ -319,6 +326,7 @@ class EagleDrafter:
     # -- what a drafter hears --------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
+        self._began, self._seconds = time.perf_counter(), 0.0
         self._begin_collecting(requests)
 
     def observe(self, sampled: Sampled) -> None:
@@ -331,9 +339,9 @@ class EagleDrafter:
                 self._add(len(self._prompts[request]), self._tokens.pop(request), self._states.pop(request))
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """The rollout is over: what is left of its slices is made up for, and the next step begins."""
+        """The rollout is over: more slices, if there is time for them, and the next step begins."""
         if self._arguments.train and self._trainer is not None:
-            while self._slices < self._arguments.slices and self.train():
+            while self._has_time() and self.train():
                 pass
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
@@ -395,10 +403,17 @@ class EagleDrafter:
         """One slice; False when there is nothing left to do in this step."""
         if not self._arguments.train or self._slices >= self._arguments.slices:
             return False
+        start = time.perf_counter()
         if self._trainer.slice(self._shared) is None:
             return False
         self._slices += 1
+        self._seconds += time.perf_counter() - start
         return True
+
+    def _has_time(self) -> bool:
+        """Whether slices have taken no more of the time since the rollout began than they may."""
+        others = time.perf_counter() - self._began - self._seconds
+        return self.train_below == 0 or self._seconds <= self.train_share * others
 
 
 @dataclasses.dataclass(frozen=True)
