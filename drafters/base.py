@@ -214,14 +214,12 @@ class TrainedDrafter(Drafter, Protocol):
 
     Attributes:
       train_below: train inside a rollout once no more than this many responses are still running.
-      train_share: of the rollout's time that this may take.
     """
 
     train_below: int
-    train_share: float
 
     def train(self) -> bool:
-        """One slice; False when there is nothing left to do."""
+        """One slice; False when there is nothing left to do, or it would take more time than it may."""
 
 
 class ProtocolError(ValueError):

@@ -60,7 +60,7 @@ def test_strategy_rows(config, monkeypatch):
     monkeypatch.setattr(strategies, "_TOP_KS", (1,))
     monkeypatch.setattr(strategies, "_BITS", (8,))
     monkeypatch.setattr(strategies, "_LENGTHS", (2,))
-    monkeypatch.setattr(strategies, "_TRAINING", {"slices": 1, "depths": [2]})
+    monkeypatch.setattr(strategies, "_TRAINING", {"slices": 1, "depths": [2], "train_below": 0})
     rows = strategies.strategy_rows(config, training_steps=1)
     assert [row.name for row in rows] == [
         "strategies/depth/depth 2, 3 to verify",

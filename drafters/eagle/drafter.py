@@ -33,7 +33,7 @@ from drafters.eagle.drafting import (
 from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.training import published_training
-from drafters.training import BufferSettings, HeadTrainer, head_optimizer
+from drafters.training import BufferSettings, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
@@ -102,11 +102,11 @@ class EagleArguments(Arguments):
         " runs can be repeated exactly.",
     )
     train_share: float = Field(
-        0.1,
+        0.05,
         gt=0,
         le=1,
-        description="Most of a rollout's time that slices may take; those beyond are left out. Lower it where"
-        " the head does not earn it.",
+        description="Most of the rollouts' time that slices may take, over the run. Raise it while the head"
+        " has much to learn and its drafts pay.",
     )
     save_dir: str | None = Field(
         None,
@@ -133,14 +133,14 @@ class EagleDrafter:
     def __init__(self, arguments: EagleArguments) -> None:
         self._arguments = arguments
         self.strategies: tuple[DraftStrategy, ...] = ()
-        self.train_below, self.train_share = arguments.train_below, arguments.train_share
+        self.train_below = arguments.train_below
         self._loaded: Params | None = None
         self._saver = None if arguments.save_dir is None else AsyncHeadSaver(arguments.save_dir)
         self._trainer: HeadTrainer | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # of this step
-        self._began, self._seconds = time.perf_counter(), 0.0  # of the rollout, and of slices since then
+        self._budget = TimeBudget(arguments.train_share)
         self._last_metrics: dict[str, float] = {}
         self._begin_collecting([])
 
@@ -326,7 +326,7 @@ class EagleDrafter:
     # -- what a drafter hears --------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
-        self._began, self._seconds = time.perf_counter(), 0.0
+        self._budget.resume()
         self._begin_collecting(requests)
 
     def observe(self, sampled: Sampled) -> None:
@@ -341,7 +341,7 @@ class EagleDrafter:
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rollout is over: more slices, if there is time for them, and the next step begins."""
         if self._arguments.train and self._trainer is not None:
-            while self._has_time() and self.train():
+            while self.train():
                 pass
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
@@ -400,20 +400,17 @@ class EagleDrafter:
         self._trainer.add(np.asarray(tokens[:known], np.int32), states, np.arange(known) >= prompt)
 
     def train(self) -> bool:
-        """One slice; False when there is nothing left to do in this step."""
+        """One slice; False when there is nothing left to do in this step, or no time."""
         if not self._arguments.train or self._slices >= self._arguments.slices:
+            return False
+        if self.train_below > 0 and not self._budget.allows():
             return False
         start = time.perf_counter()
         if self._trainer.slice(self._shared) is None:
             return False
         self._slices += 1
-        self._seconds += time.perf_counter() - start
+        self._budget.spend(time.perf_counter() - start)
         return True
-
-    def _has_time(self) -> bool:
-        """Whether slices have taken no more of the time since the rollout began than they may."""
-        others = time.perf_counter() - self._began - self._seconds
-        return self.train_below == 0 or self._seconds <= self.train_share * others
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,10 +187,8 @@ class Speculator:
         for name, drafter in self._trained.items():
             if running > drafter.train_below:
                 continue
-            spent = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
-            if statistics.train_seconds <= drafter.train_share * spent:
-                start = time.perf_counter()
-                ask(name, drafter, "train")
+            start = time.perf_counter()
+            if ask(name, drafter, "train"):
                 self._last_end = self._busy_until = time.perf_counter()
                 statistics.train_seconds += self._last_end - start
 

@@ -21,7 +21,7 @@ from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant
 
 _DEPTHS, _NODES, _TOP_KS = (2, 4, 6), (3, 7, 15), (1, 2, 4)
 _BITS, _LENGTHS = (8, 4), (2, 4, 8)
-_TRAINING = {"learning_rate": 3e-3, "slices": 24, "depths": [2]}
+_TRAINING = {"learning_rate": 3e-3, "slices": 24, "depths": [2], "train_below": 0}
 
 
 @dataclasses.dataclass(frozen=True)
