@@ -21,6 +21,7 @@ from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant
 
 _DEPTHS, _NODES, _TOP_KS = (2, 4, 6), (3, 7, 15), (1, 2, 4)
 _BITS, _LENGTHS = (8, 4), (2, 4, 8)
+_HEAD = "eagle3"
 _TRAINING = {"learning_rate": 3e-3, "slices": 24, "depths": [2], "train_below": 0}
 
 
@@ -77,7 +78,7 @@ def _cases(config: ExperimentConfig, head: Path) -> Iterator[_Case]:
 
     def eagle(table: str, label: str, slots: int, depth: int, top_k: int, nodes: int) -> _Case:
         nodes = min(nodes, most, most_nodes(depth, top_k))
-        args = {"path": str(head), "train": False, "depths": [depth], "top_k": top_k}
+        args = {"variant": _HEAD, "path": str(head), "train": False, "depths": [depth], "top_k": top_k}
         return _Case(
             table, label, slots, {"drafter": "eagle", "args": args}, Strategy("eagle", depth, top_k, nodes)
         )
@@ -98,7 +99,9 @@ def _cases(config: ExperimentConfig, head: Path) -> Iterator[_Case]:
 
 
 def _train_head(run: TrainingRun, directory: Path, steps: int, times: dict[Any, PassTimes]) -> None:
-    trained = make_variant(run, "trained", {"drafter": "eagle", "args": _TRAINING}, times)
+    trained = make_variant(
+        run, "trained", {"drafter": "eagle", "args": {"variant": _HEAD, **_TRAINING}}, times
+    )
     for step in range(steps):
         roll_out(run, trained, step)
     drafter = trained.speculator.drafters["eagle"]
