@@ -88,7 +88,7 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, vari
     assert statistics.draft_seconds > 0
     metrics = speculator.metrics(statistics)
     assert metrics["speculation/draft_share"] > 0
-    assert metrics["speculation/head/updates"] == 4
+    assert 1 <= metrics["speculation/head/updates"] <= 4  # two a rollout, as there is time
 
 
 def outcomes(requests, completions):
