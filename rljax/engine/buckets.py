@@ -40,6 +40,10 @@ class Buckets:
         fit = [size for size in rows if (batch, size) not in self.too_large]
         return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in fit]
 
+    def verified_batches(self, max_batch: int) -> list[int]:
+        """Batch buckets up to `max_batch` that some pass verifies; all others decode plainly."""
+        return [batch for batch in self.batch if batch <= max_batch and self.passes(batch)]
+
     def batch_for(self, slots: int) -> int:
         """The smallest batch bucket that holds `slots`."""
         return _round_up(slots, self.batch, "slots")

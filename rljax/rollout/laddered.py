@@ -63,8 +63,7 @@ class Laddered:
         self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, max_batch: int
     ) -> None:
         self._proposers = {proposer.name: proposer for proposer in proposers}
-        self._buckets, self._times = buckets, times
-        self._batches = [batch for batch in buckets.batch if batch <= max_batch and buckets.passes(batch)]
+        self._buckets, self._times, self._max_batch = buckets, times, max_batch
         self._history = AcceptanceHistory(list(self._proposers))
         # In this rollout, by drafter and request: draft tokens judged, and accepted.
         self._own: dict[str, dict[int, np.ndarray]] = {}
@@ -131,30 +130,33 @@ class Laddered:
 
     def _costs(self, length: int) -> Costs:
         """What drafting and passes take over caches of a length."""
+        batches = self._buckets.verified_batches(self._max_batch)
         verification: dict[int, float] = {}
-        for batch in self._batches:
+        for batch in batches:
             for rows, _ in self._buckets.passes(batch):
                 seconds = self._times[batch, length, rows]
                 verification[rows] = max(seconds, verification.get(rows, 0.0))
-        plain = {batch: self._times[batch, length, 0] for batch in self._batches}
-        drafters = {name: self._draft_cost(proposer, length) for name, proposer in self._proposers.items()}
+        plain = {batch: self._times[batch, length, 0] for batch in batches}
+        drafters = {
+            name: self._draft_cost(proposer, length, batches) for name, proposer in self._proposers.items()
+        }
         return Costs(drafters, plain, verification, self._buckets.max_drafts)
 
-    def _draft_cost(self, proposer: Proposer, length: int) -> DraftCost:
+    def _draft_cost(self, proposer: Proposer, length: int, batches: Sequence[int]) -> DraftCost:
         """Of one token for each response; what asks the host costs next to nothing."""
         if isinstance(proposer, SelfProposer):
-            seconds = [self._times[batch, length, DRAFT_STEP] for batch in self._batches]
+            seconds = [self._times[batch, length, DRAFT_STEP] for batch in batches]
         elif isinstance(proposer, DeviceProposer):
             strategies = proposer.drafter.strategies
             seconds = [
                 min(self._times[batch, length, (proposer.name, each)] / each.depth for each in strategies)
-                for batch in self._batches
+                for batch in batches
             ]
         else:
             return DraftCost(0.0, 0.0)
         if len(seconds) == 1:
             return DraftCost(seconds[0], 0.0)
-        slope, fixed = np.polyfit(self._batches, seconds, 1)
+        slope, fixed = np.polyfit(batches, seconds, 1)
         slope = max(float(slope), 0.0)
         return DraftCost(max(float(fixed), 0.0) if slope else float(np.mean(seconds)), slope)
 

@@ -211,7 +211,7 @@ class Speculator:
         """Begins a verifying pass; None where plain decoding is expected to be faster. One may be under way
         already, over other slots.
         """
-        if state.batch > self.max_batch:
+        if not self._speculates(state.batch):
             return state, None
         start, drafting = time.perf_counter(), self._statistics.draft_seconds
         shape, timed = (state.batch, state.cache.length), self._only_passes_before(state)
@@ -229,6 +229,10 @@ class Speculator:
         drafting = self._statistics.draft_seconds - drafting
         self._statistics.host_seconds += time.perf_counter() - start - drafting
         return state, under_way
+
+    def _speculates(self, batch: int) -> bool:
+        """Whether some pass may verify drafts of a batch."""
+        return batch <= self.max_batch and bool(self.engine.buckets.passes(batch))
 
     def _only_passes_before(self, state: DecodeState) -> bool:
         """Whether the device has not to prefill, insert or move anything first."""
@@ -263,7 +267,7 @@ class Speculator:
         self, params: Params, state: DecodeState, active: ActiveSlots, until_active: int
     ) -> tuple[DecodeState, DecodeResult]:
         """A few plain steps of all slots: more of them every time in a row, until new requests come."""
-        asks = state.batch <= self.max_batch
+        asks = self._speculates(state.batch)
         requests = set(active.requests.tolist())
         if not requests <= self._plain_requests:
             self._patience = 1

@@ -155,7 +155,7 @@ def arms_by_batch(
     Raises:
       ConfigError: a strategy with more nodes than any pass has room for.
     """
-    batches = [batch for batch in buckets.batch if batch <= max_batch and buckets.passes(batch)]
+    batches = buckets.verified_batches(max_batch)
     rooms = [room_per_slot(buckets, batch) for batch in batches]
     arms: dict[int, set[Strategy]] = {batch: set() for batch in buckets.batch}
     for drafter in {strategy.drafter for strategy in strategies}:

@@ -43,9 +43,9 @@ def requests():
     return make_requests()
 
 
-def make_engine(hidden_layers=None):
+def make_engine(hidden_layers=None, buckets=BUCKETS):
     return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=hidden_layers
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, POOL, hidden_layers=hidden_layers
     )
 
 
@@ -91,16 +91,39 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, choi
         np.testing.assert_array_equal(again.manager.state()[name], array)
 
 
+@pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
+def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expected, by):
+    """Passes over 4 tokens: room for a draft of each of 2 slots, and for none of 4."""
+    strategies = (Strategy("srt", 1, 1, 1),) if by in ("bandit", "fixed") else ()
+    choice = StrategyChoice(by, strategies=strategies, epsilon=1.0)  # whatever the clock says
+    engine = make_engine(buckets=Buckets((2, 4), (128,), (4,), 7))
+    times = FixedTimes({0: 1.0, 4: 1.1})
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times, strategies=choice)
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    assert statistics.verified > 0
+    assert {each["batch"] for each in speculator.decisions.take()} == {2}
+
+
+class Altered:
+    """SRT, with something done to what it proposes."""
+
+    def __init__(self):
+        self.inner = make_drafter("srt", live=False)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params, requests, expected):
     """Both know the responses: one their first half, the other the second."""
 
-    class Half:
+    class Half(Altered):
         def __init__(self, first):
+            super().__init__()
             self.first = first
-            self.inner = make_drafter("srt", live=False)
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
 
         def propose(self, queries):
             drafts = self.inner.propose(queries)
@@ -190,13 +213,10 @@ def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, reque
 def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
     """Where all is drafted right, the most nodes win; a drafter that is always wrong loses to plain steps."""
 
-    class Telling:
+    class Telling(Altered):
         def __init__(self, right):
+            super().__init__()
             self.right = right
-            self.inner = make_drafter("srt", live=False)
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
 
         def propose(self, queries):
             drafts = self.inner.propose(queries)
@@ -226,15 +246,12 @@ def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
         assert last.count(strategies[1] if right else None) > 10, last
 
 
-class Knowing:
+class Knowing(Altered):
     """Proposes what the responses of some requests will be, and what they will not be for all others."""
 
     def __init__(self, right):
+        super().__init__()
         self.right = right
-        self.inner = make_drafter("srt", live=False)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
 
     def propose(self, queries):
         drafts = self.inner.propose(queries)

@@ -167,11 +167,15 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
     assert needed[16] < needed[32]
     monkeypatch.setattr(pass_choice, "free_bytes", lambda: needed[32] - 1)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS)
-    with pytest.warns(
-        UserWarning, match="a pass over 32 tokens of 4 responses needs .* MB free|it is left out"
-    ):
+    message = r"a pass over 32 tokens of 4 responses needs \d+ MB where \d+ MB are free: it is left out"
+    with pytest.warns(UserWarning, match=message):
         speculator.warm_up(params)
     assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
+
+    def largest(shape, found):  # whatever this machine's clock says
+        return engine.buckets.passes(shape[0])[-1][0] if found.probability.any() else 0
+
+    speculator.choose = largest
     requests = make_requests()
     expected = Scheduler(engine, SLOTS).run(params, requests)[0]
     for _ in range(2):
@@ -180,4 +184,4 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
         outcomes = zip(requests, completions, strict=True)
         speculator.learn([Outcome(r.prompt_ids, c.response_ids, 0.0) for r, c in outcomes])
     assert statistics.verified > 0
-    assert {each["rows"] for each in speculator.decisions.take()} <= {0, 8, 16}
+    assert {each["rows"] for each in speculator.decisions.take()} == {0, 16}
