@@ -50,9 +50,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _workload(
-    plain: Variant, steps: slice, lengths: Sequence[Sequence[int]], slots: int
-) -> dict[str, float]:
+def _workload(plain: Variant, steps: slice, lengths: Sequence[Sequence[int]], slots: int) -> dict[str, float]:
     """How long the tail is: of the slots, the share that is busy in plain decoding; lengths of responses."""
     passes = sum(each.steps for each in plain.statistics[steps])
     all_lengths = np.concatenate(lengths[steps])

@@ -80,6 +80,7 @@ def roll_out(speculator, params, requests, stop=None, overlap=False):
 )
 def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, variant, overlap, others):
     speculator = make_speculator(variant, others)
+    speculator.drafters["eagle"]._budget.allows = lambda: True  # however slow this machine is
     for _ in range(2):  # in the second one it has learned, and the others remember
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
         assert_same(completions, expected)
@@ -88,7 +89,7 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, vari
     assert statistics.draft_seconds > 0
     metrics = speculator.metrics(statistics)
     assert metrics["speculation/draft_share"] > 0
-    assert 1 <= metrics["speculation/head/updates"] <= 4  # two a rollout, as there is time
+    assert metrics["speculation/head/updates"] == 4
 
 
 def outcomes(requests, completions):
