@@ -1,19 +1,13 @@
-"""The head as a drafter of the loop: it follows the slots, drafts for them, and learns from what they sample.
+"""The head as a drafter of the loop: it drafts for the slots (`slots.py`), and learns from what they sample.
 
-Every forward pass of the engine hands out the policy's states (`DecodeEngine.hidden_layers`). They are taken
-up when drafts are next asked for: until then they wait, for a few visits. A slot whose states were missed is
-forgotten, and known again from the next ones on.
-
-The same states are what the head is trained on (`drafters/training.py`): no forward pass is made for it.
+It is trained on the states that every forward pass of the engine hands out (`drafters/training.py`): no
+forward pass is made for it.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from pydantic import Field, model_validator
@@ -21,33 +15,21 @@ from pydantic import Field, model_validator
 from drafters.arguments import Arguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from drafters.eagle.checkpoint import load_head
-from drafters.eagle.drafting import (
-    DrafterState,
-    DraftStrategy,
-    ScoredTree,
-    empty_state,
-    forget,
-    jitted_absorb,
-    jitted_draft,
-)
+from drafters.eagle.drafting import DrafterState, DraftStrategy, ScoredTree
 from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.slots import HeadSlots
 from drafters.eagle.training import published_training
 from drafters.training import BufferSettings, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
-from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, tree_cast
+from rljax.models.numerics import tree_cast
 from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
-
-_WIDTHS = (2, 4, 8, 16, 64)
-"""Tokens of a slot that are taken up in one go: a program each."""
-_WAITING = 4  # visits whose states are kept until drafts are asked for
 
 
 class EagleArguments(Arguments):
@@ -102,7 +84,7 @@ class EagleArguments(Arguments):
         " runs can be repeated exactly.",
     )
     train_share: float = Field(
-        0.05,
+        0.02,
         gt=0,
         le=1,
         description="Most of the rollouts' time that slices may take, over the run. Raise it while the head"
@@ -160,9 +142,7 @@ class EagleDrafter:
     def attach(self, engine: DecodeEngine) -> None:
         arguments, most = self._arguments, engine.buckets.max_drafts
         self._engine = engine
-        self._numerics = Numerics(False, engine.numerics.compute_dtype)
-        self._length = engine.buckets.cache[-1]
-        self._rope = jnp.asarray(rope_table(engine.config, self._length + max(arguments.depths)))
+        self._slots = HeadSlots(self.config, engine, max(arguments.depths))
         strategies = []
         for depth in sorted(set(arguments.depths)):
             whole = most_nodes(depth, arguments.top_k)
@@ -179,7 +159,7 @@ class EagleDrafter:
             if self._restored is not None:
                 self._trainer.load_state(self._restored)
                 self._restored = None  # a whole buffer of states
-        self._draft_params = tree_cast(self._trainer.params, self._numerics.dtype)
+        self._slots.use(tree_cast(self._trainer.params, self._slots.numerics.dtype), self._shared)
 
     @property
     def params(self) -> Params | None:
@@ -196,7 +176,7 @@ class EagleDrafter:
             training,
             head_optimizer(arguments.learning_rate),
             rope_table(self._engine.config, arguments.pack_length + training.steps),
-            self._numerics,
+            self._slots.numerics,
             BufferSettings(arguments.buffer_bytes),
             arguments.pack_length,
             arguments.rows,
@@ -205,123 +185,42 @@ class EagleDrafter:
         )
 
     def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
-        prefilled = [
-            self.prefill(prefix, [[0] * prefix.states.shape[1]] * prefix.cache.batch) for prefix in prefixes
-        ]
-        states = jnp.zeros((1, 1, *prefixes[0].states.shape[2:]), prefixes[0].states.dtype)
-        for batch in batches:
-            self.start(batch)
-            for own in prefilled:
-                self.insert(own, [], [])
-            for width in _WIDTHS:
-                tokens, counts = np.zeros((batch, width), np.int32), np.zeros(batch, np.int32)
-                repeated = jnp.broadcast_to(states, (batch, width, *states.shape[2:]))
-                self._state = self._absorb(self._state, repeated, tokens, counts, width)
-            for smaller in batches:
-                if smaller < batch:
-                    _take(self._state, np.zeros(smaller, np.int32))
+        self._slots.warm_up(prefixes, batches)
         if self._trains:
             self._trainer.warm_up(self._shared)
 
     # -- slots -----------------------------------------------------------------------------------------------
 
     def start(self, batch: int) -> None:
-        self._state = self._empty(batch, self._length)
-        self._waiting: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
-
-    def _empty(self, batch: int, length: int) -> DrafterState:
-        return empty_state(self.config, batch, length, cache_dtype(self._numerics))
+        self._slots.start(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> "PrefilledHead":
-        """The pairs of every prompt: all tokens but the first, each behind the state before it."""
-        rows, length = prefix.states.shape[:2]
-        tokens = np.zeros((rows, length), np.int32)
-        counts = np.zeros(rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt) - 1] = prompt[1:]
-            counts[row] = len(prompt) - 1
-        state = self._empty(rows, prefix.cache.length)
-        state = self._absorb(state, prefix.states, tokens, counts, length)
         states = np.asarray(prefix.states) if self._collects else None
-        return PrefilledHead(state, states)
+        return PrefilledHead(self._slots.prefill(prefix, prompts), states)
 
     def insert(
         self, prefilled: "PrefilledHead", assignments: Sequence[Assignment], requests: Sequence[int]
     ) -> None:
-        slots = [assignment.slot for assignment in assignments]
-        for _, _, counts in self._waiting:
-            counts[slots] = 0
-        batch = len(self._state.lengths)
-        rows, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
-        rows[: len(slots)] = [assignment.row for assignment in assignments]
-        into[: len(slots)] = slots
-        self._state = _insert(self._state, prefilled.state, rows, into)
-        for assignment, request in zip(assignments, requests, strict=True):
-            self._requests[assignment.slot] = request
+        rows, slots = ([getattr(each, name) for each in assignments] for name in ("row", "slot"))
+        self._slots.insert(prefilled.state, rows, slots)
+        for row, slot, request in zip(rows, slots, requests, strict=True):
+            self._requests[slot] = request
             if self._trainable[request]:
                 known = len(self._prompts[request]) - 1
-                self._states[request] = [prefilled.states[assignment.row, :known]]
+                self._states[request] = [prefilled.states[row, :known]]
                 self._tokens[request] = list(self._prompts[request])
 
     def advance(self, result: DecodeResult) -> None:
-        counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
-        self._waiting.append((result.states, np.maximum(result.tokens, 0), counts))
+        counts = self._slots.advance(result)
         self._collect(result.states, counts)
-        if len(self._waiting) > _WAITING:
-            _, _, missed = self._waiting.popleft()
-            self._state = forget(self._state, jnp.asarray(missed > 0))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        self._catch_up()
-        taken = np.zeros(batch, np.int32)
-        taken[: len(slots)] = slots
-        self._state = _take(self._state, taken)
+        self._slots.compact(slots, batch)
         kept = dict(enumerate(slots))
         self._requests = {new: self._requests[old] for new, old in kept.items() if old in self._requests}
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
-        self._catch_up()
-        coupled = self._engine.verification == "coupled"
-        return jitted_draft(
-            self._draft_params,
-            self.config,
-            self._shared,
-            self._state,
-            state.lengths,
-            state.noise_keys if coupled else None,
-            self._rope,
-            strategy,
-            self._engine.sampling,
-            self._numerics,
-        )
-
-    def _catch_up(self) -> None:
-        while self._waiting:
-            states, tokens, counts = self._waiting.popleft()
-            most = counts.max()
-            if most:
-                width = next((width for width in _WIDTHS if width >= most), -(-most // 64) * 64)
-                self._state = self._absorb(self._state, states, tokens, counts, width)
-
-    def _absorb(
-        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray, width: int
-    ) -> DrafterState:
-        """Brings in pairs, `width` of a slot at most."""
-        missing = max(0, width - tokens.shape[1])
-        tokens = np.pad(tokens, [(0, 0), (0, missing)])[:, :width]
-        if states.shape[1] < width:
-            states = jnp.pad(states, [(0, 0), (0, width - states.shape[1]), (0, 0), (0, 0)])
-        return jitted_absorb(
-            self._draft_params,
-            self.config,
-            self._shared,
-            state,
-            states[:, :width],
-            jnp.asarray(tokens),
-            jnp.asarray(counts),
-            self._rope,
-            self._numerics,
-        )
+        return self._slots.draft(state, strategy)
 
     # -- what a drafter hears --------------------------------------------------------------------------------
 
@@ -424,18 +323,3 @@ class PrefilledHead:
 
     state: DrafterState
     states: np.ndarray | None
-
-
-@jax.jit
-def _insert(state: DrafterState, prefilled: DrafterState, rows: Array, slots: Array) -> DrafterState:
-    """Row rows[i] of what was prefilled into slot slots[i]; slots out of range are skipped."""
-    return DrafterState(
-        cache=copy_rows(state.cache, prefilled.cache, rows, slots),
-        lengths=state.lengths.at[slots].set(prefilled.lengths[rows], mode="drop"),
-        outputs=state.outputs.at[slots].set(prefilled.outputs[rows], mode="drop"),
-    )
-
-
-@jax.jit
-def _take(state: DrafterState, slots: Array) -> DrafterState:
-    return DrafterState(take_slots(state.cache, slots), state.lengths[slots], state.outputs[slots])

@@ -23,7 +23,6 @@ its positions count from the first pair it was given, which RoPE does not mind.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
@@ -295,7 +294,3 @@ def draft(
     parents = jnp.where(parents < 0, -1, take(place, jnp.maximum(parents, 0)))
     tree = DraftTree(tokens=take(all_tokens, chosen), parents=parents, valid=jnp.isfinite(best))
     return ScoredTree(tree=tree, log_probability=best)
-
-
-jitted_absorb = jax.jit(absorb, static_argnames=("config", "numerics"), donate_argnames=("state",))
-jitted_draft = jax.jit(draft, static_argnames=("config", "strategy", "sampling", "numerics"))

@@ -19,6 +19,7 @@ from rljax.models import transformer
 from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.rollout.pass_choice import time_passes
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
@@ -33,6 +34,9 @@ class CheapTimes:
 
     def __getitem__(self, shape):
         return 1.0 if shape[2] == 0 else 1e-3
+
+    def __contains__(self, shape):
+        return True
 
     def add(self, shape, seconds):
         assert seconds > 0
@@ -90,6 +94,29 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, vari
     metrics = speculator.metrics(statistics)
     assert metrics["speculation/draft_share"] > 0
     assert metrics["speculation/head/updates"] == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
+    """Whatever lengths and batches come about, plain visits in between included."""
+    speculator = make_speculator()
+    longest = max(len(request.prompt_ids) for request in requests)
+    speculator.engine.warm_up(params, SLOTS, longest, late_inserts=overlap)
+    for shape in itertools.product(BUCKETS.batch, BUCKETS.cache):
+        time_passes(speculator.engine, params, *shape, 1)
+    speculator.warm_up(params, longest)
+    speculator.drafters["eagle"]._budget.allows = lambda: True
+    turns, (proposer,) = itertools.count(), speculator.proposers
+    promise = proposer.promise
+    proposer.promise = lambda *of: (
+        promise(*of) if next(turns) // 8 % 2 else 0.0
+    )  # eight plain visits in a row
+    before = POOL.compilations
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
+        speculator.learn(outcomes(requests, completions))
+    assert 0 < statistics.verified < statistics.steps
+    assert POOL.compilations == before
 
 
 def outcomes(requests, completions):

@@ -11,10 +11,10 @@ import pytest
 from drafters.eagle.drafting import (
     DrafterState,
     DraftStrategy,
+    absorb,
+    draft,
     empty_state,
     forget,
-    jitted_absorb,
-    jitted_draft,
 )
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
 from drafters.eagle.training import HeadBatch, head_loss, published_training, unroll
@@ -25,6 +25,8 @@ from rljax.models.numerics import Numerics
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
 
 PLAIN = SamplingParams()
+jitted_absorb = jax.jit(absorb, static_argnames=("config", "numerics"), donate_argnames=("state",))
+jitted_draft = jax.jit(draft, static_argnames=("config", "strategy", "sampling", "numerics"))
 COMMITTED = (20, 9)  # the policy's committed tokens, of two slots
 KEYS = jnp.asarray(np.stack([request_key(1, 2), request_key(1, 3)]))
 

@@ -1,0 +1,229 @@
+"""What a head knows of the engine's slots, on the device: it takes up what the policy verified, and drafts.
+
+    slots.use(head_params, shared)                 # the weights of the rollout that begins
+    slots.start(batch)
+    slots.insert(slots.prefill(prefix, prompts), rows, into)
+    slots.advance(result)                          # every visit of the engine
+    tree = slots.draft(state, strategy)
+
+Every forward pass of the engine hands out the policy's states (`DecodeEngine.hidden_layers`). They are taken
+up when drafts are next asked for: until then they wait, for a few visits. A slot whose states were missed is
+forgotten, and known again from the next ones on.
+
+Programs are the engine's pool's, as the engine's own are: shapes are rounded up, all are compiled before the
+first rollout, counted, and kept for the next process.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from drafters.eagle.drafting import (
+    DrafterState,
+    DraftStrategy,
+    ScoredTree,
+    absorb,
+    draft,
+    empty_state,
+    forget,
+)
+from drafters.eagle.model import HeadConfig
+from rljax.engine.engine import DecodeEngine, DecodeResult
+from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
+from rljax.engine.state import DecodeState, Prefix
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+
+_WIDTHS = (2, 4, 8, 16, 64)
+"""Tokens of a slot that are taken up in one go: a program each."""
+_WAITING = 4  # visits whose states are kept until drafts are asked for
+
+
+class HeadSlots:
+    """A head beside the slots of an engine's state.
+
+    Args:
+      config: the head's shape.
+      engine: whose slots; its shapes, sampling distribution, rule and pool are used here, too.
+      deepest: levels of the deepest tree that will be drafted.
+
+    Attributes:
+      numerics: how the head computes: as the policy, but for row invariance, which drafts need not.
+    """
+
+    def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int) -> None:
+        self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype)
+        self._engine = engine
+        self._length = engine.buckets.cache[-1]
+        self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
+        self._key = (config, self.numerics, len(self._rope))
+        self._visits: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
+
+    def use(self, params: Params, shared: Params) -> None:
+        """The head's weights from here on, in its compute dtype, and the policy's (`shared_params`)."""
+        self._params, self._shared = params, shared
+
+    def start(self, batch: int) -> None:
+        """All slots of a state of `batch` are empty."""
+        self._state = self._empty(batch, self._length)
+        self._visits.clear()
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
+        """The pairs of every prompt: all tokens but the first, each behind the state before it."""
+        rows, length = prefix.states.shape[:2]
+        tokens, counts = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt) - 1] = prompt[1:]
+            counts[row] = len(prompt) - 1
+        return self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
+
+    def insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Prefilled row rows[i] goes into slot slots[i]."""
+        for _, _, counts in self._visits:  # of the requests that were there before
+            counts[list(slots)] = 0
+        batch = len(self._state.lengths)
+        from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
+        from_[: len(rows)], into[: len(slots)] = rows, slots
+        shapes = (batch, len(prefilled.lengths), prefilled.cache.length)
+        self._state = self._run("insert", shapes, _insert, self._state, prefilled, from_, into)
+
+    def advance(self, result: DecodeResult) -> np.ndarray:
+        """Slots have sampled tokens; how many each, int32 [B]."""
+        counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
+        self._visits.append((result.states, np.maximum(result.tokens, 0), counts.copy()))
+        if len(self._visits) > _WAITING:
+            self._forget(self._visits.popleft()[2] > 0)
+        return counts
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        """Only `slots` go on, in that order, in a state of `batch`."""
+        self._catch_up()
+        taken = np.zeros(batch, np.int32)
+        taken[: len(slots)] = slots
+        self._compact(taken)
+
+    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
+        """Trees below the slots' last tokens."""
+        self._catch_up()
+        coupled = self._engine.verification == "coupled"
+        static = {
+            "config": self.config,
+            "strategy": strategy,
+            "sampling": self._engine.sampling,
+            "numerics": self.numerics,
+        }
+        given = {
+            "params": self._params,
+            "shared": self._shared,
+            "state": self._state,
+            "positions": state.lengths,
+            "noise_keys": state.noise_keys if coupled else None,
+            "rope": self._rope,
+        }
+        shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled)
+        return self._run("draft", shapes, lambda given: draft(**given, **static), given, donate=())
+
+    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int]) -> None:
+        """Compiles all of this but drafting, for prompts and states of these shapes. Leaves no slot known."""
+        prefilled = [self.prefill(prefix, []) for prefix in prefixes]
+        states = prefixes[0].states
+        for batch in batches:
+            self.start(batch)
+            for own in prefilled:
+                self.insert(own, [], [])
+            self._forget(np.zeros(batch, bool))
+            visits = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
+            for tokens in {self._engine.decode_steps_per_visit} | visits:
+                handed_out = jnp.zeros((batch, tokens, *states.shape[2:]), states.dtype)
+                nothing = np.zeros((batch, tokens), np.int32)
+                for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
+                    if shorter < tokens:
+                        window = self._window(handed_out, nothing, 0, width)
+                        self._state = self._absorb(self._state, *window, np.zeros(batch, np.int32))
+            for smaller in batches:
+                if smaller < batch:
+                    before = self._state
+                    self._compact(np.zeros(smaller, np.int32))
+                    self._state = before
+
+    # -- programs --------------------------------------------------------------------------------------------
+
+    def _run(
+        self, name: str, shapes: tuple, function: Callable[..., Any], *args: Any, donate: tuple = (0,)
+    ) -> Any:
+        """A program over such shapes, which may overwrite its first argument."""
+        args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
+        key = (f"head_{name}", *shapes, *self._key)
+        return self._engine.pool.get(key, function, args, donate_argnums=donate)(*args)
+
+    def _empty(self, batch: int, length: int) -> DrafterState:
+        return empty_state(self.config, batch, length, cache_dtype(self.numerics))
+
+    def _forget(self, missed: np.ndarray) -> None:
+        self._state = self._run("forget", (len(missed),), forget, self._state, missed)
+
+    def _compact(self, taken: np.ndarray) -> None:
+        shapes = (len(self._state.lengths), len(taken))
+        self._state = self._run("compact", shapes, _take, self._state, taken, donate=())
+
+    def _catch_up(self) -> None:
+        while self._visits:
+            states, tokens, counts = self._visits.popleft()
+            for start in range(0, int(counts.max()), _WIDTHS[-1]):
+                left = np.clip(counts - start, 0, _WIDTHS[-1])
+                width = next(width for width in _WIDTHS if width >= left.max())
+                self._state = self._absorb(self._state, *self._window(states, tokens, start, width), left)
+
+    def _window(self, states: Array, tokens: np.ndarray, start: int, width: int) -> tuple[Array, np.ndarray]:
+        """`width` of a visit's states and tokens, from `start` on."""
+        there = tokens[:, start : start + width]
+        tokens = np.pad(there, [(0, 0), (0, width - there.shape[1])])
+        if states.shape[1] == width:
+            return states, tokens
+        window = functools.partial(_window, width=width)
+        args = (states, np.asarray(start, np.int32))
+        return self._run("window", (*states.shape[:2], width), window, *args, donate=()), tokens
+
+    def _absorb(
+        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray
+    ) -> DrafterState:
+        """Brings in counts[i] pairs of slot i."""
+        static = {"config": self.config, "numerics": self.numerics}
+        given = {
+            "params": self._params,
+            "shared": self._shared,
+            "states": states,
+            "tokens": jnp.asarray(tokens),
+            "counts": jnp.asarray(counts),
+            "rope": self._rope,
+        }
+        shapes = (*tokens.shape, state.cache.length)
+        return self._run(
+            "absorb", shapes, lambda own, given: absorb(state=own, **given, **static), state, given
+        )
+
+
+def _window(states: Array, start: Array, width: int) -> Array:
+    """states[:, start : start + width], with zeros behind the last."""
+    return lax.dynamic_slice_in_dim(
+        jnp.pad(states, [(0, 0), (0, width), (0, 0), (0, 0)]), start, width, axis=1
+    )
+
+
+def _insert(state: DrafterState, prefilled: DrafterState, rows: Array, slots: Array) -> DrafterState:
+    """Row rows[i] of what was prefilled into slot slots[i]; slots out of range are skipped."""
+    return DrafterState(
+        cache=copy_rows(state.cache, prefilled.cache, rows, slots),
+        lengths=state.lengths.at[slots].set(prefilled.lengths[rows], mode="drop"),
+        outputs=state.outputs.at[slots].set(prefilled.outputs[rows], mode="drop"),
+    )
+
+
+def _take(state: DrafterState, slots: Array) -> DrafterState:
+    return DrafterState(take_slots(state.cache, slots), state.lengths[slots], state.outputs[slots])
