@@ -156,10 +156,13 @@ class SelfDrafter(Drafter, Protocol):
     target's cache (`rljax/engine/self_drafting.py`).
 
     Attributes:
-      draft_params: the weights, as `DecodeEngine.draft` takes them.
+      pending_seconds: what making the weights ready will take, as far as is known; 0 where they are.
     """
 
-    draft_params: Any
+    pending_seconds: float
+
+    def draft_params(self) -> Any:
+        """The weights, as `DecodeEngine.draft` takes them, made ready if they are not."""
 
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollouts to come, as the engine has them."""

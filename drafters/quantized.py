@@ -159,8 +159,8 @@ class QuantizedPolicy:
       quantizer: a name in `QUANTIZERS`.
 
     Attributes:
-      params: the drafter's params; None before the first refresh.
-      seconds: what the last refresh took.
+      params: the drafter's params; None before the first refresh, and after `release`.
+      seconds: what the last refresh took, compiling left out.
       bytes: of the quantized projections, all that the drafter needs beside the policy.
       read_bytes: of all weights that a draft step reads, the shared LM head included.
     """
@@ -175,6 +175,7 @@ class QuantizedPolicy:
             functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt), donate_argnums=1, keep_unused=True
         )
         self.params: Params | None = None
+        self._layers: list[dict[str, QuantizedWeight]] = []  # whose memory the next ones take over
         self.seconds = 0.0
         self.bytes = 0
         self.read_bytes = 0
@@ -183,20 +184,27 @@ class QuantizedPolicy:
         """The drafter's weights for a policy `params` as the engine has it. Consumes those of the refresh
         before.
         """
+        projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
+        if not self._layers:  # both programs are compiled before the clock starts
+            jax.block_until_ready(
+                self._quantize_layer(projections[0], self._quantize_layer(projections[0], None))
+            )
         start = time.perf_counter()
-        old = [None] * len(params["layers"]) if self.params is None else self.params["layers"]
-        layers = []
-        for layer, before in zip(params["layers"], old, strict=True):
-            own = None if before is None else {name: before[name] for name in PROJECTIONS}
-            projections = {name: layer[name] for name in PROJECTIONS}
-            layers.append(layer | self._quantize_layer(projections, own))
+        old, self._layers = self._layers or [None] * len(projections), []
+        for own, before in zip(projections, old, strict=True):
+            self._layers.append(self._quantize_layer(own, before))
+        layers = [layer | quantized for layer, quantized in zip(params["layers"], self._layers, strict=True)]
         self.params = jax.block_until_ready(params | {"layers": layers})
         self.seconds = time.perf_counter() - start
-        self.bytes = sum(_bytes({name: layer[name] for name in PROJECTIONS}) for layer in layers)
+        self.bytes = sum(map(_bytes, self._layers))
         # Of an untied input embedding a step reads a row a slot.
         unread = _bytes(params["embed"]) if "lm_head" in params else 0
         self.read_bytes = _bytes(self.params) - unread
         return self.params
+
+    def release(self) -> None:
+        """Keeps no weights of the policy alive; the next refresh needs no more memory than the last."""
+        self.params = None
 
 
 # -- the drafter -------------------------------------------------------------------------------------------
@@ -228,14 +236,17 @@ class QuantizedDrafter:
         self._policy = QuantizedPolicy(self.format, arguments.quantizer)
         self._source: Params | None = None
 
+    def draft_params(self) -> Params:
+        """Quantized when they are first asked for: a rollout that does not draft with them pays nothing."""
+        return self._policy.refresh(self._source) if self._policy.params is None else self._policy.params
+
     @property
-    def draft_params(self) -> Params | None:
-        return self._policy.params
+    def pending_seconds(self) -> float:
+        return self._policy.seconds if self._policy.params is None else 0.0
 
     def refresh(self, params: Params) -> None:
         if params is not self._source:
-            self._source = None  # not kept alive beside its successor
-            self._policy.refresh(params)
+            self._policy.release()
             self._source = params
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
@@ -254,7 +265,7 @@ class QuantizedDrafter:
         """The state of another drafter: none of it is of use."""
 
     def metrics(self) -> dict[str, float]:
-        """`refresh_seconds` for the present policy, and the `draft_bytes` that it takes beside the policy."""
+        """`refresh_seconds` of the policy quantized last, and the `draft_bytes` that it takes beside it."""
         return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
 
 

@@ -5,6 +5,7 @@ from the share of drafts that were accepted so far and from what drafting and pa
 than plain decoding yields, nothing is drafted: EfficientRollout's toggle (section 3.2).
 """
 
+import time
 from collections.abc import Sequence
 
 from drafters.eagle.drafting import DraftStrategy
@@ -38,6 +39,30 @@ class ChainAcceptance:
     @property
     def rate(self) -> float:
         return (self._accepted + _PRIOR_ACCEPTANCE * _PRIOR_DRAFTS) / (self._judged + _PRIOR_DRAFTS)
+
+
+class WorthStarting:
+    """Whether to begin drafting in a rollout, where that takes time: once it would have saved as much.
+
+    Nobody knows how long a rollout goes on. So it is as with skis that can be rented or bought: who buys when
+    the rents have come to the price never pays more than twice what was best.
+    """
+
+    def __init__(self) -> None:
+        self._saved = self._saving = 0.0
+        self._since = time.perf_counter()
+
+    def allows(self, seconds: float, saving: float) -> bool:
+        """Whether to begin now.
+
+        Args:
+          seconds: that beginning takes.
+          saving: share of the time from now on that drafting is expected to save.
+        """
+        now = time.perf_counter()
+        self._saved += self._saving * (now - self._since)
+        self._saving, self._since = saving, now
+        return self._saved >= seconds
 
 
 def best_length(

@@ -30,7 +30,7 @@ from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_r
 from rljax.rollout.patience_ladder import PatienceLadder
 from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
-from rljax.rollout.roofline import Roofline, Toggle
+from rljax.rollout.roofline import MARGIN, Roofline, Toggle
 from rljax.rollout.strategies import Strategy, arms_by_batch, parse_strategies, room_per_slot
 
 _LADDER = (5, 7, 9, 11)  # EfficientRollout's draft lengths (section 4.1)
@@ -76,9 +76,9 @@ class Expected:
         offered: list[Proposal] = []
         spent = 0.0
         promises = [(proposer.promise(shape, active), proposer) for proposer in self._proposers]
-        # Those who cost nothing come first; who takes time is asked where more is expected than they have.
+        # Those who cost nothing come first; who takes time is asked where clearly more is expected.
         for promise, proposer in sorted(promises, key=lambda each: -each[0]):
-            if promise <= best.expected:
+            if promise <= (1.0 + MARGIN) * best.expected:
                 continue
             state, proposal = proposer.propose(state, active, statistics)
             offered.append(proposal)

@@ -30,8 +30,14 @@ from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError, UserError
 from rljax.models.transformer import Params
-from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length, best_strategy
-from rljax.rollout.pass_choice import Calibration, PassTimes, time_drafts, time_trees
+from rljax.rollout.draft_length import (
+    DRAFT_STEP,
+    ChainAcceptance,
+    WorthStarting,
+    best_length,
+    best_strategy,
+)
+from rljax.rollout.pass_choice import Calibration, PassTimes, plain_rate, time_drafts, time_trees
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.strategies import Strategy
 
@@ -254,8 +260,13 @@ class SelfProposer(_OnDevice):
     def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
         self._length = 0  # of the chains that were promised last
+        self._start = WorthStarting()
         self.judged = (0, 0)
         """Drafts verified so far, and accepted."""
+
+    def refresh(self, params: Params) -> None:
+        super().refresh(params)
+        self._start = WorthStarting()
 
     @property
     def acceptance(self) -> float:
@@ -263,12 +274,16 @@ class SelfProposer(_OnDevice):
         return self._acceptance.rate
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
-        for seconds in time_drafts(self._engine, self.drafter.draft_params, batch, length, repeats):
+        draft_params = self.drafter.draft_params()
+        for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add((batch, length, DRAFT_STEP), seconds)
 
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
-        self._length, rate = self.choose_length(shape, len(active.slots), int(active.wanted.sum()))
-        return rate
+        wanted = int(active.wanted.sum())
+        self._length, rate = self.choose_length(shape, len(active.slots), wanted)
+        plain = plain_rate(wanted + active.standing_by, self._times, *shape)
+        saving = 1.0 - plain / max(rate, plain)
+        return rate if self._start.allows(self.drafter.pending_seconds, saving) else 0.0
 
     def default_strategies(self, room: int) -> list[Strategy]:
         lengths = sorted({min(length, room) for length in _CHAIN_LENGTHS})
@@ -288,10 +303,13 @@ class SelfProposer(_OnDevice):
     ) -> tuple[DecodeState, Proposal]:
         start = time.perf_counter()
         length = self._length if strategy is None else strategy.depth
-        state, drafted = self._engine.draft(self.drafter.draft_params, state, length)
+        params = ask(self.name, self.drafter, "draft_params")
+        ready = time.perf_counter()
+        state, drafted = self._engine.draft(params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
-        seconds = time.perf_counter() - start
-        self._times.add((state.batch, state.cache.length, DRAFT_STEP), seconds / length)
+        end = time.perf_counter()
+        self._times.add((state.batch, state.cache.length, DRAFT_STEP), (end - ready) / length)
+        seconds = end - start
         statistics.draft_seconds += seconds
         usable = tokens >= 0
         bins = self._calibration.bins(margin_log_probability(margins))

@@ -30,11 +30,13 @@ from rljax.rollout.policy_costs import PolicyCosts
 SIGN_GATE, ERROR_GATE = 0.90, 0.10
 """What EfficientRollout reached: share of points whose sign is right, and mean error of target times."""
 
+MARGIN = 0.05
+"""The paper's epsilon: by how much drafting must be expected to be faster."""
+
 _OVERLAPS = tuple(step / 20 for step in range(21))
 _ROUNDS = 20  # of deciding which points memory limits; it settles after two or three
 _NO_GAIN = 1e-12  # of the least squares, relative
 _ACCEPTANCES = (0.5, 0.7, 0.9)
-_MARGIN = 0.05  # the paper's epsilon
 
 Kind = Literal["plain", "verify", "draft"]
 
@@ -476,7 +478,7 @@ class Toggle:
         self,
         roofline: Roofline,
         chain: int,
-        margin: float = _MARGIN,
+        margin: float = MARGIN,
         buckets: Buckets | None = None,
         drafts_itself: bool = True,
     ) -> None:

@@ -10,6 +10,7 @@ from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.sampling import SamplingParams
 from rljax.models.numerics import Numerics
+from rljax.rollout import draft_length
 from rljax.rollout.draft_length import DRAFT_STEP, ChainAcceptance, best_length
 from rljax.rollout.pass_choice import plain_rate
 from rljax.rollout.scheduler import Scheduler
@@ -81,14 +82,55 @@ def test_it_follows_the_policy(engine, params, requests, expected):
     scheduler = Scheduler(engine, SLOTS, None, speculator)
     other = make_params(1)
     scheduler.run(other, requests)
-    before = np.asarray(speculator.drafters["quantized"].draft_params["layers"][0]["q"].values)
+    before = np.asarray(speculator.drafters["quantized"].draft_params()["layers"][0]["q"].values)
     completions, statistics = scheduler.run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > 0.8 * statistics.drafted > 0
-    weights = speculator.drafters["quantized"].draft_params
+    weights = speculator.drafters["quantized"].draft_params()
     assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
     scheduler.run(params, requests[:1])
-    assert speculator.drafters["quantized"].draft_params is weights
+    assert speculator.drafters["quantized"].draft_params() is weights
+
+
+def test_a_rollout_that_does_not_draft_with_them_rounds_no_weights(engine, params, requests, expected):
+    drafter = make_drafter("quantized")
+    speculator = Speculator(engine, {"quantized": drafter}, SLOTS, times=DEAR)
+    before = drafter.metrics()["refresh_seconds"]
+    completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.drafted == 0
+    assert before == drafter.metrics()["refresh_seconds"] == 0.0
+    drafter.draft_params()
+    assert drafter.metrics()["refresh_seconds"] > 0.0 == drafter.pending_seconds
+
+
+def test_drafting_begins_once_it_would_have_saved_what_beginning_takes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(draft_length.time, "perf_counter", lambda: now[0])
+    start = draft_length.WorthStarting()
+    assert start.allows(0.0, 0.0)
+    answers = []
+    for saving in (0.5, 0.5, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25):
+        answers.append(start.allows(2.0, saving))
+        now[0] += 1.0
+    # 0.5 a second for two seconds, then nothing, then a quarter
+    assert answers == [False] * 8
+    assert start.allows(2.0, 0.25)
+    assert not start.allows(2.1, 0.0)
+
+
+def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
+    """A pass of 8 rows and 1 step, of two slots: nearly twice the tokens, in nearly twice the time."""
+
+    def drafted(step):
+        times = FixedTimes({0: 1.0, DRAFT_STEP: step, 8: 1.0, 16: 99.0, 32: 99.0})
+        speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=times)
+        speculator.proposers[0]._acceptance.add(10**9, 10**9)
+        speculator.proposers[0].forget = lambda: None
+        return Scheduler(engine, SLOTS, None, speculator).run(params, requests)[1].drafted
+
+    assert drafted(0.90) > 0
+    assert drafted(0.97) == 0
 
 
 def test_it_is_a_self_drafter_and_others_are_not():
