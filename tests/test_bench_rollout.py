@@ -41,15 +41,16 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
 
 @pytest.mark.slow
 def test_rollout_rows(config):
-    rows = rollout.rollout_rows(config, ["plain", "SRT", "all by the ladder"])
+    names = ["plain", "SRT", "prompt lookup", "suffix decoding", "all by the ladder"]
+    rows = rollout.rollout_rows(config, names)
     assert [row.name for row in rows] == [
-        f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in ("SRT", "all by the ladder")
+        f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in names[1:]
     ]
     for row in rows:
         assert row.ratio == pytest.approx(row.value / row.baseline_value)
         assert 0 < row.details["busy_slots"] <= 1
         assert row.details["length_p75"] <= row.details["length_max"] <= 48
-    assert len({row.details["tokens"] for row in rows[:2]}) == 1  # of the same responses
+    assert len({row.details["tokens"] for row in rows[: len(names) - 1]}) == 1  # of the same responses
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from rljax.config import ExperimentConfig
 from rljax.rollout.collector import Group
 from rljax.rollout.records import DecodeStatistics, accumulate
 from rollout_benchmarks.variants import (
-    PLAIN,
     VARIANTS,
     Variant,
     check_same,
@@ -18,42 +17,57 @@ from rollout_benchmarks.variants import (
     roll_out,
 )
 
+_BETWEEN = 3  # variants between two plain rollouts: what a machine does drifts over minutes
+
 
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
     with open_run(config) as (run, progress):
         run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
-        variants = make_variants(run, names)
+        plain, *variants = make_variants(run, names)
+        baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
+        plain_statistics: list[DecodeStatistics] = []
         lengths: list[list[int]] = []
         progress.stage("bench", config.training.steps)
+
+        def timed(variant: Variant, step: int) -> list[Group]:
+            groups = roll_out(run, variant, step)
+            progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
+            return groups
+
         for step in range(config.training.steps):
-            by_name: dict[str, list[Group]] = {}
-            for variant in reversed(variants) if step % 2 else variants:
-                by_name[variant.name] = roll_out(run, variant, step)
-                progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
-            for name, groups in by_name.items():
-                check_same(by_name[PLAIN], groups, name)
-            plain = by_name[PLAIN]
-            lengths.append([len(each.response_ids) for group in plain for each in group.completions])
-            minibatches, _ = run.minibatches(plain)
+            expected = timed(plain, step)
+            plain_statistics.append(plain.statistics[-1])
+            lengths.append([len(each.response_ids) for group in expected for each in group.completions])
+            order = variants[::-1] if step % 2 else variants
+            for first in range(0, len(order), _BETWEEN):
+                between = order[first : first + _BETWEEN]
+                for variant in between:
+                    check_same(expected, timed(variant, step), variant.name)
+                check_same(expected, timed(plain, step), plain.name)
+                for variant in between:
+                    baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
+            minibatches, _ = run.minibatches(expected)
             run.update(minibatches, run.reference_logprobs(minibatches))
-            progress.step(
-                step + 1, {"tokens_per_second": variants[0].statistics[-1].tokens / variants[0].seconds[-1]}
-            )
+            progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
     per_epoch = max(config.task.problems // config.rollout.prompts_per_step, 1)
     rows = []
     for first in range(0, config.training.steps, per_epoch):
         steps = slice(first, first + per_epoch)
-        for variant in variants[1:]:
-            workload = _workload(variants[0], steps, lengths, config.engine.max_slots)
-            rows.append(_row(first // per_epoch + 1, variants[0], variant, steps, workload))
+        workload = _workload(plain_statistics[steps], lengths[steps], config.engine.max_slots)
+        for variant in variants:
+            rows.append(
+                _row(first // per_epoch + 1, variant, baselines[variant.name][steps], steps, workload)
+            )
     return rows
 
 
-def _workload(plain: Variant, steps: slice, lengths: Sequence[Sequence[int]], slots: int) -> dict[str, float]:
+def _workload(
+    plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
+) -> dict[str, float]:
     """How long the tail is: of the slots, the share that is busy in plain decoding; lengths of responses."""
-    passes = sum(each.steps for each in plain.statistics[steps])
-    all_lengths = np.concatenate(lengths[steps])
+    passes = sum(each.steps for each in plain)
+    all_lengths = np.concatenate(lengths)
     return {
         "busy_slots": float(all_lengths.sum() / (passes * slots)),
         "length_mean": float(all_lengths.mean()),
@@ -62,8 +76,10 @@ def _workload(plain: Variant, steps: slice, lengths: Sequence[Sequence[int]], sl
     }
 
 
-def _row(epoch: int, plain: Variant, variant: Variant, steps: slice, workload: dict[str, float]) -> Row:
-    own, baseline = variant.seconds[steps], plain.seconds[steps]
+def _row(
+    epoch: int, variant: Variant, baseline: Sequence[float], steps: slice, workload: dict[str, float]
+) -> Row:
+    own = variant.seconds[steps]
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
         accumulate(total, one)
