@@ -8,7 +8,7 @@ maximum; exponentials summed, and values weighted, chunk of keys after chunk of 
 import functools
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_sum
 
@@ -74,5 +74,14 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
 
 
 def scale_queries(q: Array) -> Array:
-    """Queries [..., D] times D^-0.5, in float32."""
-    return q.astype(jnp.float32) * (q.shape[-1] ** -0.5)
+    """Queries [..., D] times D^-0.5, in float32.
+
+    Queries in bfloat16 were rounded to it. Where enough slots decode, a CPU's compiler hands that rounding over
+    to a library together with the sum of the scores, and the library leaves it out: so it is written as an
+    operation that no library takes.
+    """
+    exact = q.astype(jnp.float32)
+    if q.dtype != jnp.float32:
+        kind = jnp.finfo(q.dtype)
+        exact = lax.reduce_precision(exact, kind.nexp, kind.nmant)
+    return exact * (q.shape[-1] ** -0.5)

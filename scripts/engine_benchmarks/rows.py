@@ -13,7 +13,8 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.benchmarking import Row
-from rljax.models.attention import softmax_terms
+from rljax.engine.kv_cache import block_scores
+from rljax.models.attention import scale_queries, softmax_terms
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_max, row_sum
 
 _ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)
@@ -24,7 +25,7 @@ def row_invariance_rows() -> list[Row]:
     """Every formulation of `rljax/models/numerics.py` against what it replaces."""
     rng = np.random.default_rng(0)
     layouts = [_layout(rng, inputs) for inputs in _INPUTS]
-    return [*layouts, _order(rng), _sum(rng), _maximum(rng), _zeros_between(rng)]
+    return [*layouts, _order(rng), _sum(rng), _maximum(rng), _zeros_between(rng), _rounding(rng)]
 
 
 def _layout(rng: np.random.Generator, inputs: int) -> Row:
@@ -84,6 +85,23 @@ def _zeros_between(rng: np.random.Generator) -> Row:
 
     ours, theirs = differing(ordered=True), differing(ordered=False)
     return _row("rows/sums with zeros between/64 rows of ones", ours, "8 rows of ones", theirs, {"of": _ROWS})
+
+
+def _rounding(rng: np.random.Generator) -> Row:
+    """Scores of queries that are rounded to bfloat16 in the same program, of so many slots."""
+    queries = rng.standard_normal((_ROWS, 2, 3, 64), np.float32)
+    keys = rng.standard_normal((_ROWS, 2, 2, 64, 64), np.float32)
+
+    def differing(scale: Callable[[Array], Array]) -> list[int]:
+        def scores(queries: Array, keys: Array) -> Array:
+            return block_scores(scale(queries.astype(jnp.bfloat16)), keys, Numerics())
+
+        program = jax.jit(scores)
+        whole = np.asarray(program(queries, keys))
+        return [n for n in _FEWER if not np.array_equal(program(queries[:n], keys[:n]), whole[:n])]
+
+    ours, theirs = differing(scale_queries), differing(lambda q: q.astype(jnp.float32) / 8)
+    return _sizes_row("rows/scores of rounded queries/reduce_precision", ours, "casts", theirs)
 
 
 def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray) -> list[int]:

@@ -108,6 +108,7 @@ class World:
     """A policy, requests of all sorts, and what they get when decoded all together from the start."""
 
     config: ModelConfig
+    numerics: Numerics
     params: dict
     engine: DecodeEngine
     asked: list[Asked]
@@ -115,20 +116,24 @@ class World:
 
 
 @functools.lru_cache
-def world_of(name):
-    config = CONFIGS[name]
+def world_of(name, dtype="float32"):
+    config, numerics = CONFIGS[name], Numerics(compute_dtype=dtype)
     engine = DecodeEngine(
-        config, NUMERICS, SAMPLING, Buckets((2, 6), (64, LONGEST)), [], decode_steps_per_visit=64
+        config, numerics, SAMPLING, Buckets((2, 6, 24), (64, LONGEST)), [], decode_steps_per_visit=64
     )
     params = engine.load_params(lively_params(config))
     # Prompts beside and on the edges of blocks; responses across the 256 keys that attention sums at a time.
     asked = ask([3, 40, 63, 64, 100, 1], [300, 230, 5, 90, 37, 64])
-    return World(config, params, engine, asked, decode(engine, params, asked, capacity=LONGEST))
+    return World(config, numerics, params, engine, asked, decode(engine, params, asked, capacity=LONGEST))
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(
+    scope="module",
+    params=[*((name, "float32") for name in CONFIGS), ("three queries a key", "bfloat16")],
+    ids=lambda param: " ".join(param),
+)
 def world(request):
-    return world_of(request.param)
+    return world_of(*request.param)
 
 
 def test_together_is_as_long_as_asked_and_worth_comparing(world):
@@ -147,8 +152,9 @@ def test_together_is_as_long_as_asked_and_worth_comparing(world):
         ([1, 2], [1, 0], 0, False),
         ([4, 0, 3], [5, 2, 0], LONGEST, False),  # with holes
         ([5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4], 0, True),  # joining one by one
+        ([1, 3, 4], [23, 0, 9], 0, False),  # where 24 slots are computed, and fewer later
     ],
-    ids=["alone and growing", "alone, large cache", "two", "holes", "joining"],
+    ids=["alone and growing", "alone, large cache", "two", "holes", "joining", "many slots"],
 )
 def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
     asked = [world.asked[i] for i in members]
@@ -177,8 +183,10 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
     rope = jnp.asarray(rope_table(world.config, LONGEST))
 
     def logprobs(params, tokens, positions, segment_ids):
-        attention = PackedAttention(segment_ids, NUMERICS)
-        hidden, _ = transformer.forward(params, world.config, tokens, positions, attention, rope, NUMERICS)
+        attention = PackedAttention(segment_ids, world.numerics)
+        hidden, _ = transformer.forward(
+            params, world.config, tokens, positions, attention, rope, world.numerics
+        )
         logits = transform_logits(transformer.logits(params, world.config, hidden), SAMPLING, NUMERICS)
         return token_logprobs(logits, jnp.roll(tokens, -1, axis=1), NUMERICS)
 
