@@ -76,9 +76,9 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
 def scale_queries(q: Array) -> Array:
     """Queries [..., D] times D^-0.5, in float32.
 
-    Queries in bfloat16 were rounded to it. Where enough slots decode, a CPU's compiler hands that rounding over
-    to a library together with the sum of the scores, and the library leaves it out: so it is written as an
-    operation that no library takes.
+    Queries in bfloat16 were rounded to it. Where enough slots decode, a CPU's compiler hands that rounding to
+    a library together with the sum of the scores, and the library leaves it out: so it is written once more
+    as an operation that no library takes.
     """
     exact = q.astype(jnp.float32)
     if q.dtype != jnp.float32:
