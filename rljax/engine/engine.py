@@ -38,7 +38,7 @@ from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.errors import PolicyError
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, finite_leaves, tree_cast
+from rljax.models.numerics import Numerics, cast_matrices, finite_leaves
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Attention, Params
@@ -214,7 +214,7 @@ class DecodeEngine:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def load_params(self, params: Params) -> Params:
-        """The policy's weights as decoding wants them: in the compute dtype, split for it over the mesh.
+        """The policy's weights as decoding wants them: products' in the compute dtype, split over the mesh.
 
         Raises:
           PolicyError: some are not finite. Attention takes a score that is not a number for a key that is not
@@ -227,7 +227,7 @@ class DecodeEngine:
                     f"policy: {name} holds NaN or infinity; go on from a checkpoint before that, with a"
                     " smaller optimizer.learning_rate if training brought it about"
                 )
-        return shard_params(tree_cast(params, self.numerics.dtype), self.config, self.mesh, decoding=True)
+        return shard_params(cast_matrices(params, self.numerics.dtype), self.config, self.mesh, decoding=True)
 
     # -- the contract ----------------------------------------------------------------------------------------
 

@@ -132,3 +132,8 @@ def finite_leaves(tree):
 def tree_cast(tree, dtype):
     """Every leaf in `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def cast_matrices(tree, dtype):
+    """Every matrix in `dtype`; norms and biases, which are used in float32 and small, as they are."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 1 else leaf, tree)

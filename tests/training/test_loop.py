@@ -77,6 +77,12 @@ def test_the_training_pass_has_the_rollouts_logprobs(plain):
         assert line["mismatch/logprob_abs_max"] == 0.0
 
 
+def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
+    lines = train(tmp_path, "policy.compute_dtype=bfloat16")
+    for line in lines[1:]:
+        assert line["mismatch/logprob_abs_max"] == 0.0
+
+
 def test_nothing_compiles_after_warm_up(plain):
     _, lines = plain
     assert lines[1]["engine/compilations"] == lines[2]["engine/compilations"]
