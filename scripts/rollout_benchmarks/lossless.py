@@ -2,8 +2,7 @@
 
 Every drafter, batches that shrink bucket by bucket, passes of every size in turn whether they promise
 anything or not, responses that come and go, half of them drafted while the others are verified, with and
-without run-ahead; in float32 and in bfloat16. The policy is not grown: bits do not depend on what a pass
-costs.
+without run-ahead. The policy is not grown: bits do not depend on what a pass costs.
 """
 
 import itertools
@@ -53,11 +52,11 @@ class EveryPass(Speculator):
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
 
 
-def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]:
+def lossless_rows(config: ExperimentConfig, steps: int) -> list[Row]:
     """Tokens and logprobs that differ, of how many."""
     chosen = config.model_copy(
         update={
-            "policy": config.policy.model_copy(update={"growth": None, "compute_dtype": dtype}),
+            "policy": config.policy.model_copy(update={"growth": None}),
             "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": _BATCHES}),
             "speculation": config.speculation.model_copy(
                 update={"verify_buckets": _SIZES, "max_drafts": 15, "max_batch": 64}
@@ -74,7 +73,7 @@ def lossless_rows(config: ExperimentConfig, dtype: str, steps: int) -> list[Row]
             plain.append(Scheduler(run.engine, len(requests)).run(params, requests)[0])
         times = PassTimes()
         for number, name in enumerate(_DRAFTERS):
-            rows.append(_compare(run, f"lossless/{dtype}/{name}", name, plain, times))
+            rows.append(_compare(run, f"lossless/{config.policy.compute_dtype}/{name}", name, plain, times))
             progress.step(number + 1, {"tokens_per_second": 0.0})
     return rows
 
