@@ -282,7 +282,7 @@ class SelfProposer(_OnDevice):
         wanted = int(active.wanted.sum())
         self._length, rate = self.choose_length(shape, len(active.slots), wanted)
         plain = plain_rate(wanted + active.standing_by, self._times, *shape)
-        saving = 1.0 - plain / max(rate, plain)
+        saving = 1.0 - plain / rate if rate > plain else 0.0
         return rate if self._start.allows(self.drafter.pending_seconds, saving) else 0.0
 
     def default_strategies(self, room: int) -> list[Strategy]:
