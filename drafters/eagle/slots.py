@@ -212,7 +212,7 @@ class HeadSlots:
 def _window(states: Array, start: Array, width: int) -> Array:
     """states[:, start : start + width], with zeros behind the last."""
     return lax.dynamic_slice_in_dim(
-        jnp.pad(states, [(0, 0), (0, width), (0, 0), (0, 0)]), start, width, axis=1
+        jnp.pad(states, [(0, 0), (0, -states.shape[1] % width), (0, 0), (0, 0)]), start, width, axis=1
     )
 
 

@@ -274,7 +274,7 @@ class SelfProposer(_OnDevice):
         return self._acceptance.rate
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
-        draft_params = self.drafter.draft_params()
+        draft_params = ask(self.name, self.drafter, "draft_params")
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add((batch, length, DRAFT_STEP), seconds)
 

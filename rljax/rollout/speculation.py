@@ -390,7 +390,7 @@ class Speculator:
             for drafter in self._on_device:
                 drafter.warm_up(prefixes, batches, prompt_length)
         for batch in self.engine.buckets.batch:
-            if batch > self.max_batch:
+            if not self._speculates(batch):
                 continue
             for length in self.engine.buckets.cache:
                 if (batch, length, 0) not in self._times:
