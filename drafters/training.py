@@ -99,6 +99,10 @@ class TimeBudget:
         self._since = now
         return self._left >= self._last
 
+    def expect(self, seconds: float) -> None:
+        """What the next piece of work is taken to need, before any was done."""
+        self._last = seconds
+
     def spend(self, seconds: float) -> None:
         """A piece of work is over."""
         self._left -= seconds
@@ -192,9 +196,15 @@ class HeadTrainer:
             if np.any(response_mask[window][2:]):
                 self._buffer.add(tokens[window], states[window], response_mask[window])
 
-    def warm_up(self, shared: Params) -> None:
-        """Compiles the update without running it."""
-        self._compiled(shared)
+    def warm_up(self, shared: Params) -> float:
+        """Compiles the update, and returns the seconds that one takes: those of an empty batch, on a copy."""
+        program = self._compiled(shared)
+        state = jax.tree.map(jnp.copy, self._state)
+        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._batch_shape())
+        jax.block_until_ready((state, batch))
+        start = time.perf_counter()
+        jax.block_until_ready(program(state, batch, shared, self._rope))
+        return time.perf_counter() - start
 
     def slice(self, shared: Params) -> dict[str, float] | None:
         """One update on the next packed batch, and its metrics when it is done; None when there is nothing to
@@ -300,13 +310,16 @@ class HeadTrainer:
         drawn = self._buffer.draw(self._seed + self._passes)
         return [sequence for sequence in drawn if sequence.number not in self._trained]
 
-    def _compiled(self, shared: Params) -> Callable[..., tuple[TrainState, Metrics]]:
+    def _batch_shape(self) -> HeadBatch:
         shape, d = (self.rows, self.pack_length), self.head.policy.hidden_size
-        batch = HeadBatch(
+        return HeadBatch(
             *[jax.ShapeDtypeStruct(shape, jnp.int32)] * 3,
             jax.ShapeDtypeStruct(shape, jnp.bool_),
             jax.ShapeDtypeStruct((*shape, self.head.states, d), self._dtype),
         )
+
+    def _compiled(self, shared: Params) -> Callable[..., tuple[TrainState, Metrics]]:
+        shape = (self.rows, self.pack_length)
         static = {
             "config": self.head,
             "training": self._training,
@@ -317,7 +330,7 @@ class HeadTrainer:
         return self._pool.get(
             ("head_update", *static.values(), shape, dtypes, len(self._rope)),
             functools.partial(_update, **static),
-            (self._state, batch, shared, self._rope),
+            (self._state, self._batch_shape(), shared, self._rope),
             donate_argnums=(0,),
         )
 

@@ -54,6 +54,15 @@ def test_rollout_rows(config):
 
 
 @pytest.mark.slow
+def test_what_came_before_is_accepted_again(config):
+    always = {"choice": "fixed", "strategies": [{"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}]}
+    config = config.model_copy(update={"speculation": config.speculation.model_copy(update=always)})
+    first, second = rollout.rollout_rows(config, ["plain", "SRT"])
+    assert second.details["accept_length"] > 1 and second.details["verifying_passes"] > 0
+    assert first.name.startswith("rollout/epoch 1/") and second.name.startswith("rollout/epoch 2/")
+
+
+@pytest.mark.slow
 def test_strategy_rows(config, monkeypatch):
     monkeypatch.setattr(strategies, "_DEPTHS", (2,))
     monkeypatch.setattr(strategies, "_NODES", (3,))

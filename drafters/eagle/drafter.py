@@ -187,7 +187,7 @@ class EagleDrafter:
     def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
         self._slots.warm_up(prefixes, batches)
         if self._trains:
-            self._trainer.warm_up(self._shared)
+            self._budget.expect(self._trainer.warm_up(self._shared))
 
     # -- slots -----------------------------------------------------------------------------------------------
 

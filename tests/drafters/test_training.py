@@ -182,7 +182,9 @@ def test_bad_numbers_are_skipped_and_counted():
 def test_one_shape_is_compiled():
     pool = ExecutablePool(row_invariant=False)
     trainer = make(pool=pool)
-    trainer.warm_up(shared())
+    before = trainer.state()
+    assert trainer.warm_up(shared()) > 0  # seconds
+    same(before, trainer.state())
     assert pool.compilations == 1 and trainer.updates == 0
     for members in ([5], range(8), [0, 1]):
         fill(trainer, members)
