@@ -257,6 +257,36 @@ class EngineConfig(Section):
     )
 
 
+Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]
+Kernels = Annotated[Kernel | tuple[Kernel, ...] | None, Field(strict=False)]
+
+
+class KernelsConfig(Section):
+    """Who computes the operations that decide the speed on an accelerator (docs/kernels.md): xla, a Pallas
+    kernel (mosaic_gpu, mosaic_tpu; interpret_... runs one on a CPU, for tests), several in the order in which
+    they are tried, or null for what is known of device and shape."""
+
+    noisy_argmax: Kernels = Field(
+        None, description="The sampled token. Name one to measure it, or to rule a kernel out as a cause."
+    )
+    token_logprobs: Kernels = Field(
+        None,
+        description="Log-probabilities and entropy in training. A kernel needs no memory for logits: set it"
+        " where a large vocabulary leaves none.",
+    )
+    tree_attention: Kernels = Field(
+        None,
+        description="Attention of decoding and verification. A kernel reads no further than each slot's"
+        " length: set it for long responses of uneven length.",
+    )
+    quantized_product: Kernels = Field(
+        None, description="Products of the quantized self-drafter: how much it saves depends on them."
+    )
+    compaction: Kernels = Field(
+        None, description="Accepted paths into the KV cache. Name one to measure it, or to rule it out."
+    )
+
+
 class SpeculationConfig(Section):
     """Speculative decoding. It changes how long rollouts take, and (with engine.verification: coupled) no
     token.
@@ -606,6 +636,7 @@ class ExperimentConfig(Section):
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

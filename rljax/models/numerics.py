@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax.kernels.switch import KernelChoice
 from rljax.models.quantized import QuantizedWeight, quantized_product
 
 KEY_CHUNK = 256
@@ -40,10 +41,12 @@ class Numerics:
       row_invariant: use the formulations above; False takes whatever is fastest for the shape at hand.
       compute_dtype: "float32" or "bfloat16", the type of weights and activations in products. Norms, softmax
         and logits are float32 either way.
+      kernels: who computes the operations that have kernels.
     """
 
     row_invariant: bool = True
     compute_dtype: str = "float32"
+    kernels: KernelChoice = dataclasses.field(default_factory=KernelChoice)
 
     @property
     def dtype(self) -> jnp.dtype:

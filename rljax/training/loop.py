@@ -27,6 +27,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError, Interrupted
+from rljax.kernels.switch import KernelChoice
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.calibration import calibration_key, load_calibration
@@ -82,9 +83,12 @@ class TrainingRun:
         self.config, self.directory, self.start = config, directory, start
         self.checkpoints, self.progress = checkpoints, progress
         rollout, engine = config.rollout, config.engine
-        self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype)
-        self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         mesh = make_mesh(config.mesh)
+        kernels = KernelChoice(**config.kernels.model_dump())
+        if mesh is not None:
+            kernels = kernels.on_mesh()
+        self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype, kernels)
+        self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         task = make_task(config.task.name, config.seed, **config.task.args)
         if config.task.problems:
             task = EpochTask(task, config.task.problems)

@@ -1,0 +1,70 @@
+"""What an operation's file says about a measurement: arguments, who computes, and what it must cost."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rljax.kernels.switch import IMPLEMENTATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyShape:
+    """Sizes of a real policy.
+
+    Attributes:
+      name: of the model.
+      hidden, mlp, vocab: d, the SwiGLU layer's width, V.
+      heads, kv_heads, head_dim: H, Hk, D.
+    """
+
+    name: str
+    hidden: int
+    mlp: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+POLICIES = (
+    PolicyShape("Qwen2.5-0.5B", 896, 4864, 151_936, 14, 2, 64),
+    PolicyShape("Qwen2.5-1.5B", 1536, 8960, 151_936, 12, 2, 128),
+    PolicyShape("Qwen2.5-7B", 3584, 18_944, 152_064, 28, 4, 128),
+    PolicyShape("Llama-3.1-8B", 4096, 14_336, 128_256, 32, 8, 128),
+)
+TINY = PolicyShape("tiny", 256, 512, 2048, 4, 2, 64)
+"""For a look at a CPU, where kernels are interpreted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of an operation.
+
+    Attributes:
+      name: for the rows, such as "Qwen2.5-7B, 16 slots of 4096, 16 nodes".
+      make: one set of arguments of random numbers, on the device. Several sets take turns in the measurement,
+        so that nothing is read from a cache that a real step would find cold.
+      functions: by name who computes: implementations, and what they are compared with. Pure; each is
+        compiled with the arguments of `make`.
+      bytes: that must move between memory and processor at least, each read or write counted once.
+      flops: additions and multiplications in matrix products.
+      donated: arguments that a step gives up, such as a cache that is written in place.
+    """
+
+    name: str
+    make: Callable[[np.random.Generator], tuple[Any, ...]]
+    functions: Mapping[str, Callable[..., Any]]
+    bytes: int
+    flops: int
+    donated: tuple[int, ...] = ()
+
+
+def by_implementation(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """`function(*args, implementation=name)` by the name of every implementation."""
+
+    def one(name: str) -> Callable[..., Any]:
+        return lambda *args: function(*args, implementation=name)
+
+    return {name: one(name) for name in IMPLEMENTATIONS}

@@ -1,0 +1,38 @@
+"""What the device can do at most, measured: copying memory, and a large product of matrices."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def copy_bandwidth(megabytes: int) -> float:
+    """Bytes a second of a copy, each byte counted as read and as written."""
+    x = jax.random.normal(jax.random.key(0), (megabytes * 2**20 // 4,))
+    copied = jax.jit(lambda x: x + 1.0)
+    return 2 * x.nbytes / _seconds(copied, x)
+
+
+def matrix_rate(size: int) -> float:
+    """Floating-point operations a second of a product of two bfloat16 matrices, summed in float32."""
+    a, b = jax.random.normal(jax.random.key(1), (2, size, size), jnp.bfloat16)
+
+    def product(a: Array, b: Array) -> Array:
+        return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    return 2 * size**3 / _seconds(jax.jit(product), a, b)
+
+
+def _seconds(function: Callable[..., Array], *args: Array, calls: int = 10, repeats: int = 7) -> float:
+    function(*args).block_until_ready()
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = function(*args)
+        out.block_until_ready()
+        taken.append((time.perf_counter() - start) / calls)
+    return statistics.median(taken)

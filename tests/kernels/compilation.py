@@ -1,0 +1,82 @@
+"""Compiles for devices that are not there: a TPU through libtpu, Hopper through the CUDA toolkit.
+
+    compiled = compile_for("v5e", function, *shapes)
+
+`DEVICES` are the names; a device whose compiler is not installed skips the test and says what is missing:
+`pip install -e '.[compilers]'`, and for Hopper the CUDA 13 toolkit (`ptxas` on the path).
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+TPUS = ("v5e", "v6e")
+HOPPER = "hopper"
+DEVICES = (*TPUS, HOPPER)
+
+# Of an H200, as XLA's own compiler wants to know them (xla/backends/gpu/target_config).
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@functools.cache
+def _devices(name: str) -> Any:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+    if name == HOPPER:
+        return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_H200).devices
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2").devices
+
+
+def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
+    """The program of `function` on one `device`, compiled to machine code.
+
+    Args:
+      device: one of `DEVICES`.
+      function: pure.
+      shapes: its arguments, pytrees of `jax.ShapeDtypeStruct` or arrays.
+      donate: arguments that are given up.
+    """
+    try:
+        devices = _devices(device)
+    except Exception as error:  # whatever a plugin that is not there, or does not fit, raises
+        pytest.skip(
+            f"no compiler for {device}: {str(error).splitlines()[0]}; see tests/kernels/compilation.py"
+        )
+    mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
+    with jax.sharding.set_mesh(mesh) if hasattr(jax.sharding, "set_mesh") else contextlib.nullcontext():
+        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()

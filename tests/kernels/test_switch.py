@@ -1,0 +1,78 @@
+"""Which backend computes an operation, and what is said where none can."""
+
+import sys
+import types
+
+import jax
+import pytest
+
+from rljax.errors import UserError
+from rljax.kernels import switch, tuned
+from rljax.kernels.switch import KernelChoice, Refused, call
+
+_OP = "noisy_argmax"
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch):
+    """Three files of an operation: one that computes, one that refuses, one that also interprets."""
+
+    def refuse(x, interpret=False):
+        raise Refused(f"odd numbers such as {x}")
+
+    def file(name, function):
+        module = types.ModuleType(f"rljax.kernels.{_OP}.{name}")
+        setattr(module, _OP, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    file("base", lambda x: ("xla", x))
+    file("mosaic_gpu", refuse)
+    file("mosaic_tpu", lambda x, interpret=False: ("tpu", x, interpret))
+
+
+def test_one_name_is_that_backend_or_an_error():
+    assert call(_OP, "xla", (1,), 7) == ("xla", 7)
+    assert call(_OP, "interpret_tpu", (1,), 7) == ("tpu", 7, True)
+    with pytest.raises(Refused, match="noisy_argmax: interpret_gpu: odd numbers such as 7"):
+        call(_OP, "interpret_gpu", (1,), 7)
+
+
+def test_several_names_are_tried_in_their_order():
+    assert call(_OP, ("interpret_gpu", "interpret_tpu", "xla"), (1,), 7) == ("tpu", 7, True)
+    with pytest.raises(Refused, match=r"interpret_gpu: odd numbers such as 7; mosaic_tpu: it runs on TPUs"):
+        call(_OP, ("interpret_gpu", "mosaic_tpu"), (1,), 7)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is another device")
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
+def test_kernels_for_other_devices_are_refused(name):
+    with pytest.raises(Refused, match=r"it runs on .* not on cpu"):
+        call(_OP, name, (1,), 7)
+
+
+def test_an_unknown_name():
+    with pytest.raises(UserError, match="'mosaic_cpu' is no implementation; did you mean 'mosaic_"):
+        call(_OP, "mosaic_cpu", (1,), 7)
+
+
+def test_an_operation_without_that_kernel(monkeypatch):
+    with pytest.raises(Refused, match="there is no such kernel for this operation"):
+        switch.backend("switch", "xla")
+
+
+def test_the_default_is_measured_or_xla(monkeypatch):
+    assert tuned.default(_OP, (4, 100)) == ("xla",)
+    kind = jax.devices()[0].device_kind
+    entries = [((1, 50), ("mosaic_gpu", "xla")), ((8, 50), ("mosaic_tpu",))]
+    monkeypatch.setattr(tuned, "TUNED", {(kind[:2], _OP): entries})
+    assert tuned.default(_OP, (4, 49)) == ("xla",)
+    assert tuned.default(_OP, (4, 50)) == ("mosaic_gpu", "xla")
+    assert tuned.default(_OP, (8, 50)) == ("mosaic_tpu",)
+    assert tuned.default("compaction", (8, 50)) == ("xla",)
+
+
+def test_a_mesh_leaves_xla():
+    assert KernelChoice().on_mesh() == KernelChoice(*["xla"] * 5)
+    assert KernelChoice(compaction=("mosaic_gpu", "xla")).on_mesh().compaction == "xla"
+    with pytest.raises(Refused, match=r"kernels\.compaction: mosaic_gpu computes on one device"):
+        KernelChoice(compaction="mosaic_gpu").on_mesh()
