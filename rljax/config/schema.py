@@ -258,7 +258,7 @@ class EngineConfig(Section):
 
 
 Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]
-Kernels = Annotated[Kernel | tuple[Kernel, ...] | None, Field(strict=False)]
+Kernels = Kernel | Annotated[tuple[Kernel, ...], Field(strict=False, min_length=1)] | None
 
 
 class KernelsConfig(Section):
