@@ -66,6 +66,15 @@ def test_a_whole_number_will_do_for_a_float(config_file):
     assert temperature == 1.0 and isinstance(temperature, float)
 
 
+@pytest.mark.parametrize(
+    ("text", "kernels"),
+    [("xla", ("xla",)), ("[mosaic_gpu, xla]", ("mosaic_gpu", "xla")), ("[]", None), ("null", None)],
+)
+def test_backends_of_a_kernel(config_file, text, kernels):
+    config = load_config(config_file, [f"kernels.tree_attention={text}"])
+    assert config.kernels.tree_attention == kernels and config.kernels.compaction is None
+
+
 def test_dates_are_text(config_file):
     assert load_config(config_file, ["run_dir=2026-01-01"]).run_dir == "2026-01-01"
 
@@ -164,6 +173,9 @@ def test_sections_are_immutable(config_file):
         ("rollout.stop=['']", 'rollout.stop.0: should be text that is not empty, got ""'),
         ("engine.batch_buckets=[1, x]", 'engine.batch_buckets.1: should be a whole number, got "x"'),
         ("algorithm.name=ppo", "algorithm.name: should be 'grpo' or 'dapo', got \"ppo\""),
+        ("kernels.compaction=pallas", "kernels.compaction.0: should be 'xla', 'mosaic_gpu', "),
+        ("kernels.compaction=[xla, 1]", "kernels.compaction.1: should be 'xla', 'mosaic_gpu', "),
+        ("kernels.compaction=3", "kernels.compaction: should be a list, got 3"),
         ("optimizer=3", "optimizer: should be a section of keys, got 3"),
         ("task.args=3", "task.args: should be a section of keys, got 3"),
         ("policy.shape.num_heads=null", "policy.shape.num_heads: should be a whole number, got nothing"),

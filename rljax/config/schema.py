@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rljax.errors import ConfigError
 
@@ -258,7 +258,14 @@ class EngineConfig(Section):
 
 
 Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]
-Kernels = Kernel | Annotated[tuple[Kernel, ...], Field(strict=False, min_length=1)] | None
+
+
+def _several(given: Any) -> Any:
+    """A name alone is a list of one, and a list of none leaves the choice open."""
+    return (given,) if isinstance(given, str) else None if given == [] else given
+
+
+Kernels = Annotated[Annotated[tuple[Kernel, ...], Field(strict=False)] | None, BeforeValidator(_several)]
 
 
 class KernelsConfig(Section):
