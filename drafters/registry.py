@@ -18,7 +18,7 @@ from drafters.suffix import (
     srt,
     suffix_decoding,
 )
-from rljax.config.schema import DEVICE_DRAFTERS, SpeculationConfig
+from rljax.config.decoding import DEVICE_DRAFTERS, SpeculationConfig
 from rljax.errors import ConfigError, known_names
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer

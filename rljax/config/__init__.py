@@ -4,35 +4,31 @@ Every key says in its description why one would change it; `describe_keys` print
 cannot work (an unknown key, a wrong type, two keys that contradict each other) is a `ConfigError` of one line
 that names the dotted key. Nothing here imports JAX, so that help and errors are instant.
 
-    schema.py        the keys, and what cannot go together: read this one
+    schema.py        the experiment: its sections, and what cannot go together: read this one
+    policy.py        the keys of the policy and its warm start
+    decoding.py      those of sampling, the engine, kernels and speculation
+    learning.py      those of the algorithm, the optimizer and the update
+    section.py       what every section is made of
     loading.py       from a file and overrides to an ExperimentConfig, and back
     keys.py          the schema as a list of keys; which one a misspelt key was meant to be
     yaml_dialect.py  YAML as the config reads it
     help.py          the text of --help
 """
 
+from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
 from rljax.config.help import describe_keys
+from rljax.config.learning import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.config.loading import load_config, to_yaml
+from rljax.config.policy import GrowthConfig, PolicyConfig, ShapeConfig, WarmStartConfig
 from rljax.config.schema import (
-    AlgorithmConfig,
-    Buckets,
     CheckpointConfig,
-    EngineConfig,
     EvaluationConfig,
     ExperimentConfig,
-    GrowthConfig,
-    KernelsConfig,
     MeshConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RolloutConfig,
-    ShapeConfig,
-    SpeculationConfig,
     TaskConfig,
-    TrainingConfig,
-    WarmStartConfig,
     check_devices,
 )
+from rljax.config.section import Buckets
 
 __all__ = [
     "AlgorithmConfig",

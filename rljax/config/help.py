@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from rljax.config.keys import KEYS, Key
-from rljax.config.schema import OVERLONG_SHARE, PRESETS
+from rljax.config.learning import OVERLONG_SHARE, PRESETS
 from rljax.config.yaml_dialect import Dumper
 
 

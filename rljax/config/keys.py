@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rljax.config.schema import ExperimentConfig, Section
+from rljax.config.schema import ExperimentConfig
+from rljax.config.section import Section
 
 
 @dataclasses.dataclass(frozen=True)

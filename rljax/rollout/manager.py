@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from rljax.config.schema import SpeculationConfig
+from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
 from drafters.registry import DRAFTERS, make_drafter
-from rljax.config.schema import DEVICE_DRAFTERS
+from rljax.config.decoding import DEVICE_DRAFTERS
 from rljax.engine import noise
 from rljax.errors import ConfigError
 

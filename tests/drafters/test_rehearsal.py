@@ -6,7 +6,7 @@ from numba.core import event
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled
 from drafters.registry import DRAFTERS, make_drafter, rehearse_drafters
-from rljax.config.schema import DEVICE_DRAFTERS, SpeculationConfig
+from rljax.config.decoding import DEVICE_DRAFTERS, SpeculationConfig
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))

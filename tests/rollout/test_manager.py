@@ -8,7 +8,7 @@ import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
-from rljax.config.schema import SpeculationConfig
+from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
