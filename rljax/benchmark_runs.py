@@ -13,10 +13,13 @@ Results are written after every measurement, in case the run is stopped. What me
 
 import argparse
 import dataclasses
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import jax
 
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
 from rljax.errors import UserError
@@ -132,6 +135,8 @@ class Benchmark:
                     "repeat on a quiet machine[/yellow]"
                 )
             write_results(output, rows, command_line(), self.packages)
+            jax.clear_caches()  # a process cannot hold the programs of many measurements
+            gc.collect()
         console.print(
             f"ratios above 1 mean that rljax is better; {len(rows)} rows are in {output}", soft_wrap=True
         )

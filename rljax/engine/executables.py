@@ -3,11 +3,15 @@
 import os
 import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from rljax.engine.stored_programs import StoredPrograms
+from rljax.errors import UserError
+
+_CHECKED_EVERY = 16  # programs
 
 
 def enable_compilation_cache(directory: str | os.PathLike) -> None:
@@ -39,6 +43,18 @@ def free_bytes() -> int | None:
     """Of the first device's memory, what nothing has taken; None where it does not say, as CPUs do not."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
+def memory_mappings() -> tuple[int, int] | None:
+    """Memory mappings of this process, and how many Linux allows it; None elsewhere.
+
+    A program for a CPU takes some tens of them, and one too many ends the process without a word.
+    """
+    try:
+        taken = Path("/proc/self/maps").read_bytes().count(b"\n")
+        return taken, int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
+    except OSError:
+        return None
 
 
 class ExecutablePool:
@@ -87,13 +103,27 @@ class ExecutablePool:
           function: what to compile; a pure function.
           args: arrays, or `jax.ShapeDtypeStruct`s in their place.
           donate_argnums: arguments whose buffers the program may overwrite.
+
+        Raises:
+          UserError: the programs are too many for the operating system.
         """
         program = self._programs.get(key)
         if program is None:
+            if len(self) % _CHECKED_EVERY == 0:
+                self._check_mappings()
             start = time.perf_counter()
             program = self._programs[key] = self._make(key, function, args, donate_argnums)
             self.seconds += time.perf_counter() - start
         return program
+
+    def _check_mappings(self) -> None:
+        mappings = memory_mappings()
+        if mappings is not None and mappings[0] > 0.9 * mappings[1]:
+            raise UserError(
+                f"{len(self)} compiled programs take {mappings[0]} of the {mappings[1]} memory mappings that"
+                " a process may have: list fewer sizes in engine.batch_buckets, engine.cache_buckets or"
+                " speculation.verify_buckets, or raise the limit (sysctl -w vm.max_map_count=262144)"
+            )
 
     def _make(
         self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...]
