@@ -28,7 +28,6 @@ from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError, UserError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params
-from rljax.models.numerics import Numerics
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 
@@ -88,7 +87,7 @@ class SmallModelDrafter:
         """Loads the weights, to draft beside `target`; after `check`."""
         numerics = target.numerics
         if self.dtype is not None:
-            numerics = Numerics(numerics.row_invariant, self.dtype)
+            numerics = dataclasses.replace(numerics, compute_dtype=self.dtype)
         try:
             params = load_params(self.path, load_model_config(self.path), numerics.compute_dtype)
         except UserError as error:
