@@ -48,6 +48,7 @@ def test_rollout_rows(config):
     ]
     for row in rows:
         assert row.ratio == pytest.approx(row.value / row.baseline_value)
+        assert min(row.ratio, 1) < row.details["step_ratio"] < max(row.ratio, 1)  # updates are not faster
         assert 0 < row.details["busy_slots"] <= 1
         assert row.details["length_p75"] <= row.details["length_max"] <= 48
     assert len({row.details["tokens"] for row in rows[: len(names) - 1]}) == 1  # of the same responses

@@ -1,7 +1,9 @@
 """Tokens per second with and without drafts, on a workload whose prompts come back."""
 
+import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from rljax.benchmarking import Row
@@ -28,6 +30,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
         plain_statistics: list[DecodeStatistics] = []
         lengths: list[list[int]] = []
+        updates: list[float] = []  # seconds
         progress.stage("bench", config.training.steps)
 
         def timed(variant: Variant, step: int) -> list[Group]:
@@ -47,18 +50,21 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
                 check_same(expected, timed(plain, step), plain.name)
                 for variant in between:
                     baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
+            start = time.perf_counter()
             minibatches, _ = run.minibatches(expected)
             run.update(minibatches, run.reference_logprobs(minibatches))
+            jax.block_until_ready(run.state)
+            updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
     per_epoch = max(config.task.problems // config.rollout.prompts_per_step, 1)
     rows = []
     for first in range(0, config.training.steps, per_epoch):
         steps = slice(first, first + per_epoch)
         workload = _workload(plain_statistics[steps], lengths[steps], config.engine.max_slots)
+        update = sum(updates[steps])
         for variant in variants:
-            rows.append(
-                _row(first // per_epoch + 1, variant, baselines[variant.name][steps], steps, workload)
-            )
+            baseline = baselines[variant.name][steps]
+            rows.append(_row(first // per_epoch + 1, variant, baseline, steps, update, workload))
     return rows
 
 
@@ -77,7 +83,12 @@ def _workload(
 
 
 def _row(
-    epoch: int, variant: Variant, baseline: Sequence[float], steps: slice, workload: dict[str, float]
+    epoch: int,
+    variant: Variant,
+    baseline: Sequence[float],
+    steps: slice,
+    update: float,
+    workload: dict[str, float],
 ) -> Row:
     own = variant.seconds[steps]
     total = DecodeStatistics()
@@ -97,6 +108,8 @@ def _row(
             "rounds": len(ratios),
             "seconds": sum(own),
             "baseline_seconds": sum(baseline),
+            "update_seconds": update,
+            "step_ratio": (sum(baseline) + update) / (sum(own) + update),
             "tokens": total.tokens,
             "accept_length": total.accept_length,
             "acceptance": total.accepted / max(total.drafted, 1),

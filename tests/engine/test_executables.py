@@ -20,9 +20,7 @@ def test_too_many_programs_are_an_error(monkeypatch):
     pool.get("a", jnp.sin, (jnp.zeros(4),))
     monkeypatch.setattr(executables, "_CHECKED_EVERY", 1)
     monkeypatch.setattr(executables, "memory_mappings", lambda: (60_000, 65_530))
-    with pytest.raises(
-        UserError, match=r"1 compiled programs take 60000 of the 65530 .*: list fewer"
-    ):
+    with pytest.raises(UserError, match=r"1 compiled programs take 60000 of the 65530 .*: list fewer"):
         pool.get("b", jnp.sin, (jnp.zeros(4),))
     pool.get("a", jnp.sin, (jnp.zeros(4),))  # what there is can still be used
     monkeypatch.setattr(executables, "memory_mappings", lambda: None)  # not on Linux
