@@ -21,8 +21,9 @@ import numpy as np
 
 if TYPE_CHECKING:  # most drafters live on the host and need no device code
     from drafters.eagle.drafting import DraftStrategy, ScoredTree
-    from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+    from rljax.engine.engine import DecodeEngine
     from rljax.engine.state import DecodeState, Prefix
+    from rljax.engine.visits import Assignment, DecodeResult
     from rljax.models.config import ModelConfig
     from rljax.models.tokenizer import Tokenizer
 

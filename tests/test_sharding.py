@@ -21,7 +21,8 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.buckets import make_buckets
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.visits import Assignment
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams

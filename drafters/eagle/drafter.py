@@ -22,8 +22,9 @@ from drafters.eagle.slots import HeadSlots
 from drafters.eagle.training import published_training
 from drafters.training import BufferSettings, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
-from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import tree_cast

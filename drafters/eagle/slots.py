@@ -33,9 +33,10 @@ from drafters.eagle.drafting import (
     forget,
 )
 from drafters.eagle.model import HeadConfig
-from rljax.engine.engine import DecodeEngine, DecodeResult
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
 from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import DecodeResult
 from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params

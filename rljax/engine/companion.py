@@ -24,12 +24,13 @@ from jax import Array
 
 from rljax.engine import kv_cache
 from rljax.engine.draft_tree import DraftTree, all_rows, with_root
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.placement import cache_shardings
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.tree_attention import TreeAttention
+from rljax.engine.visits import Assignment
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics

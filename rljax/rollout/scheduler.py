@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths

@@ -25,8 +25,9 @@ from drafters.base import (
     usable_state,
 )
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
-from rljax.engine.engine import Assignment, DecodeEngine, DecodeResult, Pending
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import Assignment, DecodeResult, Pending
 from rljax.models.transformer import Params
 from rljax.rollout.choices import Choice
 from rljax.rollout.decisions import DecisionLog

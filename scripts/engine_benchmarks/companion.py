@@ -10,9 +10,10 @@ from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import make_buckets
 from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
+from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import init_params, num_params

@@ -18,9 +18,10 @@ from engine_benchmarks.policies import (
     speed_row,
 )
 from rljax.benchmarking import Row, compare, interleave
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
+from rljax.engine.visits import Assignment
 from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params

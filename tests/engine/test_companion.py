@@ -11,8 +11,9 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.companion import Companion
 from rljax.engine.draft_tree import pack_rows
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
+from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params

@@ -10,9 +10,10 @@ import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.sampling import SamplingParams
 from rljax.engine.self_drafting import draft_keys
+from rljax.engine.visits import Assignment
 from rljax.models.numerics import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams, transform_logits
+from rljax.engine.visits import Assignment
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics

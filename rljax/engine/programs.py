@@ -1,0 +1,283 @@
+"""What the engine computes on the device: pure functions over `DecodeState`, compiled by its pool.
+
+`Programs` has those that depend on the policy and on how it is sampled; `insert` and `compact` only move what
+is there.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from rljax.engine import kv_cache
+from rljax.engine.draft_tree import DraftTree, NodeRows, with_root
+from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
+from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
+from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.tree_attention import TreeAttention
+from rljax.engine.verification import Rule, accepted_path, sample_nodes
+from rljax.engine.visits import pack
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.transformer import Attention, Params
+from rljax.sharding import ShardedAttention, constrain, replicated_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """One policy architecture under one sampling distribution, on one mesh.
+
+    Attributes:
+      config: the policy's architecture.
+      numerics: see `Numerics`.
+      sampling: the sampling distribution.
+      eos_token_ids: tokens that end a response (it keeps them).
+      decode_steps: most of them in one `generate`.
+      verification: how drafts are verified.
+      hidden_layers: see `DecodeEngine`.
+      mesh: devices; None for one.
+    """
+
+    config: ModelConfig
+    numerics: Numerics
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    decode_steps: int
+    verification: Rule
+    hidden_layers: tuple[int, ...] | None
+    mesh: Mesh | None
+
+    def _constrain(self, state: DecodeState) -> DecodeState:
+        if self.mesh is None:
+            return state
+        return constrain(state, decode_state_shardings(state, self.config, self.mesh))
+
+    def placed(self, function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
+        """`function` with its state where `init_state` put it: every program takes what any other returns."""
+
+        @functools.wraps(function)  # the name that profiles and caches show
+        def placed(*args: Any) -> DecodeState:
+            return self._constrain(function(*args))
+
+        return placed
+
+    def prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
+        rows, length = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+        # Attention over fewer keys than a block would take another kernel.
+        whole = jnp.arange(max(length, kv_cache.KEY_BLOCK), dtype=jnp.int32)[None]
+        attention = PackedAttention((whole < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True)
+        if self.mesh is not None:
+            attention = ShardedAttention(attention, self.config, self.mesh)
+        _, kept, states = self._forward(params, tokens, positions, attention, rope)
+        last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+        cache = kv_cache.from_prefill(kept, kv_cache.cache_dtype(self.numerics))
+        if self.mesh is not None:
+            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
+            last, lengths = constrain((last, lengths), (replicated_sharding(self.mesh),) * 2)
+        return Prefix(cache=cache, last_tokens=last, lengths=lengths, states=states)
+
+    def _forward(
+        self, params: Params, tokens: Array, positions: Array, attention: Attention, rope: Array
+    ) -> tuple[Array, list[Any], Array | None]:
+        """Hidden states [N, T, d], what the attention kept, and what is handed out, [N, T, S, d]."""
+        hidden, kept, residuals = transformer.forward_with_residuals(
+            params,
+            self.config,
+            tokens,
+            positions,
+            attention,
+            rope,
+            self.numerics,
+            self.hidden_layers or (),
+        )
+        if self.hidden_layers is None:
+            return hidden, kept, None
+        return hidden, kept, jnp.stack([*residuals, hidden], axis=2)
+
+    def _decode_step(
+        self, params: Params, state: DecodeState, rope: Array
+    ) -> tuple[DecodeState, Array, Array, Array | None]:
+        """One token for every active slot: (state, tokens int32 [B] with -1 where inactive, logprobs [B],
+        the states [B, S, d] that they were sampled from).
+        """
+        attention = CachedAttention(state.cache, state.lengths, self.numerics)
+        hidden, kept, states = self._forward(
+            params, state.tokens[:, None], state.lengths[:, None], attention, rope
+        )
+        logits = transformer.logits(params, self.config, hidden[:, 0])
+        tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
+        active = state.active
+        remaining = jnp.where(active, state.remaining - 1, state.remaining)
+        ended = remaining <= 0
+        for eos in self.eos_token_ids:
+            ended |= tokens == eos
+        new_state = DecodeState(
+            cache=KVCache(keys=[k for k, _ in kept], values=[v for _, v in kept]),
+            tokens=jnp.where(active, tokens, state.tokens),
+            lengths=jnp.where(active, state.lengths + 1, state.lengths),
+            remaining=remaining,
+            active=active & ~ended,
+            noise_keys=state.noise_keys,
+        )
+        new_state = self._constrain(new_state)
+        states = None if states is None else states[:, 0]
+        return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0), states
+
+    def generate(
+        self, params: Params, state: DecodeState, rope: Array, max_steps: Array, until_active: Array
+    ) -> tuple[DecodeState, Array, Array | None]:
+        columns = self.decode_steps
+        capacity = state.cache.length
+
+        def more(carry):
+            step, state, *_ = carry
+            room = jnp.max(jnp.where(state.active, state.lengths, 0)) < capacity
+            return (step < max_steps) & (jnp.sum(state.active) > until_active) & room
+
+        def body(carry):
+            step, state, tokens, logprobs, states = carry
+            state, sampled, chosen, read = self._decode_step(params, state, rope)
+            tokens = lax.dynamic_update_slice(tokens, sampled[None], (step, 0))
+            logprobs = lax.dynamic_update_slice(logprobs, chosen[None], (step, 0))
+            if states is not None:
+                states = lax.dynamic_update_slice(states, read[:, None], (0, step, 0, 0))
+            return step + 1, state, tokens, logprobs, states
+
+        states = None
+        if self.hidden_layers is not None:
+            shape = (state.batch, columns, len(self.hidden_layers) + 1, self.config.hidden_size)
+            states = jnp.zeros(shape, self.numerics.dtype)
+
+        start = (
+            jnp.int32(0),
+            state,
+            jnp.full((columns, state.batch), -1, jnp.int32),
+            jnp.zeros((columns, state.batch), jnp.float32),
+            states,
+        )
+        steps, state, tokens, logprobs, states = lax.while_loop(more, body, start)
+        state = self._constrain(state)
+        packed = pack(tokens, logprobs, state, steps)
+        if self.mesh is not None:
+            packed = constrain(packed, replicated_sharding(self.mesh))
+        return state, packed, states
+
+    def verify(
+        self,
+        params: Params,
+        state: DecodeState,
+        rope: Array,
+        tree: DraftTree,
+        rows: NodeRows,
+        proposal: Array | None,
+    ) -> tuple[DecodeState, Array, Array | None]:
+        rooted = with_root(tree, state.tokens)
+        positions = state.lengths[:, None] + rooted.depth  # [B, M]
+        hidden, nodes, states = self._forward(
+            params,
+            rows.gather(rooted.tokens)[:, None],
+            rows.gather(positions)[:, None],
+            TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
+            rope,
+        )
+        logits = transformer.logits(params, self.config, hidden[:, 0])
+        sampled, logprobs = sample_nodes(
+            self.verification,
+            logits,
+            rooted,
+            rows,
+            state.noise_keys,
+            positions + 1,
+            self.sampling,
+            self.numerics,
+            proposal,
+        )
+        path, count = accepted_path(rooted, sampled)
+        tokens = jnp.take_along_axis(sampled, path, axis=1)
+        order = jnp.arange(tokens.shape[1])[None]
+        ends = order + 1 >= state.remaining[:, None]
+        for eos in self.eos_token_ids:
+            ends |= tokens == eos
+        count = jnp.minimum(count, state.cache.length - state.lengths)
+        first_end = jnp.argmax(ends, axis=1).astype(jnp.int32)
+        ended = ends.any(axis=1) & (first_end < count)
+        count = jnp.where(ended, first_end + 1, count)
+        takes_part = state.active & (rows.row_of[:, 0] < rows.rows)
+        count = jnp.where(takes_part, count, 0)
+        last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        new_state = DecodeState(
+            cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths),
+            tokens=jnp.where(takes_part, last, state.tokens),
+            lengths=state.lengths + count,
+            remaining=state.remaining - count,
+            active=state.active & ~(takes_part & ended),
+            noise_keys=state.noise_keys,
+        )
+        new_state = self._constrain(new_state)
+        kept = order < count[:, None]
+        tokens = jnp.where(kept, tokens, -1)
+        logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
+        packed = jnp.concatenate([path.T, pack(tokens.T, logprobs.T, new_state, jnp.int32(1))])
+        if self.mesh is not None:
+            packed = constrain(packed, replicated_sharding(self.mesh))
+        if states is not None:
+            states = jnp.take_along_axis(rows.scatter(states[:, 0]), path[:, :, None, None], axis=1)
+        return new_state, packed, states
+
+    def draft(
+        self, columns: int, with_proposal: bool
+    ) -> Callable[[Params, DecodeState, Array, Array], tuple[DecodeState, SelfDrafts]]:
+        drafting = SelfDrafting(
+            self.config,
+            self.numerics,
+            self.sampling,
+            self.eos_token_ids,
+            self.verification,
+            columns,
+            with_proposal,
+        )
+
+        def draft(
+            params: Params, state: DecodeState, rope: Array, steps: Array
+        ) -> tuple[DecodeState, SelfDrafts]:
+            state, drafts = drafting(params, state, rope, steps)
+            return self._constrain(state), drafts
+
+        return draft
+
+    def free(self, active: Array, stop: Array) -> Array:
+        active &= ~stop
+        return active if self.mesh is None else constrain(active, slot_sharding(self.mesh))
+
+
+def insert(
+    prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
+) -> DecodeState:
+    return DecodeState(
+        cache=kv_cache.copy_rows(state.cache, prefix.cache, rows, slots),
+        tokens=state.tokens.at[slots].set(prefix.last_tokens[rows], mode="drop"),
+        lengths=state.lengths.at[slots].set(prefix.lengths[rows] - 1, mode="drop"),
+        remaining=state.remaining.at[slots].set(remaining, mode="drop"),
+        active=state.active.at[slots].set(True, mode="drop"),
+        noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
+    )
+
+
+def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
+    return DecodeState(
+        cache=kv_cache.take_slots(state.cache, slots),
+        tokens=state.tokens[slots],
+        lengths=state.lengths[slots],
+        remaining=state.remaining[slots],
+        active=state.active[slots] & present,
+        noise_keys=state.noise_keys[slots],
+    )
