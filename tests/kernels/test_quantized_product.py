@@ -77,6 +77,14 @@ def test_against_float64(case, implementation):
     check(x, weight, implementation)
 
 
+@pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_blocks_of_many_steps(splits, monkeypatch):
+    """More than are on their way at once, and a last block with fewer."""
+    monkeypatch.setattr(mosaic_gpu, "_splits", lambda tiles, steps: splits)
+    check(rows_of(3, 448), weight_of(128, 448, WeightFormat(4, 32)), "interpret_gpu")
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
 def test_the_reference_against_float64(rows):
     weight = weight_of(70, 300, WeightFormat(4, 128))
