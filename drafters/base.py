@@ -162,6 +162,9 @@ class SelfDrafter(Drafter, Protocol):
 
     pending_seconds: float
 
+    def attach(self, engine: "DecodeEngine") -> None:
+        """The engine that will draft with the weights; those made for another are let go."""
+
     def draft_params(self) -> Any:
         """The weights, as `DecodeEngine.draft` takes them, made ready if they are not."""
 

@@ -6,7 +6,7 @@ are the policy's, the same buffers. The drafter so follows the policy without an
 KV cache (`rljax/engine/self_drafting.py`).
 
 8-bit weights are symmetric with one scale an output: it then stands outside the sum over inputs, which can be
-done in integers (`rljax/models/quantized.py`), and at 8 bits finer groups gain little.
+done in integers (`rljax/kernels/quantized_product`), and at 8 bits finer groups gain little.
 
 A quantizer is a function `(weight float32 [out, in], WeightFormat) -> QuantizedWeight` and a line in
 `QUANTIZERS`. `rtn` is round-to-nearest; `clipped` looks for the range of each group that leaves the least
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,12 @@ from pydantic import Field
 from drafters.arguments import Arguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from rljax.errors import ConfigError, known_names
+from rljax.kernels.switch import Implementation
 from rljax.models.quantized import Activations, QuantizedWeight, pack_nibbles
 from rljax.models.transformer import Params
+
+if TYPE_CHECKING:
+    from rljax.engine.engine import DecodeEngine
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """What is quantized of every layer."""
@@ -157,6 +162,7 @@ class QuantizedPolicy:
     Args:
       fmt: how projections are stored.
       quantizer: a name in `QUANTIZERS`.
+      implementation: who computes products with the weights (`rljax/kernels/quantized_product`).
 
     Attributes:
       params: the drafter's params; None before the first refresh, and after `release`.
@@ -165,14 +171,18 @@ class QuantizedPolicy:
       read_bytes: of all weights that a draft step reads, the shared LM head included.
     """
 
-    def __init__(self, fmt: WeightFormat, quantizer: str = "rtn") -> None:
+    def __init__(
+        self, fmt: WeightFormat, quantizer: str = "rtn", implementation: Implementation = None
+    ) -> None:
         if quantizer not in QUANTIZERS:
             known = known_names(quantizer, QUANTIZERS)
             raise ConfigError(f"speculation.args.quantizer: unknown quantizer {quantizer!r}; {known}")
         # A program for a layer serves all of them. The weights of the step before are not read: they are
         # passed so that the new ones may take their place in memory.
         self._quantize_layer = jax.jit(
-            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt), donate_argnums=1, keep_unused=True
+            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt, implementation),
+            donate_argnums=1,
+            keep_unused=True,
         )
         self.params: Params | None = None
         self._layers: list[dict[str, QuantizedWeight]] = []  # whose memory the next ones take over
@@ -233,8 +243,14 @@ class QuantizedDrafter:
     def __init__(self, arguments: QuantizedArguments) -> None:
         bits = arguments.bits or (8 if jax.default_backend() == "cpu" else 4)
         self.format = default_format(bits)
-        self._policy = QuantizedPolicy(self.format, arguments.quantizer)
+        self._quantizer = arguments.quantizer
+        self._policy = QuantizedPolicy(self.format, self._quantizer)
         self._source: Params | None = None
+
+    def attach(self, engine: "DecodeEngine") -> None:
+        self._policy = QuantizedPolicy(
+            self.format, self._quantizer, engine.numerics.kernels.quantized_product
+        )
 
     def draft_params(self) -> Params:
         """Quantized when they are first asked for: a rollout that does not draft with them pays nothing."""
@@ -272,11 +288,15 @@ class QuantizedDrafter:
 def _quantize_layer(
     quantizer: Quantizer,
     fmt: WeightFormat,
+    implementation: Implementation,
     projections: dict[str, Array],
     before: dict[str, QuantizedWeight] | None,
 ) -> dict[str, QuantizedWeight]:
     del before
-    return {name: quantizer(weight.astype(jnp.float32), fmt) for name, weight in projections.items()}
+    return {
+        name: quantizer(weight.astype(jnp.float32), fmt).replace(implementation=implementation)
+        for name, weight in projections.items()
+    }
 
 
 def _bytes(tree: Params | Array) -> int:

@@ -90,7 +90,8 @@ def calibrate(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
                 f" {list(engine.buckets.cache)} leave no third to check the fit with; use at least two of one"
             )
         params = engine.load_params(run.state.params)
-        draft_params = QuantizedPolicy(fmt).refresh(params)
+        kernel = engine.numerics.kernels.quantized_product
+        draft_params = QuantizedPolicy(fmt, implementation=kernel).refresh(params)
         with Interference() as interference:
             points = measure(
                 engine, params, draft_params, arguments.rounds, arguments.repeats, progress.message

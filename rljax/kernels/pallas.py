@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -12,3 +13,12 @@ def gpu_interpreter() -> Any:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
+
+
+def load(ref: Any, layout: Any, interpret: bool) -> Array:
+    """All of `ref`, in a kernel for GPUs, in registers of `layout`."""
+    if interpret:  # JAX 0.10 interprets no other way to load
+        return ref[...]
+    if hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.11
+        return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, (), layout=layout, optimized=False)

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.switch import KernelChoice
-from rljax.models.quantized import QuantizedWeight, quantized_product
+from rljax.models.quantized import QuantizedWeight
 
 KEY_CHUNK = 256
 """Keys whose weighted values are summed in one product; a sum over more keys adds chunk after chunk."""
@@ -69,7 +70,7 @@ def product(x: Array, weight: Array | QuantizedWeight) -> Array:
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, QuantizedWeight):
-        y = quantized_product(rows, weight)
+        y = quantized_product(rows, weight, weight.implementation)
     else:
         y = lax.dot_general(
             rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32

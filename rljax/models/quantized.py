@@ -1,28 +1,18 @@
-"""Weights in 8 or 4 bits, and products with them: what the policy's self-drafter multiplies with.
+"""Weights in 8 or 4 bits: what the policy's self-drafter multiplies with.
 
-A params pytree may hold a `QuantizedWeight` in the place of any projection; `numerics.product` comes here for
-it. How weights are chosen is `drafters/quantized.py`'s business.
-
-Two forms of the product:
-
-- activations stay floating point, the weight is dequantized on the way (the reference; what accelerators
-  fuse);
-- where a scale serves a whole row of weights, activations are rounded to 8 bits as well, with a scale of
-  their own each row, and 8-bit integers are summed in 32 bits. On a CPU this is the form that is faster than
-  the policy's own products, as it reads a byte a weight and has a kernel; and whole sums do not depend on the
-  number of rows.
+A params pytree may hold a `QuantizedWeight` in the place of any projection; `numerics.product` multiplies
+with it by `rljax/kernels/quantized_product`. How weights are chosen is `drafters/quantized.py`'s business.
 """
 
-import functools
 from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
-from jax import Array, lax
+from jax import Array
+
+from rljax.kernels.switch import Implementation
 
 Activations = Literal["float", "int8"]
-
-_LARGEST = 127  # of a symmetric 8-bit integer
 
 
 @struct.dataclass
@@ -38,6 +28,7 @@ class QuantizedWeight:
       inputs: in.
       group: inputs that share a scale; the last group of a row may have fewer.
       activations: what inputs are rounded to in a product; "int8" needs one symmetric group a row.
+      implementation: who computes products with it, see `rljax.kernels.switch`.
     """
 
     values: Array
@@ -47,6 +38,7 @@ class QuantizedWeight:
     inputs: int = struct.field(pytree_node=False)
     group: int = struct.field(pytree_node=False)
     activations: Activations = struct.field(pytree_node=False, default="float")
+    implementation: Implementation = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,20 +65,6 @@ def dequantize(weight: QuantizedWeight) -> Array:
     if weight.zero is not None:
         values = values - _of_inputs(weight.zero.astype(jnp.float32), weight)
     return values * _of_inputs(weight.scale, weight)
-
-
-def quantized_product(x: Array, weight: QuantizedWeight) -> Array:
-    """x [N, in] times weight [out, in]: float32 [N, out]."""
-    multiply = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
-    if weight.activations == "float":
-        return multiply(x, dequantize(weight).astype(x.dtype), preferred_element_type=jnp.float32)
-    rows = x.astype(jnp.float32)
-    if x.shape[0] == 1:  # a lone row would take a kernel that is many times slower
-        rows = jnp.concatenate([rows, rows])
-    step = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) * (1.0 / _LARGEST)
-    rounded = jnp.round(rows / jnp.where(step > 0, step, 1.0)).astype(jnp.int8)
-    sums = multiply(rounded, weight.values, preferred_element_type=jnp.int32)
-    return (sums.astype(jnp.float32) * (step * weight.scale.T))[: x.shape[0]]
 
 
 def _of_inputs(of_groups: Array, weight: QuantizedWeight) -> Array:

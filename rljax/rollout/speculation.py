@@ -103,8 +103,9 @@ class Speculator:
             name: each for name, each in self.drafters.items() if isinstance(each, TrainedDrafter)
         }
         self._on_device = [each for each in self.drafters.values() if isinstance(each, DeviceDrafter)]
-        for drafter in self._on_device:
-            drafter.attach(engine)
+        for drafter in self.drafters.values():
+            if isinstance(drafter, DeviceDrafter | SelfDrafter):
+                drafter.attach(engine)
         self.proposers = [
             make_proposer(name, drafter, engine, self._times) for name, drafter in self.drafters.items()
         ]

@@ -1,0 +1,34 @@
+"""The product with quantized weights in plain JAX: the contract, and the backend `xla`.
+
+Two forms:
+
+- activations stay floating point, the weight is dequantized on the way (a compiler may fuse that, and may as
+  well write the whole matrix out first; a kernel never does);
+- where a scale serves a whole row of weights, activations are rounded to 8 bits as well, with a scale of
+  their own each row, and 8-bit integers are summed in 32 bits. On a CPU this is the form that is faster than
+  the policy's own products, as it reads a byte a weight and has a kernel; and whole sums do not depend on the
+  number of rows.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rljax.models.quantized import QuantizedWeight, dequantize
+
+_LARGEST = 127  # of a symmetric 8-bit integer
+
+
+def quantized_product(x: Array, weight: QuantizedWeight) -> Array:
+    """x [N, in] times weight [out, in]: float32 [N, out]."""
+    multiply = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
+    if weight.activations == "float":
+        return multiply(x, dequantize(weight).astype(x.dtype), preferred_element_type=jnp.float32)
+    rows = x.astype(jnp.float32)
+    if x.shape[0] == 1:  # a lone row would take a kernel that is many times slower
+        rows = jnp.concatenate([rows, rows])
+    step = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) * (1.0 / _LARGEST)
+    rounded = jnp.round(rows / jnp.where(step > 0, step, 1.0)).astype(jnp.int8)
+    sums = multiply(rounded, weight.values, preferred_element_type=jnp.int32)
+    return (sums.astype(jnp.float32) * (step * weight.scale.T))[: x.shape[0]]

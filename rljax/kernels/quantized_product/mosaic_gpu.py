@@ -1,0 +1,252 @@
+"""The product with quantized weights on Hopper: from packed bytes to the tensor cores in registers.
+
+Rows are few, so weights are the left operand and the result is out^T [out, N]: a warpgroup multiplies 64
+outputs with all rows. TMA brings packed weights and activations to shared memory some steps ahead; 16-bit
+words become bfloat16 integers by a shift, a mask and an exponent; wgmma takes them from registers and sums a
+group in float32; then the group's scale is applied to the sum, not to each weight. No weight is rounded to
+bfloat16: value - zero is an integer of few bits.
+
+A word holds two neighbouring bytes of a row. Its nibbles (or bytes) belong to inputs that are not neighbours,
+so activations are reordered to match (`_planes`), which costs nothing beside the weights.
+
+Where there are too few tiles of outputs for the device, inputs are split among blocks, and what they sum is
+added in a fixed order. Tiles and splits depend on the matrix alone: a row's bits do not depend on N.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from rljax.kernels.pallas import gpu_interpreter, load
+from rljax.kernels.switch import Refused
+from rljax.models.quantized import QuantizedWeight
+
+_ROWS = 64  # of weights that a warpgroup multiplies: wgmma's M
+_WARPGROUPS = 2
+_TILE = _ROWS * _WARPGROUPS
+_MOST_ROWS = 64  # of activations
+_STAGES = 4
+_PROCESSORS = 132
+_EXPONENT = 0x4300  # of bfloat16 128: an integer below 128 in the bits below it is added to that
+
+
+def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False) -> Array:
+    """x bfloat16 [N, in], N up to 64, times weight [out, in]: float32 [N, out]."""
+    columns = _columns(x, weight)
+    halves = 2 if weight.bits == 4 else 1
+    rows = -(-x.shape[0] // 8) * 8
+    planes = _planes(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))), halves)
+    words = lax.bitcast_convert_type(weight.values.reshape(weight.shape[0], -1, 2), jnp.uint16)
+    parts = _partial_sums(planes, words, weight, columns, interpret)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total[:, : x.shape[0]].T
+
+
+def _columns(x: Array, weight: QuantizedWeight) -> int:
+    """Words of a step: as many as fill a swizzle, divide the row and do not leave a group.
+
+    Raises:
+      Refused: there are none, or a type or size is not what the kernel is for.
+    """
+    outputs, inputs = weight.shape
+    if weight.activations != "float":
+        raise Refused("activations are rounded to int8, it multiplies bfloat16")
+    if x.dtype != jnp.bfloat16:
+        raise Refused(f"activations are {x.dtype}, it multiplies bfloat16")
+    if not 0 < x.shape[0] <= _MOST_ROWS:
+        raise Refused(f"{x.shape[0]} rows, it multiplies 1 to {_MOST_ROWS}")
+    if outputs < _TILE:
+        raise Refused(f"{outputs} outputs, it needs at least {_TILE}")
+    words, rest = divmod(inputs, 4 if weight.bits == 4 else 2)
+    for columns in (64, 32, 16):
+        whole_group = weight.group >= inputs or weight.group % (2 * columns) == 0
+        if rest == 0 and words % columns == 0 and whole_group:
+            return columns
+    raise Refused(
+        f"{inputs} inputs in groups of {weight.group}: it needs multiples of"
+        f" {64 if weight.bits == 4 else 32} inputs, and groups of a multiple of 32 or the whole row"
+    )
+
+
+def _planes(x: Array, halves: int) -> Array:
+    """x [N, in] -> [2 * halves * N, words]: plane byte * halves + half has the inputs of that byte, and in 4
+    bits of its low or high half, of every word.
+    """
+    count = x.shape[0]
+    parts = x.reshape(count, halves, -1, 2).transpose(3, 1, 0, 2)
+    return parts.reshape(2 * halves * count, -1)
+
+
+def _splits(tiles: int, steps: int) -> int:
+    """Blocks that share a tile's steps, for the least time; a block takes two steps to get going."""
+
+    def time(splits: int) -> int:
+        waves = -(-tiles * splits // _PROCESSORS)
+        return waves * (-(-steps // splits) + 2)
+
+    return min(range(1, min(steps, 8) + 1), key=time)
+
+
+def _partial_sums(
+    planes: Array, words: Array, weight: QuantizedWeight, columns: int, interpret: bool
+) -> Array:
+    """float32 [splits, out, N]."""
+    halves = 2 if weight.bits == 4 else 1
+    outputs, inputs = weight.shape
+    rows = planes.shape[0] // (2 * halves)
+    steps, groups = words.shape[1] // columns, weight.scale.shape[1]
+    tiles = -(-outputs // _TILE)
+    splits = _splits(tiles, steps)
+    most_steps = -(-steps // splits)
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+
+    def kernel(planes_ref: Any, words_ref: Any, scale_ref: Any, *refs: Any) -> None:
+        zero_ref = None if weight.zero is None else refs[0]
+        out_ref = refs[-1]
+        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+        warpgroup = lax.axis_index("warpgroup")
+        # The last tile overlaps the one before it rather than reach beyond the matrix: both write the same.
+        first_row = jnp.minimum(tile * _TILE, outputs - _TILE)
+        own_rows = pl.ds(first_row + warpgroup * _ROWS, _ROWS)
+        first_step = split * most_steps
+        own_steps = jnp.minimum(most_steps, steps - first_step)
+
+        def grid_of(step: Array) -> list[tuple[Array, Array | None]]:
+            """Scale and zero + 128 [64] of the groups that a step is in, one a half."""
+            found = []
+            for half in range(halves):
+                start = (first_step + step) * (2 * columns) + half * (inputs // 2)
+                group = jnp.minimum(start // weight.group, groups - 1)
+                scale = load(scale_ref.at[own_rows, group], _OF_ROWS, interpret)
+                zero = None if zero_ref is None else load(zero_ref.at[own_rows, group], _OF_ROWS, interpret)
+                found.append((scale, zero))
+            return found
+
+        def step(indices: Any, words_smem: Any, planes_smem: Any, carry: Any) -> Any:
+            total, grids = carry
+            following = grid_of(indices[0] + 1)  # on its way while this step is computed
+            packed = load(words_smem.at[pl.ds(warpgroup * _ROWS, _ROWS)], plgpu.Layout.WGMMA, interpret)
+
+            factors = [
+                (
+                    half,
+                    _integers(packed, byte, half, zero, weight.bits, interpret),
+                    planes_smem.at[pl.ds((byte * halves + half) * rows, rows)],
+                )
+                for half, (_, zero) in enumerate(grids)
+                for byte in range(2)
+            ]
+
+            def multiply(*sums: Any) -> list[Array]:
+                for half, left, plane in factors:
+                    plgpu.wgmma(sums[half], left, plane.T)
+                plgpu.wgmma_wait(0)
+                return [each[...] for each in sums]
+
+            if interpret:  # an interpreter's wgmma takes its left operand from shared memory only
+                sums = [jnp.zeros((_ROWS, rows), jnp.float32)] * halves
+                for half, left, plane in factors:
+                    sums[half] += _dot(left, plane[...])
+            else:
+                sums = pl.run_scoped(multiply, *[plgpu.ACC((_ROWS, rows), jnp.float32)] * halves)
+            for (scale, _), of_group in zip(grids, sums, strict=True):
+                total = total + of_group * lax.broadcast_in_dim(scale, (_ROWS, rows), (0,))
+            return total, following
+
+        def write(pipeline: Any) -> None:
+            nothing = jnp.zeros((_ROWS, rows), jnp.float32)
+            nothing = nothing if interpret else plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+            total, _ = pipeline((nothing, grid_of(jnp.int32(0))))
+            out_ref.at[split, own_rows][...] = total
+
+        pipeline = plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(own_steps,),
+            in_specs=[
+                plgpu.BlockSpec((_TILE, columns), lambda step: (0, step), transforms=transforms),
+                plgpu.BlockSpec((planes.shape[0], columns), lambda step: (0, step), transforms=transforms),
+            ],
+            max_concurrent_steps=_STAGES,
+            num_compute_wgs=_WARPGROUPS,
+            wg_axis="warpgroup",
+            memory_registers=40,
+            compute_context=write,
+        )
+        own_columns = pl.ds(first_step * columns, most_steps * columns)
+        pipeline(words_ref.at[pl.ds(first_row, _TILE), own_columns], planes_ref.at[:, own_columns])
+
+    zero = () if weight.zero is None else (weight.zero,)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((splits, outputs, rows), jnp.float32),
+        grid=(tiles, splits),
+        grid_names=("tile", "split"),
+        num_threads=_WARPGROUPS + 1,  # one that copies
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=gpu_interpreter() if interpret else None,
+    )(planes, words, weight.scale, *zero)
+
+
+_OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """a [m, k] times b [n, k]: float32 [m, n]."""
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _integers(packed: Array, byte: int, half: int, zero: Array | None, bits: int, interpret: bool) -> Array:
+    """value - zero, bfloat16 [64, columns], of one byte (in 4 bits, of one half of it) of every word."""
+    if bits == 4:
+        values = _with_exponent(packed, 8 * byte + 4 * half, 15, interpret)
+        offset = jnp.full((_ROWS,), 0, jnp.uint16) if zero is None else zero.astype(jnp.uint16)
+        offset = lax.bitcast_convert_type(offset | jnp.uint16(_EXPONENT), jnp.bfloat16)  # 128 + zero
+        return values - lax.broadcast_in_dim(offset, values.shape, (0,))
+    # The sign bit stands for -128, and is the lowest bit of the exponent: 128 or 256.
+    values = _with_exponent(packed, 8 * byte, 127, interpret) - _with_exponent(
+        packed, 8 * byte, 128, interpret
+    )
+    if zero is None:
+        return values
+    return values - lax.broadcast_in_dim(zero.astype(jnp.bfloat16), values.shape, (0,))
+
+
+def _with_exponent(words: Array, shift: int, mask: int, interpret: bool) -> Array:
+    """bfloat16 of the bits of uint16 [64, columns] behind `shift` and `mask`, with the exponent of 128."""
+    if interpret:
+        bits = ((words >> jnp.uint16(shift)) & jnp.uint16(mask)) | jnp.uint16(_EXPONENT)
+        return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+    # The same for two words at once in a register: a compiler shifts 16-bit words one by one.
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def extract(_: Any, words: Any) -> Any:
+        int32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty_like(words.registers)
+        for index, register in np.ndenumerate(words.registers):
+            both = mosaic.utils.bitcast(register, int32)
+            if shift:
+                both = arith.shrui(both, arith.constant(int32, ir.IntegerAttr.get(int32, shift)))
+            both = llvm.inline_asm(
+                int32,
+                [both],
+                f"lop3.b32 $0, $1, {mask * 0x10001:#x}, {_EXPONENT * 0x10001:#x}, 0xea;",  # (a & b) | c
+                "=r,r",
+            )
+            registers[index] = mosaic.utils.bitcast(both, pair)
+        return mosaic.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=None)
+
+    return extract(words)

@@ -1,0 +1,282 @@
+"""Products with quantized weights: every backend against float64, and what must not matter to a row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.quantized import QuantizedPolicy, WeightFormat, rtn
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.quantized_product import mosaic_gpu, mosaic_tpu, quantized_product
+from rljax.kernels.switch import KernelChoice, Refused
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.quantized import QuantizedWeight, dequantize
+from rljax.models.transformer import init_params
+from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+
+INTERPRETED = ("interpret_gpu", "interpret_tpu")
+KERNELS = {"interpret_gpu": mosaic_gpu, "interpret_tpu": mosaic_tpu}
+SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
+
+
+def weight_of(outputs, inputs, fmt, seed=0):
+    """A matrix with a mean, so that zeros matter."""
+    matrix = np.random.default_rng(seed).standard_normal((outputs, inputs)) + 0.2
+    return rtn(jnp.asarray(matrix, jnp.float32), fmt)
+
+
+def rows_of(count, inputs, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((count, inputs)) + 0.1, jnp.bfloat16)
+
+
+def check(x, weight, implementation, tolerance=1e-6):
+    ours = np.asarray(quantized_product(x, weight, implementation))
+    wide, matrix = np.asarray(x, np.float64), np.asarray(dequantize(weight), np.float64)
+    assert ours.shape == (len(wide), len(matrix)) and ours.dtype == np.float32
+    bound = tolerance * (np.abs(wide) @ np.abs(matrix).T + 1e-3)
+    assert (np.abs(ours - wide @ matrix.T) <= bound).all()
+
+
+# outputs (not a multiple of a tile), inputs (an uneven number of steps; a last group that is short), rows
+SHAPES = {
+    "w4, groups of 128": (200, 512, 3, WeightFormat(4, 128)),
+    "w8, whole rows": (131, 192, 16, WeightFormat(8, 0)),
+    "w4, groups of 64": (128, 448, 1, WeightFormat(4, 64)),
+    "w4, groups of 32": (130, 192, 9, WeightFormat(4, 32)),
+    "w4, whole rows": (129, 384, 64, WeightFormat(4, 0)),
+    "w4, short last group": (128, 320, 2, WeightFormat(4, 128)),
+    "w4, halves within groups": (128, 896, 2, WeightFormat(4, 128)),
+    "w8, groups of 64": (140, 448, 4, WeightFormat(8, 64)),
+}
+ODD = {
+    "w4, odd inputs": (40, 255, 5, WeightFormat(4, 128)),
+    "w4, odd groups": (128, 190, 5, WeightFormat(4, 48)),
+    "w8, odd inputs": (300, 131, 1, WeightFormat(8, 0)),
+    "w8, odd groups": (10, 77, 2, WeightFormat(8, 20)),
+}
+
+
+@pytest.mark.parametrize("case", [*SHAPES, *ODD])
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_against_float64(case, implementation):
+    outputs, inputs, rows, fmt = (SHAPES | ODD)[case]
+    x, weight = rows_of(rows, inputs), weight_of(outputs, inputs, fmt)
+    if implementation == "interpret_gpu":
+        if case in ODD:
+            with pytest.raises(Refused, match=r"interpret_gpu: (\d+ inputs in groups|\d+ outputs)"):
+                quantized_product(x, weight, implementation)
+            return
+        if SLOW_INTERPRETER and case not in list(SHAPES)[:2]:
+            pytest.skip("JAX 0.10 takes too long to interpret it")
+    check(x, weight, implementation)
+
+
+@pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_blocks_of_many_steps(splits, monkeypatch):
+    """More than are on their way at once, and a last block with fewer."""
+    monkeypatch.setattr(mosaic_gpu, "_splits", lambda tiles, steps: splits)
+    check(rows_of(3, 448), weight_of(128, 448, WeightFormat(4, 32)), "interpret_gpu")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+def test_the_reference_against_float64(rows):
+    weight = weight_of(70, 300, WeightFormat(4, 128))
+    check(rows_of(rows, 300).astype(jnp.float32), weight, None)
+    check(rows_of(rows, 300), weight, "xla", tolerance=2.0**-8)  # weights are rounded to bfloat16
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_are_optional(implementation, bits):
+    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
+        pytest.skip("JAX 0.10 takes too long to interpret it")
+    weight = weight_of(128, 256, WeightFormat(bits, 128))
+    zeros = None
+    if bits == 8:
+        zeros = jnp.asarray(np.random.default_rng(3).integers(0, 256, weight.scale.shape), jnp.uint8)
+    # An integer of 9 bits is rounded to bfloat16's 8.
+    tolerance = 2.0**-8 if bits == 8 and implementation == "interpret_gpu" else 1e-6
+    check(rows_of(2, 256), weight.replace(zero=zeros), implementation, tolerance)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_is_computed_as_if_alone(implementation, bits):
+    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
+        pytest.skip("JAX 0.10 takes too long to interpret it")
+    weight = weight_of(130, 256, WeightFormat(bits, 128 if bits == 4 else 0))
+    x = rows_of(13, 256)  # a CPU's own product of more rows than 16 is not row-invariant; see natively below
+    together = np.asarray(quantized_product(x, weight, implementation))
+    for row in (0, 12):
+        alone = np.asarray(quantized_product(x[row : row + 1], weight, implementation))
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_a_row_that_is_not_a_number_stays_alone(implementation):
+    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
+        pytest.skip("JAX 0.10 takes too long to interpret it")
+    weight, x = weight_of(128, 256, WeightFormat(4, 128)), rows_of(3, 256)
+    y = np.asarray(quantized_product(x.at[1].set(jnp.nan), weight, implementation))
+    assert np.isnan(y[1]).all()
+    np.testing.assert_array_equal(y[[0, 2]], np.asarray(quantized_product(x, weight, implementation))[[0, 2]])
+
+
+def test_a_group_that_is_not_a_number_stays_in_its_output():
+    """Also where blocks reach beyond the matrix, and padding beyond the groups."""
+    weight, x = weight_of(130, 256, WeightFormat(4, 128)), rows_of(3, 256)
+    broken = weight.replace(scale=weight.scale.at[129, 1].set(jnp.nan))
+    for implementation in INTERPRETED[SLOW_INTERPRETER:]:
+        y = np.asarray(quantized_product(x, broken, implementation))
+        assert np.isnan(y[:, 129]).all() and np.isfinite(y[:, :129]).all()
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize(
+    ("fmt", "rows", "dtype", "why"),
+    [
+        (WeightFormat(8, 0, "int8"), 2, jnp.bfloat16, "activations are rounded to int8"),
+        (WeightFormat(4, 128), 2, jnp.float32, "activations are float32, it multiplies bfloat16"),
+        (WeightFormat(4, 128), 65, jnp.bfloat16, "65 rows, it multiplies 1 to 64"),
+    ],
+)
+def test_what_kernels_refuse(implementation, fmt, rows, dtype, why):
+    with pytest.raises(Refused, match=why):
+        quantized_product(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
+
+
+def test_splits_do_not_depend_on_rows_and_cover_the_inputs():
+    for tiles, steps in [(28, 14), (28, 74), (148, 14), (1, 7), (12, 35), (1, 1)]:
+        splits = mosaic_gpu._splits(tiles, steps)
+        most = -(-steps // splits)
+        assert (splits - 1) * most < steps <= splits * most  # no block without a step
+
+
+# -- whole compilations ------------------------------------------------------------------------------------
+
+# (out, in) of projections: Qwen2.5-0.5B, 1.5B, 7B and Llama-3.1-8B
+MATRICES = [
+    (128, 896),
+    (896, 4864),
+    (1536, 1536),
+    (1536, 8960),
+    (18_944, 3584),
+    (3584, 18_944),
+    (1024, 4096),
+    (14_336, 4096),
+]
+
+
+def abstract_weight(outputs, inputs, bits):
+    group = 128 if bits == 4 else inputs
+    shape = jax.ShapeDtypeStruct
+    return QuantizedWeight(
+        values=shape((outputs, inputs // 2 if bits == 4 else inputs), jnp.uint8 if bits == 4 else jnp.int8),
+        scale=shape((outputs, -(-inputs // group)), jnp.float32),
+        zero=shape((outputs, -(-inputs // group)), jnp.uint8) if bits == 4 else None,
+        bits=bits,
+        inputs=inputs,
+        group=group,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 16), (4, 64), (8, 16)])
+def test_compiles_for_real_policies(device, bits, rows):
+    kernel = mosaic_gpu if device == HOPPER else mosaic_tpu
+    for outputs, inputs in MATRICES if rows == 16 else MATRICES[::3]:
+        x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+        text = compile_for(
+            device, kernel.quantized_product, x, abstract_weight(outputs, inputs, bits)
+        ).as_text()
+        # Nothing but the kernel itself touches the matrix: what it is given is the matrix, seen as words. (A
+        # TPU may fetch small ones ahead, and lays out those anew whose rows are not of whole lanes.)
+        columns = inputs // 2 if bits == 4 else inputs
+        if device == HOPPER or (columns % 128 == 0 and outputs * columns > 2**24):
+            touching = [line for line in text.splitlines() if f"8[{outputs},{columns}]" in line]
+            allowed = ("parameter(", "custom-call", "bitcast", "ENTRY", "HloModule")
+            assert not [line for line in touching if not any(word in line for word in allowed)]
+
+
+# -- natively ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("case", [*SHAPES, *ODD])
+def test_natively_against_float64(case):
+    name = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(jax.default_backend())
+    if name is None:
+        pytest.skip("no GPU or TPU")
+    outputs, inputs, rows, fmt = (SHAPES | ODD)[case]
+    x, weight = rows_of(rows, inputs), weight_of(outputs, inputs, fmt)
+    try:
+        check(x, weight, name)
+    except Refused:
+        assert case in ODD
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("bits", [4, 8])
+def test_natively_a_row_is_computed_as_if_alone(bits):
+    name = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(jax.default_backend())
+    if name is None:
+        pytest.skip("no GPU or TPU")
+    weight = weight_of(3584, 3584, WeightFormat(bits, 128 if bits == 4 else 0))
+    x = rows_of(64, 3584)
+    check(x, weight, name, 4e-6)
+    together = np.asarray(quantized_product(x, weight, name))
+    for rows in (1, 2, 8, 9, 16, 33):
+        np.testing.assert_array_equal(quantized_product(x[:rows], weight, name), together[:rows])
+
+
+# -- in the engine -----------------------------------------------------------------------------------------
+
+POLICY = ModelConfig("llama", 96, 128, 1, 2, 2, 64, 192)
+STEPS = 3
+
+
+def drafted(implementation):
+    """Chains of a quantized self-drafter whose products one backend computes, and the pool's keys."""
+    numerics = Numerics(True, "bfloat16", KernelChoice(quantized_product=implementation))
+    engine = DecodeEngine(POLICY, numerics, SamplingParams(), Buckets((2,), (64,), (8,), STEPS), ())
+    params = engine.load_params(init_params(POLICY, seed=0))
+    policy = QuantizedPolicy(WeightFormat(4, 64), implementation=numerics.kernels.quantized_product)
+    weights = policy.refresh(params)
+    prefix = engine.prefill(params, [[1, 2, 3], [4, 5, 6, 7]])
+    state = engine.init_state(2, 32)
+    state = engine.bulk_insert(prefix, state, [Assignment(i, i, request_key(0, i), 20) for i in range(2)])
+    _, drafts = engine.draft(weights, state, STEPS)
+    return np.asarray(drafts.tokens), np.asarray(drafts.margins), str(jax.tree.structure(weights))
+
+
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("interpret_gpu", marks=pytest.mark.slow), "interpret_tpu"]
+)
+def test_a_drafter_drafts_the_same_with_a_kernel(implementation):
+    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
+        pytest.skip("JAX 0.10 takes too long to interpret it")
+    tokens, margins, structure = drafted("xla")
+    ours, our_margins, our_structure = drafted(implementation)
+    np.testing.assert_array_equal(ours, tokens)
+    np.testing.assert_allclose(our_margins, margins, atol=0.05)  # weights are not rounded to bfloat16
+    assert our_structure != structure  # programs are pooled by it
+
+
+def test_the_drafter_takes_the_engines_choice():
+    from drafters.registry import make_drafter
+
+    numerics = Numerics(kernels=KernelChoice(quantized_product=("mosaic_gpu", "xla")))
+    engine = DecodeEngine(POLICY, numerics, SamplingParams(), Buckets((2,), (64,), (8,), STEPS), ())
+    drafter = make_drafter("quantized", bits=4)
+    drafter.attach(engine)
+    drafter.refresh(engine.load_params(init_params(POLICY, seed=0)))
+    layer = drafter.draft_params()["layers"][0]
+    assert {layer[name].implementation for name in ("q", "down")} == {("mosaic_gpu", "xla")}
+    assert dataclasses.replace(layer["q"], implementation=None).shape == layer["q"].shape
