@@ -3,7 +3,8 @@
 import inspect
 from typing import Any
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -16,8 +17,25 @@ def gpu_interpreter() -> Any:
     return InterpretGPUParams()
 
 
-def gpu_load(ref: Any, layout: Any) -> Array:
-    """`plgpu.load` of all that `ref` says, into registers of a layout, in as many pieces as it takes."""
+# What JAX 0.10 does not interpret, as something that it does.
+
+
+def gpu_layout(value: Array, layout: Any, interpret: bool) -> Array:
+    """`plgpu.layout_cast`."""
+    return value if interpret else plgpu.layout_cast(value, layout)
+
+
+def gpu_iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) -> Array:
+    """`plgpu.broadcasted_iota`, int32."""
+    if interpret:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def gpu_load(ref: Any, layout: Any, interpret: bool) -> Array:
+    """`plgpu.load` of all that `ref` says, in as many pieces as it takes."""
+    if interpret:
+        return ref[...]
     index = (
         ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
     )

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rljax.kernels.pallas import gpu_interpreter, gpu_load
+from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load
 from rljax.kernels.switch import Refused
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
 from rljax.models.attention import KEY_BLOCK, MASKED
@@ -69,7 +69,7 @@ def tree_attention(
     bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
 
     kept_rows = num_rows + -num_rows % 8  # what is written of the padded rows
-    partial = (batch, kv_heads, splits, kept_rows)
+    partial = (batch, kv_heads, splits, kept_rows, head_dim)
     stage_bytes = 2 * KEY_BLOCK * head_dim * 2
     query_bytes = in_group * _TILE * head_dim * 2
     stages = min((_SHARED[in_group] - query_bytes) // stage_bytes, _MOST_STAGES)
@@ -79,15 +79,14 @@ def tree_attention(
             _attend, kv_heads=kv_heads, splits=splits, in_group=in_group, kept_rows=kept_rows, stages=stages
         ),
         out_type=(
-            jax.ShapeDtypeStruct((*partial, head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((*partial, head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct(partial, jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
+            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, rows.shape[2]), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
             plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=tiled),
             plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=tiled),
-            plgpu.SMEM((in_group, _TILE), jnp.float32),
             plgpu.Barrier(num_barriers=in_group),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -100,12 +99,12 @@ def tree_attention(
         num_threads=in_group,
         thread_name="tile",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
         kernel_name="tree_attention",
         interpret=gpu_interpreter() if interpret else None,
     )(lengths, bits, rows, keys, values, tree_keys, tree_values)
-    out = _merge(high, low, lse, lengths).astype(queries.dtype)
+    out = _merge(high, low, lse[:, :, :, :kept_rows], lengths).astype(queries.dtype)
     return unpack_rows(out, nodes, num_heads)
 
 
@@ -133,7 +132,6 @@ def _attend(
     queries_smem,
     keys_smem,
     values_smem,
-    lse_smem,
     queries_here,
     keys_here,
     values_here,
@@ -149,7 +147,8 @@ def _attend(
 
     Refs: lengths [B], bits [B, 2, R], queries [B, Hk, R, D], keys [B, Hk, S / L, D, L], values [B, Hk, S, D],
     tree_keys [B, Hk, D, L], tree_values [B, Hk, L, D]; out: the stretch's weighted mean as a sum of out_high
-    and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse.
+    and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk,
+    splits, R].
     """
     split = lax.axis_index("split")
     slot, head = (
@@ -157,6 +156,7 @@ def _attend(
         lax.rem(lax.axis_index("slot_head"), kv_heads),
     )
     own = lax.axis_index("tile")
+    interpret = bool(terms_smem)
     tile = lax.axis_index("group") * in_group + own
     head_dim = queries_smem.shape[-1]
     length = lengths[slot]
@@ -198,7 +198,7 @@ def _attend(
 
         plgpu.barrier_wait(queries_here.at[own])
         shape = (_TILE, KEY_BLOCK)
-        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
 
         def attend(step, carry, seen):
             """Online softmax over one more block: carry (weighted [64, D], top [64], total [64])."""
@@ -248,14 +248,15 @@ def _attend(
 
         def nodes(step, carry):
             low, high = (
-                gpu_load(bits.at[slot, word, rows], layout=plgpu.Layout.WGMMA.reduce(1)) for word in (0, 1)
+                gpu_load(bits.at[slot, word, rows], plgpu.Layout.WGMMA.reduce(1), interpret)
+                for word in (0, 1)
             )
             low, high = (lax.broadcast_in_dim(word, shape, [0]) for word in (low, high))
             word = jnp.where(columns < 32, low, high)
             return attend(step, carry, ((word >> (columns & 31)) & 1) != 0)
 
         def full(shape, value, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+            return gpu_layout(jnp.full(shape, value, jnp.float32), layout, interpret)
 
         carry = (
             full((_TILE, head_dim), 0.0, plgpu.Layout.WGMMA),
@@ -268,8 +269,7 @@ def _attend(
         divisor = jnp.where(total == 0, 1.0, total)
         mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
         mean_high = mean.astype(jnp.bfloat16)
-        own_lse = lse_smem.at[own]
-        own_lse[...] = jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
+        out_lse[slot, head, split, rows] = jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
 
         def write(source, out):
             """The tile's rows that are kept."""
@@ -287,7 +287,6 @@ def _attend(
                     last = pl.ds(whole * _TILE, rest)
                     plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], out.at[slot, head, split, last])
 
-        write(own_lse, out_lse)
         # Shared memory is short: the queries' is used again, twice.
         own_queries[...] = mean_high
         write(own_queries, out_high)
