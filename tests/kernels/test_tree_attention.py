@@ -93,7 +93,7 @@ def _relative_error(got, expected):
 
 
 # Lengths, capacity, nodes, heads, key heads, head size: slots of no position, within a block, at its end,
-# beyond a TPU's chunk and a GPU's split, and full ones; one tile of rows, several, and several groups of them.
+# beyond a chunk (TPU) and a split (GPU), and full ones; one tile of rows, several, and groups of them.
 _SHAPES = {
     "one node": ((0, 1, 63, 64, 127), 128, 1, 4, 2, 64),
     "grouped heads": ((5, 130), 256, 5, 14, 2, 64),
@@ -196,7 +196,6 @@ def _check_decoded(implementation, dtype, tolerance):
     for outputs in _decoded(implementation, dtype):
         for (tokens, logprobs), (true_tokens, true_logprobs) in zip(outputs, expected, strict=True):
             assert tokens == true_tokens
-            print(implementation, np.abs(np.array(logprobs)-np.array(true_logprobs)).max())
             np.testing.assert_allclose(logprobs, true_logprobs, atol=tolerance)
 
 
