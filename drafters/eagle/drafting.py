@@ -188,7 +188,7 @@ def absorb(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
     return DrafterState(
-        cache=commit(state.cache, [entries], path, counts, state.lengths),
+        cache=commit(state.cache, [entries], path, counts, state.lengths, numerics),
         lengths=state.lengths + counts,
         outputs=jnp.where(counts[:, None] > 0, newest, state.outputs),
     )

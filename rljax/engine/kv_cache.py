@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from rljax.kernels.compaction import compaction
 from rljax.kernels.tree_attention import decode_attention
 from rljax.models.attention import KEY_BLOCK
 from rljax.models.config import ModelConfig
@@ -93,7 +94,12 @@ def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KV
 
 
 def commit(
-    cache: KVCache, nodes: list[tuple[Array, Array]], path: Array, count: Array, lengths: Array
+    cache: KVCache,
+    nodes: list[tuple[Array, Array]],
+    path: Array,
+    count: Array,
+    lengths: Array,
+    numerics: Numerics,
 ) -> KVCache:
     """Writes the keys and values of an accepted path behind what is committed.
 
@@ -103,18 +109,13 @@ def commit(
       path: int32 [B, M], the path's node at every depth.
       count: int32 [B], nodes of the path to be written.
       lengths: int32 [B], committed tokens.
+      numerics: says who computes.
     """
-    batch, most = path.shape
-    slots = jnp.arange(batch)[:, None]
-    depth = jnp.arange(most)[None]
-    first = jnp.where(depth < count[:, None], lengths[:, None], cache.length)  # out of range: skipped
-    positions = first + depth
-    block, lane = positions // KEY_BLOCK, positions % KEY_BLOCK
     new = KVCache(keys=[], values=[])
     for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
-        k, v = (jnp.take_along_axis(x, path[:, :, None, None], axis=1) for x in (k, v))
-        new.keys.append(keys.at[slots, :, block, :, lane].set(k, mode="drop", unique_indices=True))
-        new.values.append(values.at[slots, :, positions].set(v, mode="drop", unique_indices=True))
+        keys, values = compaction(keys, values, k, v, path, count, lengths, numerics.kernels.compaction)
+        new.keys.append(keys)
+        new.values.append(values)
     return new
 
 
