@@ -237,13 +237,19 @@ _POLICIES = {
 }
 
 
+def _check_no_copy(program, heads, kv_heads, dim):
+    """Nothing near the cache's size is made on the way."""
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 16 * kv_heads * 4096 * dim / 8
+
+
 @pytest.mark.parametrize("policy", _POLICIES)
 @pytest.mark.parametrize("device", TPUS)
 def test_compiles_for_tpus(device, policy):
     compute = functools.partial(mosaic_tpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
         program = compile_for(device, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
-        assert "tree_attention" in program.as_text()
+        if nodes <= 16:  # with more, there are as many rows as bytes
+            _check_no_copy(program, *_POLICIES[policy])
     compile_for(device, compute, *_shapes(*_POLICIES[policy], 2, 256, 16, jnp.float32))
 
 

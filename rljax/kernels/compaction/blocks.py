@@ -15,22 +15,19 @@ def reach(most: int) -> int:
     return -(-(most + KEY_BLOCK - 1) // KEY_BLOCK)
 
 
-def fresh_blocks(node_keys: Array, node_values: Array, path: Array, lengths: Array) -> tuple[Array, Array]:
-    """The path's nodes where they will stand in their blocks, anything elsewhere.
-
-    Args: as of `compaction`.
+def fresh_blocks(entries: Array, path: Array, lengths: Array) -> Array:
+    """The path's keys or values [B, M, Hk, D] where they will stand in their blocks, any others elsewhere.
 
     Returns:
-      keys [B, Hk, reach, D, 64] and values [B, Hk, reach, 64, D].
+      [B, Hk, reach, 64, D].
     """
     batch, most = path.shape
     blocks = reach(most)
     lanes = jnp.arange(blocks * KEY_BLOCK, dtype=jnp.int32)[None]
     depth = jnp.clip(lanes - (lengths % KEY_BLOCK)[:, None], 0, most - 1)
     nodes = jnp.take_along_axis(path, depth, axis=1)[:, :, None, None]
-    k, v = (jnp.take_along_axis(x, nodes, axis=1) for x in (node_keys, node_values))
-    shape = (batch, blocks, KEY_BLOCK, *k.shape[2:])
-    return k.reshape(shape).transpose(0, 3, 1, 4, 2), v.reshape(shape).transpose(0, 3, 1, 2, 4)
+    placed = jnp.take_along_axis(entries, nodes, axis=1)
+    return placed.reshape(batch, blocks, KEY_BLOCK, *placed.shape[2:]).transpose(0, 3, 1, 2, 4)
 
 
 def written(length: Array, count: Array, index: Array, in_cache: int) -> tuple[Array, Array, Array]:

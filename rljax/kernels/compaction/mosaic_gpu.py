@@ -34,7 +34,7 @@ def compaction(
         raise Refused(f"keys and values are float32 or bfloat16, not {keys.dtype}")
     if dim not in (64, 128):
         raise Refused(f"heads are 64 or 128 wide, not {dim}")
-    fresh_keys, fresh_values = fresh_blocks(node_keys, node_values, path, lengths)
+    fresh_keys, fresh_values = (fresh_blocks(x, path, lengths) for x in (node_keys, node_values))
     # pl.kernel and not plgpu.kernel: on JAX 0.10, that one takes no mutable arrays.
     cache = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in (keys, values)]
     mesh = plgpu.Mesh(
@@ -50,7 +50,7 @@ def compaction(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         name="compaction",
         interpret=gpu_interpreter() if interpret else False,
-    )(*cache, lengths, count, fresh_keys, fresh_values)
+    )(*cache, lengths, count, fresh_keys.swapaxes(-1, -2), fresh_values)
     keys, values = (jax.freeze(ref) for ref in cache)
     return keys, values
 

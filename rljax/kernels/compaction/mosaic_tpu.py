@@ -1,5 +1,8 @@
 """Compaction on a TPU: the blocks that paths reach into, read, changed and written one behind the other.
 
+Heads are multiples of 128 wide: XLA then keeps keys and values in memory as [positions, D] each
+(`rljax/kernels/tree_attention/mosaic_tpu.py`), and transposing them for the kernel is free.
+
 The cache stays where it is, and the result is the same memory. A step changes one block of all heads of a
 slot, while the next step's block is on its way in and the last one's on its way out.
 """
@@ -31,43 +34,39 @@ def compaction(
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
         raise Refused(f"keys and values are float32 or bfloat16, not {keys.dtype}")
     batch, kv_heads, blocks, dim, _ = keys.shape
+    if dim % 128:
+        raise Refused(f"heads are multiples of 128 wide, not {dim}: the cache would be copied")
     blocked = (batch, kv_heads, blocks, KEY_BLOCK, dim)
     per_slot = reach(path.shape[1])
-    fresh_keys, fresh_values = fresh_blocks(node_keys, node_values, path, lengths)
+    entries = [fresh_blocks(x, path, lengths) for x in (node_keys, node_values)]
 
     def fresh(slot, index, lengths, count):
         return slot, 0, index, 0, 0
 
+    fresh_block = pl.BlockSpec((1, kv_heads, 1, KEY_BLOCK, dim), fresh)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    keys, new_values = pl.pallas_call(
+    buffers = pltpu.VMEM((2, kv_heads, KEY_BLOCK, dim), keys.dtype)
+    keys, values = pl.pallas_call(
         functools.partial(_compact, batch=batch, per_slot=per_slot, in_cache=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, per_slot),
-            in_specs=[
-                pl.BlockSpec((1, kv_heads, 1, dim, KEY_BLOCK), fresh),
-                pl.BlockSpec((1, kv_heads, 1, KEY_BLOCK, dim), fresh),
-                anywhere,
-                anywhere,
-            ],
+            in_specs=[fresh_block, fresh_block, anywhere, anywhere],
             out_specs=[anywhere, anywhere],
             scratch_shapes=[
-                pltpu.VMEM((2, kv_heads, dim, KEY_BLOCK), keys.dtype),
-                pltpu.VMEM((2, kv_heads, KEY_BLOCK, dim), values.dtype),
+                buffers,
+                buffers,
                 pltpu.SemaphoreType.DMA((2, 2)),
                 pltpu.SemaphoreType.DMA((2, 2)),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(blocked, values.dtype),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(blocked, keys.dtype)] * 2,
         input_output_aliases={4: 0, 5: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 2),
         name="compaction",
         interpret=interpret,
-    )(lengths, count, fresh_keys, fresh_values, keys, values.reshape(blocked))
-    return keys, new_values.reshape(values.shape)
+    )(lengths, count, *entries, keys.swapaxes(-1, -2), values.reshape(blocked))
+    return keys.swapaxes(-1, -2), values.reshape(batch, kv_heads, -1, dim)
 
 
 def _compact(
@@ -90,9 +89,9 @@ def _compact(
 ) -> None:
     """One block of one slot.
 
-    Refs: lengths and count [B]; fresh_keys [1, Hk, 1, D, L], fresh_values [1, Hk, 1, L, D]; keys
-    [B, Hk, S / L, D, L] and values [B, Hk, S / L, L, D], in and out the same; scratch: two buffers for a
-    block of each, and a semaphore for each.
+    Refs: lengths and count [B]; fresh_keys and fresh_values [1, Hk, 1, L, D]; keys and values
+    [B, Hk, S / L, L, D], in and out the same; scratch: two buffers for a block of each, and a semaphore for
+    each.
     """
     step, steps = pl.program_id(0) * per_slot + pl.program_id(1), batch * per_slot
 
@@ -125,10 +124,10 @@ def _compact(
 
     @pl.when(first < end)
     def _():
+        position = lax.broadcasted_iota(jnp.int32, key_buffers.shape[2:], 0)
+        new = (position >= first) & (position < end)
         for head in range(key_buffers.shape[1]):
-            for axis, buffers, fresh in ((1, key_buffers, fresh_keys), (0, value_buffers, fresh_values)):
-                position = lax.broadcasted_iota(jnp.int32, buffers.shape[2:], axis)
-                new = (position >= first) & (position < end)
+            for buffers, fresh in ((key_buffers, fresh_keys), (value_buffers, fresh_values)):
                 buffers[buffer, head] = jnp.where(new, fresh[0, head, 0], buffers[buffer, head])
 
     on_its_way(step, begin=True, back=True)
