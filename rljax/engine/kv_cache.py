@@ -156,13 +156,9 @@ class CachedAttention:
         token).
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        slots = jnp.arange(q.shape[0])
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
-        block, lane = self.positions // KEY_BLOCK, self.positions % KEY_BLOCK
-        keys = keys.at[slots, :, block, :, lane].set(k[:, 0], mode="drop", unique_indices=True)
-        values = values.at[slots, :, self.positions].set(v[:, 0], mode="drop", unique_indices=True)
-
-        out = decode_attention(
-            q, keys, values, self.positions, k, v, self.numerics, self.numerics.kernels.tree_attention
-        )
+        kernels, one = self.numerics.kernels, jnp.ones_like(self.positions)
+        path = jnp.zeros_like(self.positions)[:, None]
+        keys, values = compaction(keys, values, k, v, path, one, self.positions, kernels.compaction)
+        out = decode_attention(q, keys, values, self.positions, k, v, self.numerics, kernels.tree_attention)
         return out, (keys, values)

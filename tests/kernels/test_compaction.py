@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
 from rljax.kernels.switch import KernelChoice, Refused
 from rljax.models.numerics import Numerics
@@ -138,6 +141,32 @@ def test_compiles_for_hopper_in_place(policy):
     shapes = _shapes(*_POLICIES[policy])
     _check_in_place(compile_for(HOPPER, mosaic_gpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
     compile_for(HOPPER, mosaic_gpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
+
+
+@pytest.mark.parametrize("device", [*TPUS, HOPPER])
+def test_decoding_copies_no_cache(device, monkeypatch):
+    """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
+    module = "mosaic_gpu" if device == HOPPER else "mosaic_tpu"
+    monkeypatch.setattr(
+        switch, "backend", lambda op, name: getattr(importlib.import_module(f"rljax.kernels.{op}.{name}"), op)
+    )
+    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention=module, compaction=module))
+    kv_heads, dim = _POLICIES["Qwen2.5-7B"]
+    keys, values, token, _, _, slots, _ = _shapes(kv_heads, dim, nodes=1)
+    queries = jax.ShapeDtypeStruct((16, 1, 7 * kv_heads, dim), jnp.bfloat16)
+
+    def decode(keys, values, queries, token, lengths):
+        def step(carry):
+            count, keys, values, lengths, queries = carry
+            attention = CachedAttention(KVCache([keys], [values]), lengths, numerics)
+            out, (keys, values) = attention(0, queries, token, token)
+            return count + 1, keys, values, lengths + 1, out
+
+        start = (0, keys, values, lengths, queries)
+        return jax.lax.while_loop(lambda carry: carry[0] < 8, step, start)[1:3]
+
+    program = compile_for(device, decode, keys, values, queries, token, slots, donate=(0, 1))
+    _check_in_place(program, kv_heads, dim)
 
 
 @functools.lru_cache
