@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -87,6 +88,16 @@ def test_writes_the_path_and_nothing_else(implementation, shape):
 @pytest.mark.parametrize("implementation", _BACKENDS)
 def test_in_bfloat16_with_wide_heads(implementation):
     _check(implementation, _case((62, 10), (4, 3), 128, 5, 4, kv_heads=1, dim=128, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_a_tpu_waits_for_its_copies(mode):
+    """Where a copy moves nothing before it is waited for, and where it does as soon as it begins."""
+    case = _case((0, 62, 63, 100), (1, 5, 3, 0), 192, 8, 7, kv_heads=1, dim=_WIDE)
+    params = pltpu.InterpretParams(dma_execution_mode=mode)
+    got = jax.jit(functools.partial(mosaic_tpu.compaction, interpret=params))(*case)
+    for one, other in zip(got, _expected(*case), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
 
 
 @pytest.mark.accelerator

@@ -68,14 +68,8 @@ def tree_attention(
     visible = jnp.tile(visible, (1, num_heads // kv_heads, 1))
     visible = jnp.pad(visible, [(0, 0), (0, num_rows - visible.shape[1]), (0, 0)])  # [B, R, L]
 
-    def next_fetch(slot, head, step, lengths):
-        """Slot, head and chunk of the cache that a step fetches."""
-        wanted = step * chunk < jnp.maximum(lengths[slot], 1)
-        last_head = head == kv_heads - 1
-        next_slot = jnp.minimum(jnp.where(last_head, slot + 1, slot), batch - 1)
-        next_head = jnp.where(last_head, 0, head + 1)
-        fetched = (slot, head, step), (next_slot, next_head, 0)
-        return tuple(jnp.where(wanted, now, soon) for now, soon in zip(*fetched, strict=True))
+    def next_fetch(*step):
+        return fetched(*step, chunk, kv_heads)
 
     def chunk_rows(*step):
         return *next_fetch(*step), 0
@@ -129,6 +123,18 @@ def tree_attention(
         interpret=interpret,
     )(lengths, rows, keys, values, tree_keys, tree_values, visible)
     return unpack_rows(out, nodes, num_heads)
+
+
+def fetched(
+    slot: Array, head: Array, step: Array, lengths: Array, chunk: int, kv_heads: int
+) -> tuple[Array, Array, Array]:
+    """Slot, head and chunk of the cache that a step of the grid fetches, all int32 []; lengths [B]."""
+    wanted = step * chunk < jnp.maximum(lengths[slot], 1)
+    last_head = head == kv_heads - 1
+    next_slot = jnp.minimum(jnp.where(last_head, slot + 1, slot), lengths.shape[0] - 1)
+    next_head = jnp.where(last_head, 0, head + 1)
+    now, soon = (slot, head, step), (next_slot, next_head, 0)
+    return tuple(jnp.where(wanted, one, other) for one, other in zip(now, soon, strict=True))
 
 
 def _attend(
