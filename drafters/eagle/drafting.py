@@ -29,10 +29,10 @@ from jax import Array, lax
 
 from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
 from rljax.engine.draft_tree import DraftTree, most_nodes
-from rljax.engine.kv_cache import KVCache, block_scores, commit, empty_cache
+from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.engine.noise import gumbel
 from rljax.engine.sampling import SamplingParams, transform_logits
-from rljax.models.attention import MASKED, scale_queries, softmax_terms
+from rljax.models.attention import MASKED, block_scores, scale_queries, softmax_terms
 from rljax.models.numerics import Numerics, log_normalizer, row_max
 from rljax.models.transformer import Params
 
@@ -188,7 +188,7 @@ def absorb(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
     return DrafterState(
-        cache=commit(state.cache, [entries], path, counts, state.lengths),
+        cache=commit(state.cache, [entries], path, counts, state.lengths, numerics),
         lengths=state.lengths + counts,
         outputs=jnp.where(counts[:, None] > 0, newest, state.outputs),
     )

@@ -114,7 +114,7 @@ class CompanionEngine(DecodeEngine):
             rope,
             self.numerics,
         )
-        cache = kv_cache.commit(cache, entries, order, counts, lengths)
+        cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
         if self.mesh is not None:
             cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
         return cache

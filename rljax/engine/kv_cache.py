@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from rljax.models.attention import MASKED, scale_queries, softmax_terms, weighted_values
+from rljax.kernels.compaction import compaction
+from rljax.kernels.tree_attention import decode_attention
+from rljax.models.attention import KEY_BLOCK
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, row_max
-
-KEY_BLOCK = 64
+from rljax.models.numerics import Numerics
 
 
 @struct.dataclass
@@ -94,7 +94,12 @@ def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KV
 
 
 def commit(
-    cache: KVCache, nodes: list[tuple[Array, Array]], path: Array, count: Array, lengths: Array
+    cache: KVCache,
+    nodes: list[tuple[Array, Array]],
+    path: Array,
+    count: Array,
+    lengths: Array,
+    numerics: Numerics,
 ) -> KVCache:
     """Writes the keys and values of an accepted path behind what is committed.
 
@@ -104,18 +109,13 @@ def commit(
       path: int32 [B, M], the path's node at every depth.
       count: int32 [B], nodes of the path to be written.
       lengths: int32 [B], committed tokens.
+      numerics: says who computes.
     """
-    batch, most = path.shape
-    slots = jnp.arange(batch)[:, None]
-    depth = jnp.arange(most)[None]
-    first = jnp.where(depth < count[:, None], lengths[:, None], cache.length)  # out of range: skipped
-    positions = first + depth
-    block, lane = positions // KEY_BLOCK, positions % KEY_BLOCK
     new = KVCache(keys=[], values=[])
     for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
-        k, v = (jnp.take_along_axis(x, path[:, :, None, None], axis=1) for x in (k, v))
-        new.keys.append(keys.at[slots, :, block, :, lane].set(k, mode="drop", unique_indices=True))
-        new.values.append(values.at[slots, :, positions].set(v, mode="drop", unique_indices=True))
+        keys, values = compaction(keys, values, k, v, path, count, lengths, numerics.kernels.compaction)
+        new.keys.append(keys)
+        new.values.append(values)
     return new
 
 
@@ -155,42 +155,10 @@ class CachedAttention:
         """q [B, 1, H, D], k and v [B, 1, Hk, D] -> ([B, 1, H, D], the layer's keys and values with this
         token).
         """
-        batch, _, num_heads, head_dim = q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        num_kv_heads = keys.shape[1]
-        slots = jnp.arange(batch)
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
-        block, lane = self.positions // KEY_BLOCK, self.positions % KEY_BLOCK
-        keys = keys.at[slots, :, block, :, lane].set(k[:, 0], mode="drop", unique_indices=True)
-        values = values.at[slots, :, self.positions].set(v[:, 0], mode="drop", unique_indices=True)
-
-        queries = scale_queries(q).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        scores = block_scores(queries, keys, self.numerics)
-        visible = jnp.arange(scores.shape[-1])[None, :] <= self.positions[:, None]
-        scores = jnp.where(visible[:, None, None, :], scores, MASKED)
-        terms = softmax_terms(scores, row_max(scores))
-        out = weighted_values(terms, values, self.numerics)
-        return out.reshape(batch, 1, num_heads, head_dim).astype(q.dtype), (keys, values)
-
-
-def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
-    """Scores of scaled queries against blocked keys.
-
-    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it
-    with the positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product
-    adds, so the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
-
-    Args:
-      queries: float32 [B, Hk, R, D].
-      keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
-      numerics: see `Numerics`.
-
-    Returns:
-      float32 [B, Hk, R, S].
-    """
-    batch, heads, rows, _ = queries.shape
-    if numerics.row_invariant and rows == 1:
-        queries = jnp.concatenate([queries, queries], axis=2)
-    products = queries[:, :, None, :, :, None] * keys[:, :, :, None].astype(jnp.float32)
-    scores = jnp.sum(products, axis=-2)[:, :, :, :rows]  # [B, Hk, blocks, R, KEY_BLOCK]
-    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, -1)
+        kernels, one = self.numerics.kernels, jnp.ones_like(self.positions)
+        path = jnp.zeros_like(self.positions)[:, None]
+        keys, values = compaction(keys, values, k, v, path, one, self.positions, kernels.compaction)
+        out = decode_attention(q, keys, values, self.positions, k, v, self.numerics, kernels.tree_attention)
+        return out, (keys, values)

@@ -215,7 +215,7 @@ class Programs:
         count = jnp.where(takes_part, count, 0)
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         new_state = DecodeState(
-            cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths),
+            cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths, self.numerics),
             tokens=jnp.where(takes_part, last, state.tokens),
             lengths=state.lengths + count,
             remaining=state.remaining - count,

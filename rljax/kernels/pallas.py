@@ -1,8 +1,10 @@
-"""Pallas under both versions of JAX."""
+"""Pallas under both versions of JAX, and what JAX 0.10 does not interpret as something that it does."""
 
 from typing import Any
 
-from jax import Array
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -15,10 +17,21 @@ def gpu_interpreter() -> Any:
     return InterpretGPUParams()
 
 
-def load(ref: Any, layout: Any, interpret: bool) -> Array:
-    """All of `ref`, in a kernel for GPUs, in registers of `layout`."""
-    if interpret:  # JAX 0.10 interprets no other way to load
+def gpu_layout(value: Array, layout: Any, interpret: bool) -> Array:
+    """`plgpu.layout_cast`."""
+    return value if interpret else plgpu.layout_cast(value, layout)
+
+
+def gpu_iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) -> Array:
+    """`plgpu.broadcasted_iota`, int32."""
+    if interpret:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def gpu_load(ref: Any, layout: Any, interpret: bool) -> Array:
+    """`plgpu.load` of all that `ref` says, in registers of `layout`, in as many pieces as it takes."""
+    if interpret:
         return ref[...]
-    if hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.11
-        return plgpu.load(ref, layout=layout, optimized=False)
-    return plgpu.load(ref, (), layout=layout, optimized=False)
+    index = () if jax.__version_info__ >= (0, 11) else ((),)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)

@@ -16,6 +16,8 @@ MASKED = -1e30
 """The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros
 instead of NaN.
 """
+KEY_BLOCK = 64
+"""Positions of a block of cached keys, see `block_scores`."""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
@@ -85,3 +87,26 @@ def scale_queries(q: Array) -> Array:
         kind = jnp.finfo(q.dtype)
         exact = lax.reduce_precision(exact, kind.nexp, kind.nmant)
     return exact * (q.shape[-1] ** -0.5)
+
+
+def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
+    """Scores of scaled queries against blocked keys.
+
+    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it
+    with the positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product
+    adds, so the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
+
+    Args:
+      queries: float32 [B, Hk, R, D].
+      keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
+      numerics: see `Numerics`.
+
+    Returns:
+      float32 [B, Hk, R, S].
+    """
+    batch, heads, rows, _ = queries.shape
+    if numerics.row_invariant and rows == 1:
+        queries = jnp.concatenate([queries, queries], axis=2)
+    products = queries[:, :, None, :, :, None] * keys[:, :, :, None].astype(jnp.float32)
+    scores = jnp.sum(products, axis=-2)[:, :, :, :rows]  # [B, Hk, blocks, R, KEY_BLOCK]
+    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, -1)

@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.benchmarking import Row
-from rljax.engine.kv_cache import block_scores
-from rljax.models.attention import scale_queries, softmax_terms
+from rljax.models.attention import block_scores, scale_queries, softmax_terms
 from rljax.models.numerics import KEY_CHUNK, Numerics, row_max, row_sum
 
 _ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)

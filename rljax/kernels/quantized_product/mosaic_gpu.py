@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from rljax.kernels.pallas import gpu_interpreter, load
+from rljax.kernels.pallas import gpu_interpreter, gpu_load
 from rljax.kernels.switch import Refused
 from rljax.models.quantized import QuantizedWeight
 
@@ -127,15 +127,17 @@ def _partial_sums(
             for half in range(halves):
                 start = (first_step + step) * (2 * columns) + half * (inputs // 2)
                 group = jnp.minimum(start // weight.group, groups - 1)
-                scale = load(scale_ref.at[own_rows, group], _OF_ROWS, interpret)
-                zero = None if zero_ref is None else load(zero_ref.at[own_rows, group], _OF_ROWS, interpret)
+                scale = gpu_load(scale_ref.at[own_rows, group], _OF_ROWS, interpret)
+                zero = (
+                    None if zero_ref is None else gpu_load(zero_ref.at[own_rows, group], _OF_ROWS, interpret)
+                )
                 found.append((scale, zero))
             return found
 
         def step(indices: Any, words_smem: Any, planes_smem: Any, carry: Any) -> Any:
             total, grids = carry
             following = grid_of(indices[0] + 1)  # on its way while this step is computed
-            packed = load(words_smem.at[pl.ds(warpgroup * _ROWS, _ROWS)], plgpu.Layout.WGMMA, interpret)
+            packed = gpu_load(words_smem.at[pl.ds(warpgroup * _ROWS, _ROWS)], plgpu.Layout.WGMMA, interpret)
 
             factors = [
                 (

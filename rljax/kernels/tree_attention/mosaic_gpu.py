@@ -1,0 +1,319 @@
+"""Tree attention on Hopper: flash-decoding with the rows of a tree as one matrix.
+
+A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one slot and key head, a warpgroup
+each 64, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
+through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor cores multiply, softmax is
+online. The nodes are one more block, behind the cached ones, in the stretch that the slot's length lies in;
+stretches behind that are skipped, and no block is read that begins behind the length.
+
+Stretches are merged by their log-sum-exp, in float32, one after the other. Their borders are fixed positions
+and what each adds up depends on its own slot alone, so results do not depend on batch or cache bucket.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load
+from rljax.kernels.switch import Refused
+from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
+from rljax.models.attention import KEY_BLOCK, MASKED
+from rljax.models.numerics import Numerics
+
+SPLIT = 1024
+"""Positions of the cache that a block of threads adds up: few enough that 16 slots with 2 key heads fill 132
+multiprocessors at 4096 positions, and enough that partial results are little to what is read.
+"""
+_TILE = 64  # rows of a warpgroup's matrix product
+_MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
+_SHARED = {1: 112 * 1024, 2: 208 * 1024}  # bytes by warpgroups; two blocks of one fit at once
+_MOST_STAGES = 6
+_FLOOR = 0.5 * MASKED  # of the running maximum, so that masked scores weigh exactly 0 even alone
+_LOG2E = math.log2(math.e)
+
+
+def tree_attention(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    node_keys: Array,
+    node_values: Array,
+    ancestors: Array,
+    depth: Array,
+    numerics: Numerics,
+    nodes_in_cache: bool = False,
+    interpret: bool = False,
+) -> Array:
+    """See the package. Where a node stands, and whether it is in the cache as well, changes nothing here."""
+    del depth, numerics, nodes_in_cache
+    batch, nodes, num_heads, head_dim = queries.shape
+    kv_heads, capacity = values.shape[1:3]
+    if any(x.dtype != jnp.bfloat16 for x in (queries, keys, values)):
+        raise Refused(f"queries, keys and values are bfloat16, not {queries.dtype} and {keys.dtype}")
+    if head_dim not in (64, 128):
+        raise Refused(f"heads are 64 or 128 wide, not {head_dim}")
+
+    num_rows = num_heads // kv_heads * nodes
+    tiles = pl.cdiv(num_rows, _TILE)
+    groups = pl.cdiv(tiles, _MOST_TILES)
+    in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
+    splits = pl.cdiv(capacity, SPLIT)
+    rows = pack_queries(queries, kv_heads, multiple=_TILE * in_group * groups)
+    tree_keys, tree_values = pack_nodes(node_keys, node_values)
+    bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
+
+    kept_rows = num_rows + -num_rows % 8  # what is written of the padded rows
+    partial = (batch, kv_heads, splits, kept_rows, head_dim)
+    stage_bytes = 2 * KEY_BLOCK * head_dim * 2
+    query_bytes = in_group * _TILE * head_dim * 2
+    stages = min((_SHARED[in_group] - query_bytes) // stage_bytes, _MOST_STAGES)
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    high, low, lse = plgpu.kernel(
+        functools.partial(
+            _attend, kv_heads=kv_heads, splits=splits, in_group=in_group, kept_rows=kept_rows, stages=stages
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
+            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, rows.shape[2]), jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=tiled),
+            plgpu.Barrier(num_barriers=in_group),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=in_group, num_barriers=stages),
+            # The interpreter multiplies only what is in shared memory.
+            *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=tiled)] * interpret,
+        ),
+        grid=(splits, batch * kv_heads, groups),
+        grid_names=("split", "slot_head", "group"),
+        num_threads=in_group,
+        thread_name="tile",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+        kernel_name="tree_attention",
+        interpret=gpu_interpreter() if interpret else None,
+    )(lengths, bits, rows, keys, values, tree_keys, tree_values)
+    out = _merge(high, low, lse[:, :, :, :kept_rows], lengths).astype(queries.dtype)
+    return unpack_rows(out, nodes, num_heads)
+
+
+def _pack_ancestors(ancestors: Array, group: int, rows: int) -> Array:
+    """bool [B, M, M] -> int32 [B, 2, rows]: bit j of the two words of a row says whether it sees node j."""
+    batch, nodes, _ = ancestors.shape
+    seen = jnp.pad(ancestors, [(0, 0), (0, 0), (0, KEY_BLOCK - nodes)])
+    seen = seen.reshape(batch, nodes, 2, 32).astype(jnp.uint32)
+    words = jnp.sum(seen << jnp.arange(32, dtype=jnp.uint32)[None, None, None], axis=-1, dtype=jnp.uint32)
+    words = lax.bitcast_convert_type(words, jnp.int32).swapaxes(1, 2)  # [B, 2, M]
+    return jnp.pad(jnp.tile(words, (1, 1, group)), [(0, 0), (0, 0), (0, rows - group * nodes)])
+
+
+def _attend(
+    lengths,
+    bits,
+    queries,
+    keys,
+    values,
+    tree_keys,
+    tree_values,
+    out_high,
+    out_low,
+    out_lse,
+    queries_smem,
+    keys_smem,
+    values_smem,
+    queries_here,
+    keys_here,
+    values_here,
+    free,
+    *terms_smem,
+    kv_heads: int,
+    splits: int,
+    in_group: int,
+    kept_rows: int,
+    stages: int,
+) -> None:
+    """One stretch of one slot and key head, for the rows of a group of tiles.
+
+    Refs: lengths [B], bits [B, 2, R], queries [B, Hk, R, D], keys [B, Hk, S / L, D, L], values [B, Hk, S, D],
+    tree_keys [B, Hk, D, L], tree_values [B, Hk, L, D]; out: the stretch's weighted mean as a sum of out_high
+    and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk,
+    splits, R].
+    """
+    split = lax.axis_index("split")
+    slot, head = (
+        lax.div(lax.axis_index("slot_head"), kv_heads),
+        lax.rem(lax.axis_index("slot_head"), kv_heads),
+    )
+    own = lax.axis_index("tile")
+    interpret = bool(terms_smem)
+    tile = lax.axis_index("group") * in_group + own
+    head_dim = queries_smem.shape[-1]
+    length = lengths[slot]
+    last_split = _last_split(length, splits)
+    begin = split * SPLIT
+    blocks = lax.div(jnp.clip(length - begin, 0, SPLIT) + (KEY_BLOCK - 1), KEY_BLOCK)
+    with_nodes = (split == last_split).astype(jnp.int32)
+    steps = blocks + with_nodes
+
+    def fetch(step):
+        """The step's keys and values, on their way into its stage of the ring."""
+        stage = lax.rem(step, stages)
+
+        def load(its_keys, its_values):
+            plgpu.copy_gmem_to_smem(its_keys, keys_smem.at[stage], keys_here.at[stage])
+            plgpu.copy_gmem_to_smem(its_values, values_smem.at[stage], values_here.at[stage])
+
+        @pl.when(step < blocks)
+        def _():
+            positions = pl.ds(begin + step * KEY_BLOCK, KEY_BLOCK)
+            block = lax.div(begin, KEY_BLOCK) + step
+            load(keys.at[slot, head, block], values.at[slot, head, positions])
+
+        @pl.when(step >= blocks)
+        def _():
+            load(tree_keys.at[slot, head], tree_values.at[slot, head])
+
+    @pl.when(split <= last_split)
+    def _():
+        own_queries = queries_smem.at[own]
+        rows = pl.ds(tile * _TILE, _TILE)
+        plgpu.copy_gmem_to_smem(queries.at[slot, head, rows], own_queries, queries_here.at[own])
+
+        @pl.when(own == 0)
+        def _():
+            @pl.loop(0, jnp.minimum(steps, stages))
+            def _(step):
+                fetch(step)
+
+        plgpu.barrier_wait(queries_here.at[own])
+        shape = (_TILE, KEY_BLOCK)
+        columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
+
+        def attend(step, carry, seen):
+            """Online softmax over one more block: carry (weighted [64, D], top [64], total [64])."""
+            weighted, top, total = carry
+
+            # The stage of the step before is free as soon as all warpgroups are done with it.
+            @pl.when((own == 0) & (step > 0) & (step - 1 + stages < steps))
+            def _():
+                plgpu.barrier_wait(free.at[lax.rem(step - 1, stages)])
+                fetch(step - 1 + stages)
+
+            stage = lax.rem(step, stages)
+            plgpu.barrier_wait(keys_here.at[stage])
+
+            def multiply_keys(accumulator):
+                plgpu.wgmma(accumulator, own_queries, keys_smem.at[stage])
+                return accumulator[...]
+
+            scores = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
+            scores = jnp.where(seen, scores * (head_dim**-0.5 * _LOG2E), MASKED)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            terms = jnp.exp2(scores - lax.broadcast_in_dim(new_top, shape, [0]))
+            shrink = jnp.exp2(top - new_top)
+            total = total * shrink + jnp.sum(terms, axis=1)
+            rounded = terms.astype(jnp.bfloat16)
+            plgpu.barrier_wait(values_here.at[stage])
+
+            def multiply_values(accumulator):
+                left = rounded
+                for interpreted in terms_smem:
+                    interpreted[own] = rounded
+                    left = interpreted.at[own]
+                plgpu.wgmma(accumulator, left, values_smem.at[stage])
+                return accumulator[...]
+
+            more = pl.run_scoped(multiply_values, plgpu.ACC(weighted.shape, jnp.float32))
+
+            @pl.when(step + stages < steps)  # else nobody waits for it
+            def _():
+                plgpu.barrier_arrive(free.at[stage])
+
+            weighted = weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0]) + more
+            return weighted, new_top, total
+
+        def cached(step, carry):
+            return attend(step, carry, columns < length - (begin + step * KEY_BLOCK))
+
+        def nodes(step, carry):
+            low, high = (
+                gpu_load(bits.at[slot, word, rows], plgpu.Layout.WGMMA.reduce(1), interpret)
+                for word in (0, 1)
+            )
+            low, high = (lax.broadcast_in_dim(word, shape, [0]) for word in (low, high))
+            word = jnp.where(columns < 32, low, high)
+            return attend(step, carry, ((word >> (columns & 31)) & 1) != 0)
+
+        def full(shape, value, layout):
+            return gpu_layout(jnp.full(shape, value, jnp.float32), layout, interpret)
+
+        carry = (
+            full((_TILE, head_dim), 0.0, plgpu.Layout.WGMMA),
+            full((_TILE,), _FLOOR, plgpu.Layout.WGMMA.reduce(1)),
+            full((_TILE,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
+        )
+        carry = lax.fori_loop(0, blocks, cached, carry)
+        weighted, top, total = lax.fori_loop(blocks, steps, nodes, carry)
+
+        divisor = jnp.where(total == 0, 1.0, total)
+        mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
+        mean_high = mean.astype(jnp.bfloat16)
+        out_lse[slot, head, split, rows] = jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
+
+        def write(source, out):
+            """The tile's rows that are kept."""
+            plgpu.commit_smem()
+            whole, rest = divmod(kept_rows, _TILE)
+
+            @pl.when(tile < whole)
+            def _():
+                plgpu.copy_smem_to_gmem(source, out.at[slot, head, split, rows])
+
+            if rest:
+
+                @pl.when(tile == whole)
+                def _():
+                    last = pl.ds(whole * _TILE, rest)
+                    plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], out.at[slot, head, split, last])
+
+        # Shared memory is short: the queries' is used again, twice.
+        own_queries[...] = mean_high
+        write(own_queries, out_high)
+        plgpu.wait_smem_to_gmem(0)
+        own_queries[...] = (mean - mean_high.astype(jnp.float32)).astype(jnp.bfloat16)
+        write(own_queries, out_low)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _last_split(length: Array, splits: int) -> Array:
+    """The stretch that the nodes are added to."""
+    return jnp.minimum(lax.div(length, SPLIT), splits - 1)
+
+
+def _merge(high: Array, low: Array, lse: Array, lengths: Array) -> Array:
+    """Weighted means of stretches [B, Hk, splits, R, D] -> of all of them, float32 [B, Hk, R, D].
+
+    Stretches that were skipped are not looked at; each weighs 2 to its lse [B, Hk, splits, R].
+    """
+    splits = lse.shape[2]
+    last = _last_split(lengths, splits)
+    there = jnp.arange(splits, dtype=jnp.int32)[None] <= last[:, None]  # [B, splits]
+    lse = jnp.where(there[:, None, :, None], lse, -jnp.inf)
+    top = jnp.maximum(jnp.max(lse, axis=2, keepdims=True), _FLOOR)
+    weights = jnp.exp2(lse - top)
+    parts = high.astype(jnp.float32) + low.astype(jnp.float32)
+    parts = jnp.where(there[:, None, :, None, None], parts, 0.0) * weights[..., None]
+    total = functools.reduce(jnp.add, [weights[:, :, i] for i in range(splits)])[..., None]
+    weighted = functools.reduce(jnp.add, [parts[:, :, i] for i in range(splits)])
+    return weighted / jnp.where(total == 0, 1.0, total)

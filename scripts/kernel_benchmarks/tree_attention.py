@@ -1,0 +1,95 @@
+"""Tree attention at shapes of real policies: verifying passes, and plain decoding beside cuDNN's."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
+from rljax.kernels.switch import Implementation, Refused
+from rljax.kernels.tree_attention import decode_attention, tree_attention
+from rljax.models.attention import KEY_BLOCK
+from rljax.models.numerics import Numerics
+
+NAME = "tree_attention"
+_NUMERICS = Numerics(row_invariant=False, compute_dtype="bfloat16")
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every policy, decoding and verifying: slots all as long as the cache, and of any length up to it."""
+    if quick:
+        return [_case(TINY, 2, 256, nodes, ragged=False) for nodes in (1, 5)]
+    sizes = [(16, 4096), (64, 4096), (16, 16_384)]
+    some = [
+        _case(policy, batch, length, nodes, ragged=False)
+        for policy in POLICIES
+        for batch, length in sizes
+        for nodes in (1, 16)
+    ]
+    wide = [_case(policy, 16, 4096, 64, ragged=False) for policy in POLICIES]
+    ragged = [_case(policy, 64, 4096, nodes, ragged=True) for policy in POLICIES for nodes in (1, 16)]
+    return [*some, *wide, *ragged]
+
+
+def _case(policy: PolicyShape, batch: int, capacity: int, nodes: int, ragged: bool) -> Case:
+    heads, kv_heads, dim = policy.heads, policy.kv_heads, policy.head_dim
+    room = capacity - nodes  # what a slot may hold before this pass
+    lengths = np.random.default_rng(0).integers(0, room + 1, batch) if ragged else np.full(batch, room)
+    parents = np.maximum(np.arange(nodes) - 1, 0) // 2  # a binary tree below the last token
+    ancestors = np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[parents[node]]
+
+    def make(rng: np.random.Generator) -> tuple[Any, ...]:
+        key = jax.random.key(int(rng.integers(2**31)))
+
+        def normal(index: int, *shape: int) -> Array:
+            return jax.random.normal(jax.random.fold_in(key, index), shape, jnp.bfloat16)
+
+        args = (
+            normal(0, batch, nodes, heads, dim),
+            normal(1, batch, kv_heads, capacity // KEY_BLOCK, dim, KEY_BLOCK),
+            normal(2, batch, kv_heads, capacity, dim),
+            jnp.asarray(lengths, jnp.int32),
+            normal(3, batch, nodes, kv_heads, dim),
+            normal(4, batch, nodes, kv_heads, dim),
+        )
+        if nodes > 1:
+            everywhere = jnp.broadcast_to(jnp.asarray(ancestors)[None], (batch, nodes, nodes))
+            depth = jnp.broadcast_to(jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)[None], (batch, nodes))
+            return (*args, everywhere, depth)
+        # For cuDNN, keys and values as it wants them.
+        return (*args, *(normal(index, batch, capacity, kv_heads, dim) for index in (5, 6)))
+
+    name = f"{policy.name}, {batch} slots of {'up to ' * ragged}{capacity}, "
+    name += f"{nodes} nodes" if nodes > 1 else "decoding"
+    functions = by_implementation(_verify if nodes > 1 else _decode)
+    if nodes == 1:
+        functions["cudnn"] = _cudnn
+    cached = 2 * int(lengths.sum()) * kv_heads * dim
+    written_once = 2 * batch * nodes * (heads + kv_heads) * dim  # queries and output, the nodes' entries
+    seen = int(lengths.sum()) * nodes + batch * int(ancestors.sum())  # pairs of node and position
+    return Case(name, make, functions, 2 * (cached + written_once), 4 * seen * heads * dim)
+
+
+def _verify(*args: Array, implementation: Implementation) -> Array:
+    return tree_attention(*args, _NUMERICS, implementation)
+
+
+def _decode(*args: Array, implementation: Implementation) -> Array:
+    return decode_attention(*args[:6], _NUMERICS, implementation)
+
+
+def _cudnn(*args: Array) -> Array:
+    """Through JAX, over a cache [B, S, Hk, D] with the token in its place."""
+    if jax.default_backend() != "gpu":
+        raise Refused("it needs an NVIDIA GPU")
+    queries, _, _, lengths, _, _, keys, values = args
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        return attention(queries, keys, values, key_value_seq_lengths=lengths + 1)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise Refused(str(error).splitlines()[0]) from error

@@ -1,0 +1,199 @@
+"""Compaction by every backend: exactly the positions of a path change, and nothing is copied."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.kernels import switch
+from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
+from rljax.kernels.switch import KernelChoice, Refused
+from rljax.models.numerics import Numerics
+from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
+from tests.engine.test_speculative_decoding import speculate, tangled
+from tests.kernels.compilation import HOPPER, TPUS, compile_for
+
+_BLOCK = 64
+_NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+_WIDE = 128  # the heads that a TPU's kernel takes
+_BACKENDS = ("xla", "interpret_gpu", "interpret_tpu")
+_POLICIES = {
+    "Qwen2.5-0.5B": (2, 64),
+    "Qwen2.5-1.5B": (2, 128),
+    "Qwen2.5-7B": (4, 128),
+    "Llama-3.1-8B": (8, 128),
+}
+
+
+def _case(lengths, counts, capacity, nodes, most, kv_heads=2, dim=64, dtype="float32", seed=0):
+    """Arguments of `compaction`: nodes that are on no path are NaN."""
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+    cached = rng.standard_normal((2, batch, kv_heads, capacity, dim), np.float32)
+    new = np.full((2, batch, nodes, kv_heads, dim), np.nan, np.float32)
+    path = np.zeros((batch, most), np.int32)
+    for slot, count in enumerate(counts):
+        on_it = np.sort(rng.choice(nodes, count, replace=False))
+        path[slot, :count] = on_it
+        new[:, slot, on_it] = rng.standard_normal((2, count, kv_heads, dim), np.float32)
+    keys = cached[0].reshape(batch, kv_heads, -1, _BLOCK, dim).swapaxes(-1, -2)
+    arrays = (jnp.asarray(x, dtype) for x in (keys, cached[1], new[0], new[1]))
+    return (*arrays, *(jnp.asarray(x, jnp.int32) for x in (path, counts, lengths)))
+
+
+def _expected(keys, values, node_keys, node_values, path, count, lengths):
+    keys, values, node_keys, node_values = (np.array(x) for x in (keys, values, node_keys, node_values))
+    for slot in range(len(path)):
+        for depth in range(int(count[slot])):
+            position, node = int(lengths[slot]) + depth, int(path[slot, depth])
+            if position < values.shape[2]:
+                keys[slot, :, position // _BLOCK, :, position % _BLOCK] = node_keys[slot, node]
+                values[slot, :, position] = node_values[slot, node]
+    return keys, values
+
+
+def _check(implementation, case):
+    compact = jax.jit(lambda *args: compaction(*args, implementation), donate_argnums=(0, 1))
+    expected = _expected(*case)
+    got = compact(*(jnp.array(x) for x in case))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
+
+
+# Lengths, counts, capacity, nodes, most.
+_SHAPES = {
+    "across blocks": ((0, 60, 63, 64, 100), (1, 5, 7, 0, 3), 192, 8, 7),
+    "no room": ((128, 200, 120, 127), (3, 4, 8, 2), 128, 9, 8),
+    "nothing": ((5, 64), (0, 0), 128, 3, 3),
+    "one node": ((63, 64), (1, 1), 128, 1, 1),
+    "many": ((1, 63), (64, 64), 128, 64, 64),
+    "more than a block": ((70,), (100,), 192, 100, 100),
+}
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("implementation", _BACKENDS)
+def test_writes_the_path_and_nothing_else(implementation, shape):
+    _check(implementation, _case(*_SHAPES[shape], dim=_WIDE if implementation == "interpret_tpu" else 64))
+
+
+@pytest.mark.parametrize("implementation", _BACKENDS)
+def test_in_bfloat16_with_wide_heads(implementation):
+    _check(implementation, _case((62, 10), (4, 3), 128, 5, 4, kv_heads=1, dim=128, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_a_tpu_waits_for_its_copies(mode):
+    """Where a copy moves nothing before it is waited for, and where it does as soon as it begins."""
+    case = _case((0, 62, 63, 100), (1, 5, 3, 0), 192, 8, 7, kv_heads=1, dim=_WIDE)
+    params = pltpu.InterpretParams(dma_execution_mode=mode)
+    got = jax.jit(functools.partial(mosaic_tpu.compaction, interpret=params))(*case)
+    for one, other in zip(got, _expected(*case), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_on_the_device(policy):
+    kv_heads, dim = _POLICIES[policy]
+    case = _case((0, 60, 4090, 4096), (3, 16, 16, 2), 4096, 16, 16, kv_heads, dim, "bfloat16")
+    _check(_NATIVE[jax.default_backend()], case)
+
+
+def test_refusals():
+    with pytest.raises(Refused, match="heads are 64 or 128 wide, not 32"):
+        compaction(*_case((5,), (1,), 64, 2, 2, dim=32), "interpret_gpu")
+    for name in ("interpret_gpu", "interpret_tpu"):
+        with pytest.raises(Refused, match="keys and values are float32 or bfloat16, not float16"):
+            compaction(*_case((5,), (1,), 64, 2, 2, dtype="float16"), name)
+    with pytest.raises(Refused, match="heads are multiples of 128 wide, not 64"):
+        compaction(*_case((5,), (1,), 64, 2, 2), "interpret_tpu")
+
+
+def _shapes(kv_heads, dim, batch=16, capacity=4096, nodes=16, dtype=jnp.bfloat16):
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    cache = (
+        array(batch, kv_heads, capacity // _BLOCK, dim, _BLOCK),
+        array(batch, kv_heads, capacity, dim),
+    )
+    slots = array(batch, dtype=jnp.int32)
+    entries = array(batch, nodes, kv_heads, dim)
+    return (*cache, entries, entries, array(batch, nodes, dtype=jnp.int32), slots, slots)
+
+
+def _check_in_place(program, kv_heads, dim):
+    """The cache comes out where it went in, and nothing near its size is made on the way."""
+    cache = 2 * 2 * 16 * kv_heads * 4096 * dim
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < cache / 8
+
+
+@pytest.mark.parametrize("policy", [name for name, (_, dim) in _POLICIES.items() if dim == _WIDE])
+@pytest.mark.parametrize("device", TPUS)
+def test_compiles_for_tpus_in_place(device, policy):
+    shapes = _shapes(*_POLICIES[policy])
+    _check_in_place(compile_for(device, mosaic_tpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
+    compile_for(device, mosaic_tpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_compiles_for_hopper_in_place(policy):
+    shapes = _shapes(*_POLICIES[policy])
+    _check_in_place(compile_for(HOPPER, mosaic_gpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
+    compile_for(HOPPER, mosaic_gpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
+
+
+@pytest.mark.parametrize("device", [*TPUS, HOPPER])
+def test_decoding_copies_no_cache(device, monkeypatch):
+    """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
+    module = "mosaic_gpu" if device == HOPPER else "mosaic_tpu"
+    monkeypatch.setattr(
+        switch, "backend", lambda op, name: getattr(importlib.import_module(f"rljax.kernels.{op}.{name}"), op)
+    )
+    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention=module, compaction=module))
+    kv_heads, dim = _POLICIES["Qwen2.5-7B"]
+    keys, values, token, _, _, slots, _ = _shapes(kv_heads, dim, nodes=1)
+    queries = jax.ShapeDtypeStruct((16, 1, 7 * kv_heads, dim), jnp.bfloat16)
+
+    def decode(keys, values, queries, token, lengths):
+        def step(carry):
+            count, keys, values, lengths, queries = carry
+            attention = CachedAttention(KVCache([keys], [values]), lengths, numerics)
+            out, (keys, values) = attention(0, queries, token, token)
+            return count + 1, keys, values, lengths + 1, out
+
+        start = (0, keys, values, lengths, queries)
+        return jax.lax.while_loop(lambda carry: carry[0] < 8, step, start)[1:3]
+
+    program = compile_for(device, decode, keys, values, queries, token, slots, donate=(0, 1))
+    _check_in_place(program, kv_heads, dim)
+
+
+@functools.lru_cache
+def _speculated(implementation):
+    config = dataclasses.replace(CONFIGS["three queries a key"], head_dim=_WIDE)
+    numerics = Numerics(kernels=KernelChoice(compaction=implementation))
+    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64)
+    params = engine.load_params(lively_params(config))
+    asked = ask([5, 60], [12, 9])
+    plain = decode(engine, params, asked, capacity=128)
+    drafts = tangled([tokens for tokens, _ in plain])
+    return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", _BACKENDS[1:])
+def test_the_engine_with_kernels_gives_the_same_bits(implementation):
+    plain, speculated = _speculated(implementation)
+    assert speculated == plain == _speculated("xla")[1]

@@ -1,0 +1,278 @@
+"""Tree attention by every backend, against sums in float64."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine import kv_cache
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.kernels.switch import KernelChoice, Refused
+from rljax.kernels.tree_attention import decode_attention, mosaic_gpu, mosaic_tpu, tree_attention
+from rljax.models.numerics import Numerics
+from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
+from tests.engine.test_speculative_decoding import speculate, tangled
+from tests.kernels.compilation import HOPPER, TPUS, compile_for
+
+_BLOCK = 64
+_NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+_INTERPRETED = ("interpret_gpu", "interpret_tpu")
+
+
+def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype=np.float32, seed=0):
+    """Arguments of `tree_attention` before `numerics`: random trees over a cache with room for `capacity`
+    positions, which is NaN from the first block on that has no committed position.
+    """
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    keys, values = normal(batch, kv_heads, capacity, dim), normal(batch, kv_heads, capacity, dim)
+    for slot, length in enumerate(lengths):
+        values[slot, :, length:] *= 100  # finite, and behind the length
+        keys[slot, :, length:] *= 100
+        unread = -(-length // _BLOCK) * _BLOCK
+        keys[slot, :, unread:], values[slot, :, unread:] = np.nan, np.nan
+    keys = keys.reshape(batch, kv_heads, -1, _BLOCK, dim).swapaxes(-1, -2)
+    ancestors = np.zeros((batch, nodes, nodes), bool)
+    for slot in range(batch):
+        for node in range(nodes):
+            if node:
+                ancestors[slot, node] = ancestors[slot, rng.integers(node)]
+            ancestors[slot, node, node] = True
+    depth = ancestors.sum(-1).astype(np.int32) - 1
+    arrays = (normal(batch, nodes, heads, dim), keys, values)
+    node_arrays = (normal(batch, nodes, kv_heads, dim), normal(batch, nodes, kv_heads, dim))
+    cast = functools.partial(jnp.asarray, dtype=dtype)
+    return (
+        *map(cast, arrays),
+        jnp.asarray(lengths, jnp.int32),
+        *map(cast, node_arrays),
+        jnp.asarray(ancestors),
+        jnp.asarray(depth),
+    )
+
+
+def _expected(queries, keys, values, lengths, node_keys, node_values, ancestors, depth):
+    """The sum as it is defined, one query after the other, in float64."""
+    queries, keys, values, node_keys, node_values = (
+        np.asarray(x, np.float64) for x in (queries, keys, values, node_keys, node_values)
+    )
+    lengths, ancestors = np.asarray(lengths), np.asarray(ancestors)
+    batch, nodes, heads, dim = queries.shape
+    group = heads // values.shape[1]
+    out = np.zeros_like(queries)
+    for slot in range(batch):
+        length = lengths[slot]
+        for node in range(nodes):
+            path = np.flatnonzero(ancestors[slot, node])
+            for head in range(heads):
+                kv = head // group
+                cached = keys[slot, kv].swapaxes(-1, -2).reshape(-1, dim)[:length]
+                k = np.concatenate([cached, node_keys[slot, path, kv]])
+                v = np.concatenate([values[slot, kv, :length], node_values[slot, path, kv]])
+                if len(k):
+                    scores = k @ queries[slot, node, head] * dim**-0.5
+                    weights = np.exp(scores - scores.max())
+                    out[slot, node, head] = weights @ v / weights.sum()
+    return out
+
+
+def _run(implementation, case):
+    compute = jax.jit(lambda *args: tree_attention(*args, Numerics(), implementation))
+    return np.asarray(compute(*case), np.float64)
+
+
+def _relative_error(got, expected):
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+# Lengths, capacity, nodes, heads, key heads, head size: slots of no position, within a block, at its end,
+# beyond a chunk (TPU) and a split (GPU), and full ones; one tile of rows, several, and groups of them.
+_SHAPES = {
+    "one node": ((0, 1, 63, 64, 127), 128, 1, 4, 2, 64),
+    "grouped heads": ((5, 130), 256, 5, 14, 2, 64),
+    "many nodes": ((70,), 128, 64, 3, 1, 64),
+    "full": ((128, 64), 128, 3, 2, 2, 64),
+    "several chunks": ((1024, 1025, 1250, 40), 1280, 2, 2, 1, 64),
+    "wide heads": ((100,), 128, 7, 7, 1, 128),
+}
+_TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("dtype", _TOLERANCE)
+@pytest.mark.parametrize("implementation", ["xla", "interpret_tpu"])
+def test_against_float64(implementation, dtype, shape):
+    case = _case(*_SHAPES[shape], dtype=dtype)
+    if implementation == "xla":  # its contract: finite numbers everywhere
+        case = tuple(jnp.nan_to_num(x) if x.dtype == dtype else x for x in case)
+    assert _relative_error(_run(implementation, case), _expected(*case)) < _TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_gpu_against_float64(shape):
+    case = _case(*_SHAPES[shape], dtype="bfloat16")
+    assert _relative_error(_run("interpret_gpu", case), _expected(*case)) < _TOLERANCE["bfloat16"]
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("policy", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_on_the_device(policy, nodes):
+    case = _case((0, 700, 1024, 3000), 4096, nodes, *_POLICIES[policy], dtype="bfloat16")
+    got = _run(_NATIVE[jax.default_backend()], case)
+    assert _relative_error(got, _expected(*case)) < _TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("implementation", ["xla", *_INTERPRETED])
+def test_nothing_to_see_is_zero(implementation):
+    case = list(_case((0, 3), 64, 3, 2, 1, 64, dtype="bfloat16"))
+    case[1], case[2] = jnp.nan_to_num(case[1]), jnp.nan_to_num(case[2])
+    case[6] = case[6].at[0, 1].set(False)
+    got = _run(implementation, case)
+    assert not got[0, 1].any()
+    assert got[0, 0].all() and got[1, 1].all()
+
+
+@pytest.mark.parametrize("implementation", _INTERPRETED)
+def test_decoding_is_one_node(implementation):
+    """What the cache holds at the token's position is not looked at: a verifying pass has it not yet."""
+    queries, keys, values, lengths, node_keys, node_values, itself, depth = _case(
+        (0, 64, 100), 128, 1, 4, 2, 64, dtype="bfloat16"
+    )
+    keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
+    tree = (queries, keys, values, lengths, node_keys, node_values, itself, depth)
+    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), implementation))
+    got = decode(queries, keys, values, lengths, node_keys, node_values)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), _run(implementation, tree))
+
+
+@pytest.mark.parametrize("implementation", _INTERPRETED)
+def test_neither_batch_nor_bucket_changes_a_bit(implementation):
+    case = _case((30, 100, 1030), 1280, 3, 4, 2, 64, dtype="bfloat16")
+    together = _run(implementation, case)
+    alone = tuple(x[1:2] for x in case)
+    np.testing.assert_array_equal(_run(implementation, alone)[0], together[1])
+    shorter = (alone[0], alone[1][:, :, :2], alone[2][:, :, :128], *alone[3:])
+    np.testing.assert_array_equal(_run(implementation, shorter)[0], together[1])
+
+
+def test_a_tpu_fetches_no_chunk_behind_the_length():
+    lengths, chunk, kv_heads, chunks = (0, 256, 257, 700), 256, 2, 4
+    told = jnp.asarray(lengths, jnp.int32)
+    steps = list(itertools.product(range(len(lengths)), range(kv_heads), range(chunks)))
+    plan = [
+        tuple(int(x) for x in mosaic_tpu.fetched(*map(jnp.int32, step), told, chunk, kv_heads))
+        for step in steps
+    ]
+    for (slot, head, index), got in zip(steps, plan, strict=True):
+        if index * chunk < lengths[slot]:  # what is used is there
+            assert got == (slot, head, index)
+        assert got[2] == 0 or got[2] * chunk < lengths[got[0]]
+    # A chunk that is asked for again and again is fetched once.
+    fetches = 1 + sum(one != other for one, other in itertools.pairwise(plan))
+    assert fetches <= kv_heads * sum(max(-(-length // chunk), 1) for length in lengths) + 1
+
+
+def test_refusals():
+    case = _case((5,), 64, 2, 2, 1, 64)
+    with pytest.raises(Refused, match="keys and values are bfloat16, not float32 and float32"):
+        _run("interpret_gpu", case)
+    case = _case((5,), 64, 2, 2, 1, 32, dtype="bfloat16")
+    with pytest.raises(Refused, match="heads are 64 or 128 wide, not 32"):
+        _run("interpret_gpu", case)
+    case = _case((5,), 64, 2, 2, 1, 32, dtype="float16")
+    with pytest.raises(Refused, match="keys and values are float32 or bfloat16, not float16"):
+        _run("interpret_tpu", case)
+
+
+@functools.lru_cache
+def _decoded(implementation, dtype):
+    """Tokens and log-probabilities of two requests: decoded plainly, and by trees full of the true tokens."""
+    config = CONFIGS["three queries a key"]
+    numerics = Numerics(True, dtype, KernelChoice(tree_attention=implementation))
+    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64)
+    params = engine.load_params(lively_params(config))
+    asked = ask([5, 60], [7, 6])
+    plain = decode(engine, params, asked, capacity=128)
+    if implementation == "xla":
+        drafts = tangled([tokens for tokens, _ in plain])
+    else:
+        drafts = tangled([tokens for tokens, _ in _decoded("xla", dtype)[0]])
+    return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
+
+
+def _check_decoded(implementation, dtype, tolerance):
+    expected = _decoded("xla", dtype)[0]
+    for outputs in _decoded(implementation, dtype):
+        for (tokens, logprobs), (true_tokens, true_logprobs) in zip(outputs, expected, strict=True):
+            assert tokens == true_tokens
+            np.testing.assert_allclose(logprobs, true_logprobs, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_the_engine_with_tpu_kernels():
+    _check_decoded("interpret_tpu", "float32", 1e-4)
+
+
+@pytest.mark.slow
+def test_the_engine_with_gpu_kernels(monkeypatch):
+    """In bfloat16, where the sums are rounded: more tokens would sooner or later bring a near tie."""
+    monkeypatch.setattr(kv_cache, "cache_dtype", lambda numerics: numerics.dtype)
+    _check_decoded("interpret_gpu", "bfloat16", 0.1)
+
+
+def _shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):
+    """Arguments of `tree_attention` before `numerics`, without numbers."""
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return (
+        array(batch, nodes, heads, dim),
+        array(batch, kv_heads, capacity // _BLOCK, dim, _BLOCK),
+        array(batch, kv_heads, capacity, dim),
+        array(batch, dtype=jnp.int32),
+        array(batch, nodes, kv_heads, dim),
+        array(batch, nodes, kv_heads, dim),
+        array(batch, nodes, nodes, dtype=jnp.bool_),
+        array(batch, nodes, dtype=jnp.int32),
+    )
+
+
+_POLICIES = {
+    "Qwen2.5-0.5B": (14, 2, 64),
+    "Qwen2.5-1.5B": (12, 2, 128),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Llama-3.1-8B": (32, 8, 128),
+}
+
+
+def _check_no_copy(program, heads, kv_heads, dim):
+    """Nothing near the cache's size is made on the way."""
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 16 * kv_heads * 4096 * dim / 8
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("device", TPUS)
+def test_compiles_for_tpus(device, policy):
+    compute = functools.partial(mosaic_tpu.tree_attention, numerics=Numerics())
+    for nodes in (1, 16, 64):
+        program = compile_for(device, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
+        if nodes <= 16:  # with more, there are as many rows as bytes
+            _check_no_copy(program, *_POLICIES[policy])
+    compile_for(device, compute, *_shapes(*_POLICIES[policy], 2, 256, 16, jnp.float32))
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_compiles_for_hopper(policy):
+    compute = functools.partial(mosaic_gpu.tree_attention, numerics=Numerics())
+    for nodes in (1, 16, 64):
+        compile_for(HOPPER, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
