@@ -11,6 +11,7 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.errors import DrafterError
+from rljax.models.numerics import Numerics
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.speculation import Speculator
@@ -51,7 +52,7 @@ def speculator(drafter, ahead=False, name="mine"):
     run_ahead = None
     if ahead:
         run_ahead = RunAhead(1, 0.5)
-    engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)))
+    engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)), numerics=Numerics())
     speculating = Speculator(engine, {name: drafter}, 4, run_ahead)
     if ahead:
         speculating.drafters[name].begin([])
