@@ -25,7 +25,7 @@ _LARGE = 3e38  # instead of infinity, which times an exponential of 0 is NaN
 
 
 def scaled(logits: Array, sampling: SamplingParams) -> Array:
-    """The entries `x` but for the filters; at temperature 0 the logits, with NaN the largest, as in argmax."""
+    """The entries `x` but for the filters; at temperature 0 the logits, NaN being the largest."""
     if sampling.greedy:
         return jnp.where(logits == logits, logits, jnp.inf)
     return scaled_logits(logits, sampling)
