@@ -11,6 +11,8 @@ over its identity, a position's key from the same cipher once more; the bits of 
 cipher would cost a hundred. All functions take numpy or JAX arrays of uint32 and give the same bits.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -76,10 +78,20 @@ def token_bits(keys, positions, tokens):
     Returns:
       uint32 [..., K].
     """
+    key0, key1 = position_keys(keys, positions)
+    return token_words(tokens.astype(np.uint32), key0[..., None], key1[..., None])
+
+
+def position_keys(keys, positions):
+    """Keys of positions: uint32 [..., 2] and integers [...] -> two words, each uint32 [...]."""
     positions = positions.astype(np.uint32)
-    key0, key1 = threefry2x32(keys[..., 0], keys[..., 1], positions, positions ^ positions)
-    h = _mix(tokens.astype(np.uint32) * _u32(0x9E3779B9) + key0[..., None])
-    return _mix(h ^ key1[..., None])
+    return threefry2x32(keys[..., 0], keys[..., 1], positions, positions ^ positions)
+
+
+def token_words(tokens, key0, key1):
+    """The word of vocabulary entries, uint32, under the words of a position's key, elementwise."""
+    h = _mix(tokens * _u32(0x9E3779B9) + key0)
+    return _mix(h ^ key1)
 
 
 def uniform(keys: Array, positions: Array) -> Array:
@@ -96,12 +108,20 @@ def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:
     G = -log(E) with E exponential, taken as -log1p(-u): u keeps its relative precision near 0, which is where
     the large values of G, the ones that win, come from. G lies within [-2.9, 22.9].
     """
-    bits = token_bits(keys, positions, tokens)
+    return gumbel_of_words(token_bits(keys, positions, tokens))
+
+
+def gumbel_of_words(words: Array, log1p: Callable[[Array], Array] = jnp.log1p) -> Array:
+    """`gumbel` of words of the noise field, elementwise.
+
+    Args:
+      log1p: for kernels of devices whose compiler has none.
+    """
     # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, off zero by a quarter of a step.
-    steps = (bits >> _u32(1)).astype(jnp.int32).astype(jnp.float32)
+    steps = (words >> _u32(1)).astype(jnp.int32).astype(jnp.float32)
     u = steps * np.float32(2.0**-31) + np.float32(2.0**-33)
     u = jnp.minimum(u, np.float32(1.0 - 2.0**-24))
-    return -jnp.log(-jnp.log1p(-u))
+    return -jnp.log(-log1p(-u))
 
 
 def gumbel_rows(keys: Array, positions: Array, vocab_size: int) -> Array:

@@ -1,8 +1,8 @@
 """What is sampled: one logits transform, one choice under the noise, one log-probability.
 
 `transform_logits` is the only place where temperature, top-k, top-p and min-p are applied, in that order:
-sampling, verification, drafting and the trainer's log-probabilities all call it, so they cannot disagree
-about the distribution.
+sampling, verification, drafting and the trainer's log-probabilities all call it, or its parts
+`scaled_logits` and `kept_from`, so they cannot disagree about the distribution.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.engine.noise import gumbel_rows
+from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.models.numerics import Numerics, log_normalizer, row_max, row_sum
 
 
@@ -42,6 +42,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def filters(self, vocab_size: int) -> bool:
+        """Whether anything of a vocabulary of this size may be left out."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
+
 
 def _running_sum(x: Array) -> Array:
     """Inclusive running sum over the last axis, by elementwise additions only (so that rows do not disturb
@@ -58,22 +62,38 @@ def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) 
         best = jnp.argmax(logits, axis=-1, keepdims=True)
         entries = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
         return jnp.where(entries == best, 0.0, -jnp.inf)
-    if params.temperature != 1.0:
-        logits = logits * (1.0 / params.temperature)
-    vocab_size = logits.shape[-1]
-    if 0 < params.top_k < vocab_size:
-        kth = lax.top_k(lax.stop_gradient(logits), params.top_k)[0][..., -1:]
-        logits = jnp.where(logits >= kth, logits, -jnp.inf)
+    scaled = scaled_logits(logits, params)
+    if not params.filters(logits.shape[-1]):
+        return scaled
+    return jnp.where(scaled >= kept_from(scaled, params, numerics), scaled, -jnp.inf)
+
+
+def scaled_logits(logits: Array, params: SamplingParams) -> Array:
+    """Logits over the temperature, which is not 0."""
+    return logits if params.temperature == 1.0 else logits * (1.0 / params.temperature)
+
+
+def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Array:
+    """What top-k, top-p and min-p, in that order, leave of scaled logits [..., V]: those of at least this,
+    float32 [..., 1]. No gradient.
+    """
+    scaled = left = lax.stop_gradient(scaled)
+    lowest = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
+    if 0 < params.top_k < scaled.shape[-1]:
+        lowest = lax.top_k(scaled, params.top_k)[0][..., -1:]
+        left = jnp.where(scaled >= lowest, scaled, -jnp.inf)
     if params.top_p < 1.0:
-        ordered = -jnp.sort(-lax.stop_gradient(logits), axis=-1)
+        ordered = -jnp.sort(-left, axis=-1)
         probs = jnp.exp(ordered - log_normalizer(ordered, numerics))
         before = _running_sum(probs) - probs
         last_kept = jnp.min(jnp.where(before < params.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= last_kept, logits, -jnp.inf)
+        lowest = jnp.maximum(lowest, last_kept)
     if params.min_p > 0.0:
-        top = jnp.max(lax.stop_gradient(logits), axis=-1, keepdims=True)
-        logits = jnp.where(logits - top >= jnp.log(params.min_p), logits, -jnp.inf)
-    return logits
+        likely = scaled - jnp.max(scaled, axis=-1, keepdims=True) >= jnp.log(params.min_p)
+        least = jnp.min(jnp.where(likely, scaled, jnp.inf), axis=-1, keepdims=True)
+        # No logit is at least NaN: nothing is kept beside an infinite one.
+        lowest = jnp.maximum(lowest, jnp.where(jnp.isinf(least), jnp.nan, least))
+    return lowest
 
 
 def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Array:
@@ -121,12 +141,7 @@ def sample(
     Returns:
       tokens int32 [B], logprobs float32 [B].
     """
-    transformed = transform_logits(logits, params, numerics)
-    noisy = transformed
-    if not params.greedy:
-        noisy = transformed + gumbel_rows(keys, positions, logits.shape[-1])
-    tokens = first_maximum(noisy)
-    return tokens, token_logprobs(transformed, tokens, numerics)
+    return noisy_argmax(logits, keys, positions, params, numerics, numerics.kernels.noisy_argmax)
 
 
 jax.tree_util.register_static(SamplingParams)

@@ -203,8 +203,8 @@ def time_drafts(
         state = _half_full(state)
         start = time.perf_counter()
         state, drafts = engine.draft(draft_params, state, steps)
-        drafted = np.count_nonzero(np.asarray(drafts.tokens) >= 0, axis=1)
-        seconds.append((time.perf_counter() - start) / drafted.max())  # all may have ended before `steps`
+        drafted = np.count_nonzero(np.asarray(drafts.tokens) >= 0, axis=1).max()
+        seconds.append((time.perf_counter() - start) / int(drafted))  # all may have ended before `steps`
     return seconds[1:]  # the first may compile
 
 

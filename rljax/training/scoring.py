@@ -3,17 +3,14 @@
 The same forward pass, logits transform and log-softmax as decoding (`rljax/engine/sampling.py`), so that the
 trainer's logprobs can be compared with the rollout's number by number, and on a CPU bit by bit.
 
-The logits of a row of 16k tokens with a vocabulary of 150k are 10 GB in float32, several times the model.
-So the LM head is applied to a chunk of tokens at a time, and again in the backward pass (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174), where it costs a few per cent.
+The LM head and what follows it are an operation of their own (`rljax/kernels/token_logprobs`).
 """
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams, entropy, token_logprobs, transform_logits
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.token_logprobs import token_logprobs
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
@@ -62,28 +59,6 @@ def score_packed(
     if mesh is not None:
         hidden = constrain(hidden, activation_sharding(mesh))
 
-    def score(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logits = transformer.logits(params, config, hidden)
-        if mesh is not None:
-            # The vocabulary whole: a chunk of logits is small, and its sums then need no communication.
-            logits = constrain(logits, activation_sharding(mesh))
-        transformed = transform_logits(logits, sampling, numerics)
-        return token_logprobs(transformed, targets, numerics), entropy(transformed, numerics)
-
-    rows, length = batch.tokens.shape
-    # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.
-    columns = max(logprob_chunk // rows, -(-2 // rows))
-    chunks = -(-length // columns)
-    if chunks == 1:
-        return score(hidden, batch.targets)
-    columns = -(-length // chunks)
-    padding = chunks * columns - length
-
-    def split(array: Array) -> Array:
-        rest = array.shape[2:]
-        array = jnp.pad(array, [(0, 0), (0, padding), *((0, 0) for _ in rest)])
-        return array.reshape(rows, chunks, columns, *rest).swapaxes(0, 1)
-
-    scored = lax.map(lambda chunk: jax.checkpoint(score)(*chunk), (split(hidden), split(batch.targets)))
-    logprobs, entropies = (each.swapaxes(0, 1).reshape(rows, chunks * columns)[:, :length] for each in scored)
-    return logprobs, entropies
+    lm_head = transformer.lm_head(params, config)
+    choice = numerics.kernels.token_logprobs
+    return token_logprobs(hidden, lm_head, batch.targets, sampling, numerics, logprob_chunk, mesh, choice)

@@ -1,0 +1,45 @@
+"""The sampled token and its log-probability, the noise made in place (`docs/kernels/noisy_argmax.md`)."""
+
+from typing import TYPE_CHECKING
+
+from jax import Array
+
+from rljax.kernels.switch import Implementation, call
+
+if TYPE_CHECKING:  # which import this module
+    from rljax.engine.sampling import SamplingParams
+    from rljax.models.numerics import Numerics
+
+
+def noisy_argmax(
+    logits: Array,
+    keys: Array,
+    positions: Array,
+    sampling: "SamplingParams",
+    numerics: "Numerics",
+    implementation: Implementation = None,
+) -> tuple[Array, Array]:
+    """The token at each position, and its log-probability under the distribution it was sampled from.
+
+        token = argmax_v x[v] + G[key, position, v],    logprob = x[token] - log sum_v e^x[v]
+
+    where x are the transformed logits (`sampling.transform_logits`) and G the noise field (`engine.noise`).
+    Of equal maxima the first wins; the token of a row with NaN means nothing, and its log-probability is
+    NaN.
+
+    Args:
+      logits: float32 [B, V].
+      keys: request keys, uint32 [B, 2].
+      positions: of the tokens to be sampled, int32 [B].
+      sampling: the distribution. Temperature 0 takes the first of the largest logits, whose log-probability
+        is 0.
+      numerics: how sums over the vocabulary are formed.
+      implementation: see `switch.KernelChoice`.
+
+    Returns:
+      tokens int32 [B], logprobs float32 [B].
+
+    Raises:
+      Refused: by the implementation, for what it cannot compute.
+    """
+    return call("noisy_argmax", implementation, logits.shape, logits, keys, positions, sampling, numerics)

@@ -1,0 +1,51 @@
+"""Log-probabilities of given tokens, and entropy, without the logits (`docs/kernels/token_logprobs.md`)."""
+
+from typing import TYPE_CHECKING
+
+from jax import Array
+from jax.sharding import Mesh
+
+from rljax.kernels.switch import Implementation, call
+
+if TYPE_CHECKING:  # which import this module
+    from rljax.engine.sampling import SamplingParams
+    from rljax.models.numerics import Numerics
+
+
+def token_logprobs(
+    hidden: Array,
+    lm_head: Array,
+    targets: Array,
+    sampling: "SamplingParams",
+    numerics: "Numerics",
+    chunk: int,
+    mesh: Mesh | None = None,
+    implementation: Implementation = None,
+) -> tuple[Array, Array]:
+    """How likely tokens are under the sampling distribution, and its entropy.
+
+        logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
+
+    where x are the transformed logits of `lm_head @ hidden` (`sampling.transform_logits`). Log-probabilities
+    are differentiable in `hidden` and `lm_head`; the entropy is not.
+
+    Args:
+      hidden: final states, [R, T, d] in the compute dtype.
+      lm_head: [V, d], of any float dtype; multiplied in hidden's.
+      targets: int32 [R, T].
+      sampling: the distribution.
+      numerics: how sums over the vocabulary are formed.
+      chunk: tokens whose logits may exist at once; kernels need none of them.
+      mesh: devices that the R rows lie on; None for one.
+      implementation: see `switch.KernelChoice`.
+
+    Returns:
+      logprobs float32 [R, T], -inf where a filter excludes the target, and entropies in nats, float32 [R, T].
+
+    Raises:
+      Refused: by the implementation, for what it cannot compute.
+    """
+    shape = (targets.size, *lm_head.shape)
+    return call(
+        "token_logprobs", implementation, shape, hidden, lm_head, targets, sampling, numerics, chunk, mesh
+    )

@@ -1,0 +1,41 @@
+"""The sampled token: logits of decoding and verification batches."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.noisy_argmax import noisy_argmax
+from rljax.models.numerics import Numerics
+
+NAME = "noisy_argmax"
+_SAMPLING = SamplingParams()
+_NUMERICS = Numerics()
+
+
+def cases(quick: bool) -> list[Case]:
+    """Vocabularies of real policies and rows of a step: slots, times nodes in verification."""
+    if quick:
+        return [_case(TINY, rows) for rows in (1, 16)]
+    return [_case(POLICIES[0], rows) for rows in (1, 16, 64, 256, 1024)] + [
+        _case(policy, 64) for policy in POLICIES[2:]
+    ]
+
+
+def _case(policy: PolicyShape, rows: int) -> Case:
+    def make(rng: np.random.Generator) -> tuple:
+        logits = rng.standard_normal((rows, policy.vocab), np.float32) * np.float32(2.5)
+        keys = rng.integers(0, 2**32, (rows, 2), np.uint32)
+        return jnp.asarray(logits), jnp.asarray(keys), jnp.arange(rows, dtype=jnp.int32)
+
+    def sampled(*args, implementation):
+        return noisy_argmax(*args, _SAMPLING, _NUMERICS, implementation)
+
+    logits_bytes = rows * policy.vocab * 4
+    return Case(
+        name=f"{policy.name}, {rows} rows",
+        make=make,
+        functions=by_implementation(sampled),
+        bytes=logits_bytes + rows * 24,  # keys and positions, tokens and logprobs
+        flops=0,
+    )

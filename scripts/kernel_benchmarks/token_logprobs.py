@@ -1,0 +1,67 @@
+"""Log-probabilities in training: tokens of a micro-batch, scored, and with the gradient."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.switch import IMPLEMENTATIONS
+from rljax.kernels.token_logprobs import token_logprobs
+from rljax.models.numerics import Numerics
+
+NAME = "token_logprobs"
+_SAMPLING = SamplingParams()
+_NUMERICS = Numerics(compute_dtype="bfloat16")
+_CHUNK = 1024  # the config's default
+
+
+def cases(quick: bool) -> list[Case]:
+    """Policies and tokens; with `gradient` forward and backward pass in one call."""
+    if quick:
+        return [_case(TINY, 64, gradient=gradient) for gradient in (False, True)]
+    return [
+        _case(policy, tokens, gradient)
+        for policy in POLICIES
+        for tokens in (4096, 16_384)
+        for gradient in (False, True)
+    ]
+
+
+def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
+    def make(rng: np.random.Generator) -> tuple[Array, ...]:
+        hidden = rng.standard_normal((1, tokens, policy.hidden), np.float32)
+        lm_head = rng.standard_normal((policy.vocab, policy.hidden), np.float32) * np.float32(0.02)
+        targets = rng.integers(0, policy.vocab, (1, tokens), np.int32)
+        return (
+            jnp.asarray(hidden, jnp.bfloat16),
+            jnp.asarray(lm_head, jnp.bfloat16),
+            jnp.asarray(targets),
+        )
+
+    def by(implementation: str) -> Callable[..., tuple[Array, ...]]:
+        def score(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
+            return token_logprobs(
+                hidden, lm_head, targets, _SAMPLING, _NUMERICS, _CHUNK, implementation=implementation
+            )
+
+        def gradients(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, ...]:
+            return jax.grad(lambda *args: jnp.sum(score(*args, targets)[0]), (0, 1))(hidden, lm_head)
+
+        return gradients if gradient else score
+
+    product = 2 * tokens * policy.vocab * policy.hidden
+    head = policy.vocab * policy.hidden * 2
+    states = tokens * policy.hidden * 2
+    return Case(
+        name=f"{policy.name}, {tokens} tokens, {'with gradient' if gradient else 'scored'}",
+        make=make,
+        functions={name: by(name) for name in IMPLEMENTATIONS},
+        # Scoring reads both matrices; the backward pass reads and writes them.
+        bytes=(head + states) * (3 if gradient else 1),
+        # Logits; and in the backward pass logits again, and two products.
+        flops=product * (4 if gradient else 1),
+    )

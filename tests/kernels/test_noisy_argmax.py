@@ -1,0 +1,280 @@
+"""The sampled token and its logprob: every backend against float64, and the same bits where that can be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine import noise
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import Assignment, DecodeEngine
+from rljax.engine.sampling import SamplingParams, sample
+from rljax.kernels.noisy_argmax import mosaic_gpu, mosaic_tpu, noisy_argmax, race
+from rljax.kernels.switch import KernelChoice, Refused, backend
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+
+NUMERICS = Numerics()
+KERNELS = ["interpret_gpu", "interpret_tpu"]
+NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
+BACKENDS = ["xla", *KERNELS, *NATIVE]
+FILTERS = {
+    "top-k": SamplingParams(temperature=1.4, top_k=9),
+    "min-p": SamplingParams(min_p=0.05),
+    "all": SamplingParams(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01),
+}
+
+
+def computed(implementation, logits, params, positions=None, seed=0):
+    """Tokens and logprobs of a backend; skips where it does not run."""
+    try:
+        backend("noisy_argmax", implementation)
+    except Refused as refusal:
+        pytest.skip(str(refusal))
+    keys, own_positions = identities(len(logits), seed)
+    positions = own_positions if positions is None else positions
+    run = jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, implementation))
+    tokens, logprobs = run(jnp.asarray(logits), jnp.asarray(keys), jnp.asarray(positions))
+    assert tokens.dtype == jnp.int32 and logprobs.dtype == jnp.float32
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def identities(batch, seed=0):
+    keys = np.stack([noise.request_key(seed, row) for row in range(batch)])
+    return keys, np.arange(batch, dtype=np.int32) * 7 + seed
+
+
+def normal(batch, vocab_size, scale=2.5, seed=0):
+    return np.random.default_rng(seed).normal(0, scale, (batch, vocab_size)).astype(np.float32)
+
+
+def reference(logits, params, seed=0):
+    """(noisy [B, V], log-probabilities [B, V]) in float64; which entries are kept is decided in float32."""
+    keys, positions = identities(len(logits), seed)
+    with np.errstate(over="ignore"):
+        words = noise.token_bits(keys, positions, np.arange(logits.shape[1], dtype=np.uint32)[None])
+    u = np.minimum((words >> 1).astype(np.float64) * 2.0**-31 + 2.0**-33, 1 - 2.0**-24)
+    least = race.threshold(jnp.asarray(logits), params, NUMERICS)
+    x = logits.astype(np.float64) / params.temperature
+    if least is not None:
+        x = np.where(logits * np.float32(1 / params.temperature) >= np.asarray(least)[:, None], x, -np.inf)
+    top = x.max(axis=1, keepdims=True)
+    return x - np.log(-np.log1p(-u)), x - top - np.log(np.exp(x - top).sum(axis=1, keepdims=True))
+
+
+def assert_sampled(tokens, logprobs, logits, params, seed=0):
+    noisy, every = reference(logits, params, seed)
+    rows = np.arange(len(tokens))
+    # Nothing is ahead of the token by more than float32 can tell.
+    np.testing.assert_array_less(noisy.max(axis=1) - noisy[rows, tokens], 1e-5)
+    np.testing.assert_allclose(logprobs, every[rows, tokens], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "shape", [(1, 5), (3, 97), (2, 128), (9, 2049)], ids=lambda shape: f"{shape[0]}x{shape[1]}"
+)
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_samples_and_logprobs(implementation, shape, temperature):
+    logits, params = normal(*shape), SamplingParams(temperature)
+    assert_sampled(*computed(implementation, logits, params), logits, params)
+
+
+@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_filters(implementation, params):
+    logits = normal(5, 1000)
+    assert_sampled(*computed(implementation, logits, params), logits, params)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_several_tiles_and_blocks(implementation):
+    """Vocabularies of several tiles, stretches and blocks, with and without a last one that is cut short."""
+    for vocab_size in (3 * 4096, 2 * 8192 + 4, 20_011):
+        logits = normal(2, vocab_size)
+        assert_sampled(*computed(implementation, logits, SamplingParams()), logits, SamplingParams())
+
+
+@pytest.mark.parametrize("implementation", ["interpret_gpu", "mosaic_gpu"])
+def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypatch):
+    logits, found = normal(1, 20_011), []
+    for blocks in (1, 2, 99):
+        monkeypatch.setattr(mosaic_gpu, "_BLOCKS", blocks)
+        found.append(computed(implementation, logits, SamplingParams()))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_the_winner_is_found_wherever_it_is(implementation):
+    """First and last entry, on both sides of every boundary, against logits that alone say otherwise."""
+    vocab_size = 9001
+    places = [0, 1, 127, 128, 1023, 1024, 4095, 4096, 8191, 8192, 8999, 9000]
+    logits = np.full((len(places), vocab_size), -40.0, np.float32)
+    logits[np.arange(len(places)), places] = 10.0
+    tokens, logprobs = computed(implementation, logits, SamplingParams())
+    np.testing.assert_array_equal(tokens, places)
+    np.testing.assert_allclose(logprobs, np.zeros(len(places)), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_a_large_noise_beats_a_large_logit(implementation):
+    """The winner by noise alone is not passed over, however the rest of its tile looks."""
+    vocab_size = 9000
+    keys, positions = identities(8)
+    every = noise.gumbel_rows(jnp.asarray(keys), jnp.asarray(positions), vocab_size)
+    loudest = np.asarray(jnp.argmax(every, axis=1))
+    logits = np.zeros((8, vocab_size), np.float32)
+    tokens, _ = computed(implementation, logits, SamplingParams())
+    np.testing.assert_array_equal(tokens, loudest)
+    logits[:, 4000] = np.asarray(every.max(axis=1)) - np.asarray(every[:, 4000]) - 0.01  # just not enough
+    tokens, _ = computed(implementation, logits, SamplingParams())
+    np.testing.assert_array_equal(tokens, loudest)
+    logits[:, 4000] += 0.02
+    tokens, _ = computed(implementation, logits, SamplingParams())
+    np.testing.assert_array_equal(tokens, np.full(8, 4000))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_the_first_of_equals_wins(implementation):
+    """Logits so large that the noise vanishes in them: equals in one piece, two tiles, two lanes."""
+    logits = np.zeros((5, 9001), np.float32)
+    equals = [(700, 701), (130, 5000), (4097, 8193), (1153, 1025), (9000, 3)]
+    for row, pair in enumerate(equals):
+        logits[row, list(pair)] = 1e9
+    tokens, logprobs = computed(implementation, logits, SamplingParams())
+    np.testing.assert_array_equal(tokens, [min(pair) for pair in equals])
+    np.testing.assert_allclose(logprobs, np.full(5, -np.log(2.0)), atol=64.0)  # the spacing of floats at 1e9
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_greedy(implementation):
+    logits = normal(4, 9001)
+    logits[0, [5, 8500]] = 90.0
+    logits[1, 8999] = np.nan
+    logits[2] = -np.inf
+    tokens, logprobs = computed(implementation, logits, SamplingParams(temperature=0.0))
+    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
+    np.testing.assert_array_equal(logprobs, np.zeros(4))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_what_is_not_finite(implementation):
+    logits = normal(4, 5000)
+    logits[0, 3000] = np.nan
+    logits[1, [3000, 4900]] = np.inf
+    logits[2] = -np.inf
+    logits[3, 100:] = -np.inf
+    tokens, logprobs = computed(implementation, logits, SamplingParams())
+    assert np.all((tokens >= 0) & (tokens < 5000))
+    np.testing.assert_array_equal(np.isnan(logprobs), [True, True, True, False])
+    assert tokens[1] == 3000 and tokens[2] == 0 and tokens[3] < 100
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_nothing_is_kept(implementation):
+    """A row with NaN under top-p keeps nothing; all backends say the same."""
+    logits = normal(2, 300)
+    logits[0, 7] = np.nan
+    params = SamplingParams(top_p=0.9)
+    tokens, logprobs = computed(implementation, logits, params)
+    expected, expected_logprobs = computed("xla", logits, params)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-6)
+
+
+def test_nothing_that_could_win_is_passed_over():
+    rng = np.random.default_rng(0)
+    count = 200_000
+    words = rng.integers(0, 2**32, count, dtype=np.uint32)
+    words[:8] = [0, 1, 2, 3, 2**31, 2**32 - 2, 2**32 - 1, 2**24]
+    words[8:4000] >>= rng.integers(0, 31, 3992, dtype=np.uint32)  # large noise
+    for scale in (1.0, 30.0, 3000.0):
+        x = jnp.asarray(rng.normal(0, scale, count).astype(np.float32))
+        top = x + jnp.asarray(rng.exponential(5.0, count).astype(np.float32))
+        noisy = x + noise.gumbel_of_words(jnp.asarray(words))
+        # Beaten by next to nothing: the hardest cases.
+        best = jnp.nextafter(noisy, jnp.float32(-jnp.inf))
+        leads = race.lead(jnp.asarray(words), jnp.exp2((x - top) * race.LOG2_E), race.reach(top, best))
+        # What is further below the top loses to the top itself: noise lies within [-2.9, 22.9].
+        could = np.asarray((noisy > best) & (x - top > -25.8))
+        assert could.sum() > count / 3
+        assert not np.asarray(leads > 0)[could].any()
+
+
+def test_most_of_what_cannot_win_is_passed_over():
+    x = jnp.asarray(normal(1, 50_000)[0])
+    keys, positions = (jnp.asarray(each) for each in identities(1))
+    words = noise.token_bits(keys, positions, jnp.arange(50_000)[None])[0]
+    best = jnp.max(x + noise.gumbel_of_words(words))
+    leads = race.lead(words, jnp.exp(x - jnp.max(x)), race.reach(jnp.max(x), best))
+    assert np.sum(np.asarray(leads) <= 0) < 5
+
+
+def test_logarithm_of_a_device_without_log1p():
+    u = np.float32(2.0) ** -np.linspace(1e-3, 33, 20_000).astype(np.float32)
+    exact = np.log1p(-u.astype(np.float64))
+    np.testing.assert_allclose(mosaic_gpu._log1p(jnp.asarray(-u)), exact, rtol=1e-6)
+
+
+SIZES = {"Qwen2.5": 151_936, "Qwen2.5-7B": 152_064, "Llama-3.1": 128_256, "GPT-2, odd": 50_257}
+
+
+@pytest.mark.parametrize("vocab_size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_for_the_device(device, vocab_size):
+    function = (mosaic_gpu if device == HOPPER else mosaic_tpu).noisy_argmax
+
+    def run(batch, params):
+        shapes = (
+            jax.ShapeDtypeStruct((batch, vocab_size), jnp.float32),
+            jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+        )
+        compiled = compile_for(device, lambda *args: function(*args, params, NUMERICS), *shapes)
+        # Neither noise nor a copy of the logits; half a MiB is the device's own.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**19 + batch * vocab_size * 4 / 20
+
+    run(64, SamplingParams(temperature=0.7))
+    if vocab_size == SIZES["Qwen2.5"]:
+        for batch in (1, 13, 4096):
+            run(batch, SamplingParams())
+        run(16, SamplingParams(temperature=0.0))
+
+
+@functools.lru_cache
+def rollout(implementation, temperature):
+    """Tokens and logprobs of two requests under one policy, decoded by the engine."""
+    config = ModelConfig("qwen3", 96, 32, 1, 2, 1, 16, 64, tie_embeddings=True, qk_norm=True)
+    numerics = Numerics(kernels=KernelChoice(noisy_argmax=implementation))
+    sampling = SamplingParams(temperature=temperature)
+    engine = DecodeEngine(config, numerics, sampling, Buckets((2,), (64,)), [], decode_steps_per_visit=8)
+    params = engine.load_params(jax.tree.map(lambda leaf: leaf * 3, transformer.init_params(config, 0)))
+    prefix = engine.prefill(params, [[3, 5, 8], [2, 9]])
+    state = engine.init_state(2, 16)
+    assignments = [Assignment(i, i, noise.request_key(4, i), 8) for i in range(2)]
+    state = engine.bulk_insert(prefix, state, assignments)
+    _, result = engine.generate(params, state, 8)
+    return np.asarray(result.tokens), np.asarray(result.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_the_engine_decodes_the_same(implementation, temperature):
+    tokens, logprobs = rollout(implementation, temperature)
+    expected, expected_logprobs = rollout("xla", temperature)
+    assert len(np.unique(expected)) > 3
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is another device")
+def test_the_choice_reaches_sampling():
+    keys, positions = (jnp.asarray(each) for each in identities(1))
+    numerics = Numerics(kernels=KernelChoice(noisy_argmax="mosaic_gpu"))
+    with pytest.raises(Refused, match="noisy_argmax: mosaic_gpu: it runs on NVIDIA GPUs"):
+        sample(jnp.zeros((1, 300)), keys, positions, SamplingParams(), numerics)

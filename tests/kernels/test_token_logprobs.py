@@ -1,0 +1,231 @@
+"""Log-probabilities without logits: values and gradients of every backend against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.switch import KernelChoice, Refused, backend
+from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, passes, token_logprobs
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.scoring import score_packed
+from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+
+NUMERICS = Numerics(compute_dtype="bfloat16")
+OLD = jax.__version_info__ < (0, 11)
+INTERPRETED_GPU = pytest.param(
+    "interpret_gpu", marks=pytest.mark.skipif(OLD, reason="JAX 0.10 cannot interpret it")
+)
+KERNELS = [INTERPRETED_GPU, "interpret_tpu"]
+NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
+BACKENDS = ["xla", *KERNELS, *NATIVE]
+
+
+def arguments(shape, vocab_size, width=128, seed=0, scale=0.3, dtype=jnp.float32):
+    """hidden [R, T, d], lm_head [V, d], targets [R, T], and the gradient that comes back to the logprobs."""
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.normal(0, 1, (*shape, width)), jnp.bfloat16)
+    lm_head = jnp.asarray(rng.normal(0, scale, (vocab_size, width)), dtype)
+    targets = rng.integers(0, vocab_size, shape).astype(np.int32)
+    targets.flat[:2] = 0, vocab_size - 1
+    return hidden, lm_head, jnp.asarray(targets), jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
+
+
+def computed(implementation, hidden, lm_head, targets, gradient, sampling=SamplingParams()):  # noqa: B008
+    """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
+    try:
+        backend("token_logprobs", implementation)
+    except Refused as refusal:
+        pytest.skip(str(refusal))
+
+    def loss(hidden, lm_head):
+        logprobs, entropies = token_logprobs(
+            hidden, lm_head, targets, sampling, NUMERICS, 64, implementation=implementation
+        )
+        # The entropy carries no gradient, so that this adds nothing.
+        return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, outputs), gradients = run(hidden, lm_head)
+    assert all(each.dtype == jnp.float32 and each.shape == targets.shape for each in outputs)
+    assert gradients[0].dtype == hidden.dtype and gradients[1].dtype == lm_head.dtype
+    return tuple(np.asarray(each, np.float64) for each in (*outputs, *gradients))
+
+
+def expected(hidden, lm_head, targets, gradient, temperature=1.0):
+    """The same in float64, from what the products get: values in bfloat16."""
+    h = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1])
+    w = np.asarray(lm_head.astype(jnp.bfloat16), np.float64)
+    wanted, g = np.asarray(targets).ravel(), np.asarray(gradient, np.float64).ravel()
+    x = h @ w.T / temperature
+    x -= x.max(axis=1, keepdims=True)
+    every = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    p = np.exp(every)
+    errors = (np.eye(len(w))[wanted] - p) * g[:, None] / temperature
+    logprobs, entropies = every[np.arange(len(h)), wanted], -np.sum(p * every, axis=1)
+    shaped = [each.reshape(targets.shape) for each in (logprobs, entropies)]
+    return *shaped, (errors @ w).reshape(hidden.shape), errors.T @ h
+
+
+def assert_close(found, reference):
+    for values, right in zip(found[:2], reference[:2], strict=True):
+        np.testing.assert_allclose(values, right, rtol=1e-5, atol=2e-5)
+    for values, right in zip(found[2:], reference[2:], strict=True):
+        # Errors are rounded to bfloat16 on their way into the products, and d hidden on its way out.
+        assert np.linalg.norm(values - right) < 5e-3 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [((1, 2), 300, 1.0), ((2, 30), 512, 0.7), ((1, 300), 129, 1.6)],
+    ids=lambda case: f"{case[0][0]}x{case[0][1]} of {case[1]}",
+)
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_values_and_gradients(implementation, case):
+    shape, vocab_size, temperature = case
+    args = arguments(shape, vocab_size)
+    assert_close(computed(implementation, *args, SamplingParams(temperature)), expected(*args, temperature))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_several_chunks_of_the_vocabulary(implementation, monkeypatch):
+    """Whole chunks, and a last one that is shorter and no multiple of a tile."""
+    monkeypatch.setattr(passes, "_CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(passes, "_CHUNK_STEP", 256)
+    args = arguments((1, 7), 2 * 256 + 77)
+    assert_close(computed(implementation, *args), expected(*args))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_an_lm_head_in_bfloat16(implementation):
+    args = arguments((1, 40), 300, dtype=jnp.bfloat16)
+    assert_close(computed(implementation, *args), expected(*args))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_a_policy_that_is_sure(implementation):
+    """Logits in the hundreds: sums of exponentials neither overflow nor vanish."""
+    args = arguments((1, 9), 400, scale=12.0)
+    found, right = computed(implementation, *args), expected(*args)
+    assert right[0].min() < -200
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(found[1], right[1], atol=1e-3)
+    assert all(np.isfinite(each).all() for each in found)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_a_token_with_nan_spoils_no_other(implementation):
+    hidden, lm_head, targets, gradient = arguments((1, 12), 300)
+    right = expected(hidden, lm_head, targets, gradient)
+    found = computed(implementation, hidden.at[0, 5].set(jnp.nan), lm_head, targets, gradient)
+    others = np.arange(12) != 5
+    assert np.isnan(found[0][0, 5])
+    for values, reference in zip(found[:2], right[:2], strict=True):
+        np.testing.assert_allclose(values[0, others], reference[0, others], atol=2e-5)
+    difference = found[2][0, others] - right[2][0, others]
+    assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(right[2])
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_what_is_refused(implementation):
+    args = arguments((1, 4), 300)
+    for sampling in (SamplingParams(0.0), SamplingParams(top_k=5), SamplingParams(top_p=0.9)):
+        with pytest.raises(Refused, match="neither top-k, top-p nor min-p"):
+            computed(implementation, *args, sampling)
+    with pytest.raises(Refused, match="it multiplies bfloat16, not float32"):
+        computed(implementation, args[0].astype(jnp.float32), *args[1:])
+    with pytest.raises(Refused, match="a multiple of 128, not 96"):
+        computed(implementation, args[0][..., :96], args[1][:, :96], *args[2:])
+
+
+CONFIG = ModelConfig("qwen3", 301, 128, 1, 2, 1, 64, 128, tie_embeddings=True, qk_norm=True)
+
+
+@functools.lru_cache
+def scored(implementation):
+    """Logprobs of packed responses and the gradient of their sum, as training computes them."""
+    rng = np.random.default_rng(0)
+    lengths = [30, 25, 20]
+    sequences = [
+        TrainingSequence(
+            prompt_ids=rng.integers(0, 301, 3),
+            response_ids=rng.integers(0, 301, length - 3),
+            rollout_logprobs=None,
+            advantage=0.0,
+            weight=1.0,
+        )
+        for length in lengths
+    ]
+    packing = pack_sequences(lengths, 64)
+    batch = build_batch(sequences, packing, range(packing.num_rows))
+    numerics = Numerics(compute_dtype="bfloat16", kernels=KernelChoice(token_logprobs=implementation))
+    rope = jnp.asarray(rope_table(CONFIG, 64))
+
+    def loss(params):
+        logprobs, entropies = score_packed(
+            params, CONFIG, batch, rope, numerics, SamplingParams(0.9), logprob_chunk=32
+        )
+        logprobs = jnp.where(batch.response_mask, logprobs, 0.0)
+        return jnp.sum(logprobs), (logprobs, jnp.where(batch.response_mask, entropies, 0.0))
+
+    params = jax.tree.map(lambda leaf: leaf * 3, transformer.init_params(CONFIG, 0))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_training_scores_the_same(implementation):
+    (_, outputs), gradients = scored(implementation)
+    (_, right), right_gradients = scored("xla")
+    for values, reference in zip(outputs, right, strict=True):
+        np.testing.assert_allclose(values, reference, atol=1e-4)
+    for values, reference in zip(jax.tree.leaves(gradients), jax.tree.leaves(right_gradients), strict=True):
+        values, reference = np.asarray(values, np.float64), np.asarray(reference, np.float64)
+        # The layers' backward pass, in bfloat16 as well, magnifies what the last product rounds.
+        assert np.linalg.norm(values - reference) < 3e-2 * np.linalg.norm(reference)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is another device")
+def test_the_choice_reaches_training():
+    with pytest.raises(Refused, match="token_logprobs: mosaic_tpu: it runs on TPUs"):
+        scored("mosaic_tpu")
+
+
+POLICIES = {
+    "Qwen2.5-0.5B": (151_936, 896),
+    "1.5B": (151_936, 1536),
+    "7B": (152_064, 3584),
+    "Llama-3.1-8B": (128_256, 4096),
+}
+ODD = {"odd vocabulary": (50_257, 768)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", (POLICIES | ODD).values(), ids=POLICIES | ODD)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_for_the_device(device, size):
+    """Forward and backward, in memory that is the results' and errors' of one chunk."""
+    (vocab_size, width), tokens = size, 2048
+    function = (mosaic_gpu if device == HOPPER else mosaic_tpu).token_logprobs
+
+    def loss(hidden, lm_head, targets):
+        logprobs, entropies = function(hidden, lm_head, targets, SamplingParams(0.8), NUMERICS, 1024, None)
+        return jnp.sum(logprobs), entropies
+
+    shapes = (
+        jax.ShapeDtypeStruct((2, tokens // 2, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((vocab_size, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, tokens // 2), jnp.int32),
+    )
+    scoring = compile_for(device, lambda *args: loss(*args)[0], *shapes)
+    assert scoring.memory_analysis().temp_size_in_bytes < tokens * vocab_size  # a quarter of the logits
+    if size in (POLICIES["Qwen2.5-0.5B"], POLICIES["Llama-3.1-8B"]):
+        compile_for(device, jax.value_and_grad(loss, (0, 1), has_aux=True), *shapes)
