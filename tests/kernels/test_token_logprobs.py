@@ -127,8 +127,9 @@ def test_logits_that_are_all_low(implementation):
     hidden, lm_head, targets, gradient = arguments((1, 6), 300, scale=0.1)
     args = jnp.abs(hidden) + 1, lm_head - 1, targets, gradient
     found, right = computed(implementation, *args), expected(*args)
-    for values, reference in zip(found, right, strict=True):
-        assert np.linalg.norm(values - reference) < 5e-3 * np.linalg.norm(reference)
+    # What the entries have in common cancels in d hidden, but not what rounding the errors leaves of it.
+    for values, reference, tolerance in zip(found, right, (1e-6, 1e-6, 2e-2, 5e-3), strict=True):
+        assert np.linalg.norm(values - reference) < tolerance * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
