@@ -81,7 +81,7 @@ class CompanionEngine(DecodeEngine):
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
-        drafting = self._draft(columns, with_proposal)
+        drafting = self._programs.draft(columns, with_proposal)
 
         def draft(
             params: Params, cache: KVCache, target: DecodeState, sizes: Array, rope: Array, steps: Array

@@ -14,6 +14,23 @@ from rljax.errors import UserError
 _CHECKED_EVERY = 16  # programs
 
 
+class _CacheHits:
+    """Programs that JAX has taken from its own cache in this process.
+
+    On a CPU such a program runs, but serialized once more it is not whole: whoever loads it next is told
+    that a function is not found when it runs.
+    """
+
+    count = 0
+
+    @classmethod
+    def listen(cls, event: str, **_: Any) -> None:
+        cls.count += event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_listener(_CacheHits.listen)
+
+
 def enable_compilation_cache(directory: str | os.PathLike) -> None:
     """Keeps every compiled program, however small, in `directory` for later processes."""
     jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
@@ -135,8 +152,9 @@ class ExecutablePool:
                 self.loaded += 1
                 return program
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
+        hits = _CacheHits.count
         program = lowered.compile(compiler_options=self._options)
         self.compilations += 1
-        if self._stored is not None:
+        if self._stored is not None and hits == _CacheHits.count:
             self._stored.save(key, args, settings, program)
         return program

@@ -53,6 +53,26 @@ def test_arguments_are_still_donated(tmp_path):
     assert args[0].x.is_deleted()
 
 
+def test_a_program_from_the_cache_of_jax_is_not_kept(tmp_path):
+    """Serialized once more it would not be whole."""
+    args = (jnp.arange(7, dtype=jnp.float32), jnp.float32(2.0))
+
+    def own(x, y):
+        return jnp.sort(jnp.cos(x) * y)[::-1]
+
+    least = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, least)
+    try:
+        jax.config.update(least, 0.0)
+        expected = ExecutablePool().get("own", own, args)(*args)
+        jax.clear_caches()
+        pool = ExecutablePool(directory=tmp_path)
+        np.testing.assert_array_equal(pool.get("own", own, args)(*args), expected)
+    finally:
+        jax.config.update(least, before)
+    assert not programs(tmp_path)
+
+
 def test_without_a_directory_nothing_is_kept(tmp_path):
     run(None)
     assert not list(tmp_path.iterdir())

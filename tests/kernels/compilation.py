@@ -53,9 +53,7 @@ device_description_str: "NVIDIA H200"
 @functools.cache
 def _devices(name: str) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-    )  # there is no TPU to fight over
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no TPU to fight over
     if name == HOPPER:
         return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_H200).devices
     return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2").devices
