@@ -129,7 +129,9 @@ class RunCheckpoints:
         """Step of the newest complete checkpoint; None when there is none."""
         return max(self.steps(), default=None)
 
-    def restore(self, template_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+    def restore(
+        self, template_state: Any, step: int | None = None, partial: bool = False
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Reads a checkpoint, bit for bit, into the template's tree.
 
         Args:
@@ -137,6 +139,7 @@ class RunCheckpoints:
             `jax.eval_shape`, which takes no memory). Leaves with a sharding come back with it, whatever mesh
             they were saved from; uncommitted ones on the default device, uncommitted; NumPy ones as NumPy.
           step: which one; None is the newest complete.
+          partial: the template may lack leaves, which are not read.
 
         Returns:
           (step, state, host_state).
@@ -152,7 +155,8 @@ class RunCheckpoints:
         path = self.directory / str(step)
         template = _named_leaves(template_state)
         seal = self._read_seal(path)
-        _check_leaves(path, seal["leaves"], {name: _describe(leaf) for name, leaf in template.items()})
+        saved = {name: leaf for name, leaf in seal["leaves"].items() if not partial or name in template}
+        _check_leaves(path, saved, {name: _describe(leaf) for name, leaf in template.items()})
         self._check_files(path, seal["files"])
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
@@ -161,6 +165,7 @@ class RunCheckpoints:
                     args=ocp.args.PyTreeRestore(
                         item=dict.fromkeys(template, 0),
                         restore_args={name: _restore_args(leaf) for name, leaf in template.items()},
+                        partial_restore=partial,
                     ),
                 )
             except Exception as error:

@@ -15,34 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.base import Drafter, Outcome
-from drafters.registry import make_drafters, rehearse_drafters, states_read
+from drafters.base import Outcome
+from drafters.registry import make_drafters
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import ExperimentConfig, check_devices
-from rljax.engine.buckets import make_buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.engine.sampling import SamplingParams
-from rljax.errors import ConfigError, Interrupted
-from rljax.kernels.switch import KernelChoice
-from rljax.models.numerics import Numerics
+from rljax.errors import Interrupted
 from rljax.models.transformer import Params, num_params
-from rljax.rollout.calibration import calibration_key, load_calibration
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
-from rljax.rollout.manager import strategy_choice
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
-from rljax.rollout.roofline import Roofline
-from rljax.rollout.run_ahead import RunAhead
-from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
-from rljax.rollout.stop_strings import StopStrings
-from rljax.sharding import make_mesh, row_multiple
+from rljax.sharding import make_mesh
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
@@ -84,16 +73,12 @@ class TrainingRun:
         self.checkpoints, self.progress = checkpoints, progress
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
-        kernels = KernelChoice(**config.kernels.model_dump())
-        if mesh is not None:
-            kernels = kernels.on_mesh()
-        self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype, kernels)
+        self.numerics = make_numerics(config, mesh)
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         task = make_task(config.task.name, config.seed, **config.task.args)
         if config.task.problems:
             task = EpochTask(task, config.task.problems)
-        speculation = config.speculation
-        drafters = make_drafters(speculation)
+        drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         if config.warm_start is not None:
@@ -101,44 +86,13 @@ class TrainingRun:
         if config.policy.growth is not None:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
-        sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
-        self.engine = DecodeEngine(
-            policy.config,
-            self.numerics,
-            sampling,
-            make_buckets(
-                engine.max_slots,
-                rollout.max_prompt_length + rollout.max_response_length,
-                engine.row_invariant,
-                engine.batch_buckets,
-                engine.cache_buckets,
-                row_multiple(mesh),
-                speculation.verify_buckets if drafters else (),
-                speculation.max_drafts,
-            ),
-            policy.eos_token_ids,
-            engine.decode_steps_per_visit,
-            self.pool,
-            mesh,
-            engine.verification,
-            states_read(drafters, policy.config, policy.tokenizer),
-        )
-        self.speculator, self.run_ahead = None, None
-        if drafters:
-            if speculation.run_ahead_below:
-                self.run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
-            self.speculator = Speculator(
-                self.engine,
-                drafters,
-                speculation.max_batch,
-                self.run_ahead,
-                strategies=strategy_choice(speculation, config.seed, self.roofline(drafters)),
-            )
-        stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        self.engine, self.speculator = scheduler.engine, scheduler.speculator
+        self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self.collector = Collector(
             task,
             policy.tokenizer,
-            Scheduler(self.engine, engine.max_slots, stop, self.speculator, speculation.overlap),
+            scheduler,
             config.seed,
             rollout.max_prompt_length,
             rollout.max_response_length,
@@ -150,7 +104,7 @@ class TrainingRun:
         self.trainer = Trainer(
             policy.config,
             self.numerics,
-            sampling,
+            sampling_params(config),
             config.algorithm,
             config.training,
             optimizer,
@@ -164,25 +118,6 @@ class TrainingRun:
         self.step = 0
         self.data_position = 0  # the next training problem
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
-
-    def roofline(self, drafters: dict[str, Drafter]) -> Roofline | None:
-        """The device's constants, where the rollout manager predicts from them."""
-        speculation = self.config.speculation
-        if speculation.choice != "roofline":
-            return None
-        key = calibration_key(
-            self.engine.config,
-            self.engine.numerics,
-            drafters["quantized"].format,
-            self.config.mesh.num_devices,
-        )
-        found = load_calibration(speculation.calibration_dir, key)
-        if found is None:
-            raise ConfigError(
-                f"speculation.choice: roofline finds no constants of this policy and device in"
-                f" {speculation.calibration_dir}; run scripts/calibrate.py with this config first"
-            )
-        return found.roofline
 
     def train(self) -> None:
         config, progress = self.config, self.progress
@@ -202,18 +137,9 @@ class TrainingRun:
 
     def compile(self, late_inserts: bool = False) -> None:
         """Every program that the run needs; `late_inserts`: see `DecodeEngine.warm_up`."""
-        config = self.config
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        self.engine.warm_up(
-            params,
-            config.engine.max_slots,
-            config.rollout.max_prompt_length,
-            late_inserts or self.run_ahead is not None,
-        )
-        if self.speculator is not None:
-            rehearse_drafters(config.speculation)
-            self.speculator.warm_up(params, config.rollout.max_prompt_length)
+        warm_up(self.collector.scheduler, params, self.config, late_inserts)
         self.trainer.warm_up(self.state, reference=self.reference is not None)
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:
