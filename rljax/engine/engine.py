@@ -149,6 +149,7 @@ class DecodeEngine:
             remaining=jnp.zeros(batch, jnp.int32),
             active=jnp.zeros(batch, bool),
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
+            counts=jnp.zeros((batch, self.config.vocab_size), jnp.int32) if self.sampling.penalizes else None,
         )
         if self.mesh is None:
             return state

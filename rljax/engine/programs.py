@@ -14,12 +14,12 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
-from rljax.engine.draft_tree import DraftTree, NodeRows, with_root
+from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
-from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.sampling import SamplingParams, penalized_logits, sample
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
-from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.state import DecodeState, Prefix, counted
 from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.engine.visits import pack
@@ -114,6 +114,7 @@ class Programs:
             params, state.tokens[:, None], state.lengths[:, None], attention, rope
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = penalized_logits(logits, state.counts, self.sampling)
         tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
         active = state.active
         remaining = jnp.where(active, state.remaining - 1, state.remaining)
@@ -127,6 +128,7 @@ class Programs:
             remaining=remaining,
             active=active & ~ended,
             noise_keys=state.noise_keys,
+            counts=counted(state.counts, tokens[:, None], active[:, None]),
         )
         new_state = self._constrain(new_state)
         states = None if states is None else states[:, 0]
@@ -190,6 +192,7 @@ class Programs:
             rope,
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         sampled, logprobs = sample_nodes(
             self.verification,
             logits,
@@ -221,6 +224,7 @@ class Programs:
             remaining=state.remaining - count,
             active=state.active & ~(takes_part & ended),
             noise_keys=state.noise_keys,
+            counts=counted(state.counts, tokens, order < count[:, None]),
         )
         new_state = self._constrain(new_state)
         kept = order < count[:, None]
@@ -259,6 +263,16 @@ class Programs:
         return active if self.mesh is None else constrain(active, slot_sharding(self.mesh))
 
 
+def node_counts(counts: Array | None, tree: RootedTree, rows: NodeRows) -> Array | None:
+    """What stands before each computed node's sample, itself included: int32 [R, V]. Node 0 was counted when
+    it was sampled.
+    """
+    if counts is None:
+        return None
+    above = rows.gather(tree.ancestors) & (jnp.arange(tree.tokens.shape[1]) > 0)[None]  # [R, M]
+    return counted(counts[rows.slots], tree.tokens[rows.slots], above)
+
+
 def insert(
     prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
 ) -> DecodeState:
@@ -269,6 +283,7 @@ def insert(
         remaining=state.remaining.at[slots].set(remaining, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
         noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
+        counts=None if state.counts is None else state.counts.at[slots].set(0, mode="drop"),
     )
 
 
@@ -280,4 +295,5 @@ def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
         remaining=state.remaining[slots],
         active=state.active[slots] & present,
         noise_keys=state.noise_keys[slots],
+        counts=None if state.counts is None else state.counts[slots],
     )

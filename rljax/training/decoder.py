@@ -43,7 +43,15 @@ def make_numerics(config: ExperimentConfig, mesh: Mesh | None) -> Numerics:
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
     """The distribution that is sampled, and trained."""
     rollout = config.rollout
-    return SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+    return SamplingParams(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+        rollout.frequency_penalty,
+        rollout.presence_penalty,
+    )
 
 
 def make_scheduler(

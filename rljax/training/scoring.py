@@ -9,7 +9,7 @@ The LM head and what follows it are an operation of their own (`rljax/kernels/to
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams
+from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -61,4 +61,6 @@ def score_packed(
 
     lm_head = transformer.lm_head(params, config)
     choice = numerics.kernels.token_logprobs
-    return token_logprobs(hidden, lm_head, batch.targets, sampling, numerics, logprob_chunk, mesh, choice)
+    responses = Responses(batch.segment_ids, batch.response_mask) if sampling.penalizes else None
+    arguments = (batch.targets, sampling, numerics, logprob_chunk, mesh, choice, responses)
+    return token_logprobs(hidden, lm_head, *arguments)

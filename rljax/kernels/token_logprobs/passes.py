@@ -85,8 +85,8 @@ def differentiable(
       Refused: for filters, temperature 0, or other types and widths than the kernels have.
     """
     width = hidden.shape[-1]
-    if sampling.greedy or sampling.filters(lm_head.shape[0]):
-        raise Refused("it knows temperatures above 0, but neither top-k, top-p nor min-p")
+    if sampling.greedy or sampling.filters(lm_head.shape[0]) or sampling.penalizes:
+        raise Refused("it knows temperatures above 0, but neither top-k, top-p, min-p nor penalties")
     if hidden.dtype != jnp.bfloat16:
         raise Refused(f"it multiplies bfloat16, not {hidden.dtype}; see policy.compute_dtype")
     if width % 128:
