@@ -46,7 +46,7 @@ from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
-from rljax.training.policy import grown_policy, make_policy
+from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 from rljax.training.update import Trainer
@@ -70,8 +70,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     start = time.perf_counter()
     progress, directory = Progress(), RunDirectory(config.run_dir)
     with directory.locked(), StopRequest(progress.message, first=None) as stop:
-        directory.forget_failed_start(config)
-        changes = directory.write_config(config, allow_changes)
+        changes = directory.begin(config, allow_changes)
         checkpoints = open_checkpoints(directory, config.checkpoint)
         try:
             with progress:
@@ -123,6 +122,7 @@ class TrainingRun:
         drafters = make_drafters(speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
+        check_policy(config, policy, task)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)
             policy = warm_start(config, policy, task, *shared, directory.warm_start_path, self.stop)
@@ -215,6 +215,7 @@ class TrainingRun:
     def train(self) -> None:
         config = self.config
         self.resume()
+        self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
         self.compile()
         if self.step == 0:
@@ -300,6 +301,9 @@ class TrainingRun:
             self.directory.truncate_after(-1)
             return
         self.step, self.state, host_state = self.checkpoints.restore(self.state)
+        if "data_position" not in host_state:
+            path = self.checkpoints.directory / str(self.step)
+            raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
         self.data_position = host_state["data_position"]
         drafter_state = self.checkpoints.host_arrays(self.step)
         if self.speculator is None:

@@ -85,6 +85,24 @@ class RunDirectory:
                 pass  # a file system without locks: the user has to know
             yield
 
+    def begin(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
+        """A process is about to work on the run. A new one gets its config now; that of one that goes on is
+        only compared: `write_config` replaces it once there is something to go on from.
+
+        A start that failed before its first line of metrics, at a path that was mistyped for example, does
+        not bind the next one: where the config is another, the old one goes, with the tokenizer.
+
+        Args, Returns, Raises: as `write_config`.
+        """
+        if not self._has_progress() and any(not each.harmless for each in self._compare(config)):
+            with _writing(self.config_path):
+                for name in _TOKENIZER:
+                    (self.path / "tokenizer" / name).unlink(missing_ok=True)
+                self.config_path.unlink()
+        if not self.config_path.exists():
+            return self.write_config(config)
+        return self._compare(config, allow_changes)
+
     def write_config(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
         """Writes the resolved config, and returns what differs from the one that was there.
 
@@ -95,9 +113,27 @@ class RunDirectory:
         Raises:
           ConfigError: it is another one, and may not be.
         """
-        held = self._held_config()
-        self._changes = [] if held is None else config_changes(held, config)
-        others = [change for change in self._changes if not change.harmless]
+        self._changes = self._compare(config, allow_changes)
+        with _writing(self.config_path):
+            write_durably(self.config_path, to_yaml(config).encode())
+        return self._changes
+
+    def _has_progress(self) -> bool:
+        """Whether there is anything that another start could lose."""
+        started = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return started or self.checkpoints_path.exists() or self.warm_start_path.exists()
+
+    def _compare(self, config: ExperimentConfig, allow_changes: bool = True) -> list[Change]:
+        if not self.config_path.exists():
+            return []
+        try:
+            held = load_config(self.config_path)
+        except ConfigError as error:
+            raise ConfigError(
+                f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
+            ) from error
+        changes = config_changes(held, config)
+        others = [change for change in changes if not change.harmless]
         if others and not allow_changes:
             first = others[0]
             more = ", ".join(map(str, others[1:]))
@@ -106,36 +142,7 @@ class RunDirectory:
                 + (f" (and {more})" if more else "")
                 + "; choose another run_dir, set it back to resume that run, or go on with --allow-changes"
             )
-        with _writing(self.config_path):
-            write_durably(self.config_path, to_yaml(config).encode())
-        return self._changes
-
-    def forget_failed_start(self, config: ExperimentConfig) -> None:
-        """A start that failed before its first line of metrics, at a path that was mistyped for example,
-        does not bind the next one: where the config is another, the old one goes, with the tokenizer.
-        """
-        if not self.config_path.exists() or self.has_progress():
-            return
-        if any(not change.harmless for change in config_changes(self._held_config(), config)):
-            with _writing(self.config_path):
-                for name in _TOKENIZER:
-                    (self.path / "tokenizer" / name).unlink(missing_ok=True)
-                self.config_path.unlink()
-
-    def has_progress(self) -> bool:
-        """Whether there is anything that another start could lose."""
-        started = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
-        return started or self.checkpoints_path.exists() or self.warm_start_path.exists()
-
-    def _held_config(self) -> ExperimentConfig | None:
-        if not self.config_path.exists():
-            return None
-        try:
-            return load_config(self.config_path)
-        except ConfigError as error:
-            raise ConfigError(
-                f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
-            ) from error
+        return changes
 
     def record_session(self, step: int) -> None:
         """Notes who works on the run from `step` on: date, command, commit, machine, and what `write_config`
