@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -62,7 +62,25 @@ class CheckpointConfig(Section):
         description="Steps between checkpoints; 0 saves only at the end. Lower where machines are taken"
         " away.",
     )
-    keep: Count = Field(2, description="Newest checkpoints kept. Raise to compare policies along the run.")
+    keep: Count = Field(
+        2, description="Newest checkpoints kept. Raise to have more to go back to when a disk fails."
+    )
+    keep_every: CountOrOff = Field(
+        0,
+        description="Keep checkpoints of every so many steps for good, where checkpoint.every makes one; 0 is"
+        " none. Set it to compare policies along the run.",
+    )
+    keep_best: CountOrOff = Field(
+        0,
+        description="Keep so many with the highest held-out reward, and make one at every evaluation; 0 is"
+        " none. Set it where long runs get worse in the end.",
+    )
+    on_failure: Literal["stop", "go_on"] = Field(
+        "stop",
+        description="When a checkpoint cannot be written, on a full disk for example: stop with an error, or"
+        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while; what"
+        " is killed meanwhile loses more.",
+    )
 
 
 class EvaluationConfig(Section):
@@ -167,6 +185,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
+        )
+    if config.checkpoint.keep_best and not (config.evaluation.every and config.evaluation.problems):
+        yield (
+            "checkpoint.keep_best: needs evaluation.every and evaluation.problems above 0; the best by"
+            " held-out reward are kept"
         )
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":

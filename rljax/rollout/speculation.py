@@ -344,11 +344,15 @@ class Speculator:
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the drafters', and what decides the order of requests."""
+        """What a checkpoint keeps: the drafters', what was accepted of their drafts, what the manager has
+        learned, and what decides the order of requests.
+        """
         state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
         for prefix, (name, drafter) in self._state_prefixes().items():
             own = ask_for(name, drafter, "state", usable_state)
             state |= {prefix + key: array for key, array in own.items()}
+        for proposer in self.proposers:
+            state |= proposer.state()
         return state | self.manager.state() | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -356,6 +360,8 @@ class Speculator:
         others left there is kept for them.
         """
         state = self.manager.load_state(self.lengths.load_state(state))
+        for proposer in self.proposers:
+            state = proposer.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
         for prefix, (name, drafter) in self._state_prefixes().items():

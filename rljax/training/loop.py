@@ -21,9 +21,9 @@ from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
-from rljax.config import ExperimentConfig, check_devices
+from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.errors import Interrupted
+from rljax.errors import CheckpointError, Interrupted
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
@@ -35,27 +35,51 @@ from rljax.training.decoder import make_numerics, make_scheduler, sampling_param
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
-from rljax.training.policy import grown_policy, make_policy
+from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
 
-def run(config: ExperimentConfig) -> None:
-    """Trains as `config` says, resuming `config.run_dir` if it holds a checkpoint."""
+def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
+    """Trains as `config` says, resuming `config.run_dir` if it holds a checkpoint.
+
+    Args:
+      config: the experiment.
+      allow_changes: go on also where that changes the experiment of the run that is resumed.
+
+    Raises:
+      UserError: what the user can mend, in one line.
+      Interrupted: a signal asked to stop; what was finished is saved.
+    """
     check_devices(config.mesh, jax.device_count())
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()
-    directory = RunDirectory(config.run_dir)
-    directory.write_config(config)
-    checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
-    try:
-        with Progress() as progress:
-            TrainingRun(config, directory, checkpoints, progress, start).train()
-    finally:
-        checkpoints.close()
+    progress, directory = Progress(), RunDirectory(config.run_dir)
+    with directory.locked(), StopRequest(progress.message, first=None) as stop:
+        changes = directory.begin(config, allow_changes)
+        checkpoints = open_checkpoints(directory, config.checkpoint)
+        try:
+            with progress:
+                for change in changes:
+                    progress.message(f"changed since the last start: {change}")
+                TrainingRun(config, directory, checkpoints, progress, start, stop).train()
+        except KeyboardInterrupt:
+            if stop.signal is None or stop.insisted:
+                raise
+            step = checkpoints.latest_step()
+            where = "before the first checkpoint" if step is None else f"at step {step}, which is saved"
+            raise Interrupted(f"stopped {where}", stop.signal) from None
+        finally:
+            checkpoints.close()
+
+
+def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCheckpoints:
+    """A run's checkpoints, kept as its config says."""
+    kept = (config.keep, config.keep_every, config.keep_best)
+    return RunCheckpoints(directory.checkpoints_path, *kept)
 
 
 class TrainingRun:
@@ -68,8 +92,10 @@ class TrainingRun:
         checkpoints: RunCheckpoints,
         progress: Progress,
         start: float,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config, self.directory, self.start = config, directory, start
+        self.stop = StopRequest(progress.message) if stop is None else stop
         self.checkpoints, self.progress = checkpoints, progress
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
@@ -81,8 +107,10 @@ class TrainingRun:
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
+        check_policy(config, policy, task)
         if config.warm_start is not None:
-            policy = warm_start(config, policy, task, self.numerics, self.pool, mesh, progress)
+            shared = (self.numerics, self.pool, mesh, progress)
+            policy = warm_start(config, policy, task, *shared, directory.warm_start_path, self.stop)
         if config.policy.growth is not None:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
@@ -120,19 +148,20 @@ class TrainingRun:
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
     def train(self) -> None:
-        config, progress = self.config, self.progress
+        config = self.config
         self.resume()
+        self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
         self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
-        with StopRequest(progress.message) as stop:
+        with self.stop.finish_first("this step"):
             while self.step < config.training.steps:
-                stopped_by = self.advance(stop)
+                stopped_by = self.advance(self.stop)
                 if stopped_by is not None and self.step < config.training.steps:
                     self.checkpoints.wait()
                     raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
-        self.checkpoints.wait()
+            self.checkpoints.wait()
         self.report()
 
     def compile(self, late_inserts: bool = False) -> None:
@@ -147,14 +176,14 @@ class TrainingRun:
 
         Returns the signal that asked to stop, if one came before the state was saved.
         """
-        config = self.config
-        self.progress.stage("train", config.training.steps, completed=self.step)
+        config, progress = self.config, self.progress
+        progress.stage("train", config.training.steps, completed=self.step)
         if self.speculator is not None:
             self.speculator.decisions.take()  # those of evaluation are nobody's
         metrics = self.training_step()
         decisions = [] if self.speculator is None else self.speculator.decisions.take()
         self.step += 1
-        self.progress.step(
+        progress.step(
             self.step,
             {
                 "reward": metrics["reward/mean"],
@@ -169,11 +198,24 @@ class TrainingRun:
         if self.speculator is not None:
             self.directory.append_decisions(self.step, decisions)
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
+        score = metrics.get("evaluation/reward")
+        due = due or (config.checkpoint.keep_best and score is not None)
         stopped_by = stop.signal
-        if last or due or stopped_by is not None:
-            drafter = self.drafter_state if self.speculator is None else self.speculator.state()
-            self.checkpoints.save(self.step, self.state, {"data_position": self.data_position}, drafter)
+        try:
+            self.checkpoints.check()
+            if last or due or stopped_by is not None:
+                self.save(score)
+        except CheckpointError as error:
+            if config.checkpoint.on_failure == "stop" or last or stopped_by is not None:
+                raise
+            progress.message(f"warning: {error}; the run goes on, and the next one is tried as usual")
         return stopped_by
+
+    def save(self, score: float | None) -> None:
+        """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""
+        drafter = self.drafter_state if self.speculator is None else self.speculator.state()
+        host_state = {"data_position": self.data_position, "seed": self.config.seed}
+        self.checkpoints.save(self.step, self.state, host_state, drafter, score)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         elapsed = time.perf_counter() - self.start
@@ -185,6 +227,9 @@ class TrainingRun:
             self.directory.truncate_after(-1)
             return
         self.step, self.state, host_state = self.checkpoints.restore(self.state)
+        if "data_position" not in host_state:
+            path = self.checkpoints.directory / str(self.step)
+            raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
         self.data_position = host_state["data_position"]
         drafter_state = self.checkpoints.host_arrays(self.step)
         if self.speculator is None:
@@ -192,7 +237,9 @@ class TrainingRun:
         else:
             self.speculator.load_state(drafter_state)
         self.directory.truncate_after(self.step)
-        self.progress.message(f"resumed from step {self.step}")
+        seed = host_state.get("seed", self.config.seed)
+        before = "" if seed == self.config.seed else f", which was reached with seed {seed}"
+        self.progress.message(f"resumed from step {self.step}{before}")
 
     # -- one step --------------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 """Supervised training on the task's own worked solutions before RL: the "cold start" of DeepSeek-R1
-(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it."""
+(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it. A warm
+start that is stopped or killed goes on from its last checkpoint in the run directory."""
 
 import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
@@ -22,6 +26,7 @@ from rljax.training.progress import Progress
 from rljax.training.update import Trainer, TrainState
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
+_SAVED_EVERY = 100  # updates
 
 
 def warm_start(
@@ -32,8 +37,20 @@ def warm_start(
     pool: ExecutablePool,
     mesh,
     progress: Progress,
+    directory: Path,
+    stop: StopRequest,
 ) -> Policy:
-    """The policy after `config.warm_start`, trained or taken from the cache."""
+    """The policy after `config.warm_start`, trained or taken from the cache.
+
+    Args:
+      config: the experiment.
+      policy: to begin with.
+      task: whose worked solutions are learned.
+      numerics, pool, mesh: as of the run.
+      progress: shows it.
+      directory: for checkpoints while it is under way; gone after it.
+      stop: a signal lets the update end and be saved, and then stops.
+    """
     settings = config.warm_start
     cached = Path(settings.cache_dir) / _cache_key(config, policy)
     if cached.exists():
@@ -52,13 +69,30 @@ def warm_start(
         policy.config, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh
     )
     state = trainer.init(policy.params)
-    progress.stage("warm start", settings.steps, sparse=True)
-    next_problem = 0
-    for step in range(1, settings.steps + 1):
-        sequences, next_problem = _demonstrations(config, policy, task, next_problem)
-        state, metrics = _update(config, trainer, state, sequences)
-        progress.step(step, {"loss": metrics["loss/supervised"]})
+    done, next_problem = 0, 0
+    checkpoints = RunCheckpoints(directory, keep=1)
+    try:
+        if checkpoints.latest_step() is not None:
+            done, state, host_state = checkpoints.restore(state)
+            next_problem = host_state["next_problem"]
+        progress.stage("warm start", settings.steps, completed=done, sparse=True)
+        with stop.finish_first("this update"):
+            while done < settings.steps:
+                sequences, next_problem = _demonstrations(config, policy, task, next_problem)
+                state, metrics = _update(config, trainer, state, sequences)
+                done += 1
+                progress.step(done, {"loss": metrics["loss/supervised"]})
+                if (stop.signal is not None or done % _SAVED_EVERY == 0) and done < settings.steps:
+                    checkpoints.save(done, state, {"next_problem": next_problem})
+                if stop.signal is not None and done < settings.steps:
+                    checkpoints.wait()
+                    progress.message(f"warm start: {done} updates are saved")
+                    stop.check()
+    finally:
+        checkpoints.close()
     save_model(cached, policy.config, state.params, "float32", tokenizer_source=policy.tokenizer_directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    stop.check()
     return dataclasses.replace(policy, params=state.params)
 
 
