@@ -12,8 +12,8 @@ from rljax.evaluation.settings import evaluation_config
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="evaluate.py",
-        description="Sample responses to held-out problems; report rewards, pass@k and maj@k with intervals, by"
-        " difficulty. Started again, it goes on where it was; with more evaluation.samples or"
+        description="Sample responses to held-out problems; report rewards, pass@k and maj@k with intervals,"
+        " by difficulty. Started again, it goes on where it was; with more evaluation.samples or"
         " evaluation.problems than before it adds those.",
         epilog="Keys that matter most: evaluation.problems, evaluation.samples, evaluation.pass_at,"
         " rollout.temperature, rollout.max_response_length, engine.max_slots, speculation.drafter (changes no"
@@ -53,12 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rich.console import Console
 
         from rljax.evaluation.evaluator import Evaluator
+        from rljax.evaluation.records import default_output
         from rljax.evaluation.table import print_table
         from rljax.training.progress import Progress
         from rljax.training.saved_policy import load_saved_policy
 
         saved = load_saved_policy(arguments.policy, arguments.step)
-        output = arguments.output or _default_output(saved.path, saved.step, arguments.split)
+        output = arguments.output or default_output(saved.path, saved.step, arguments.split)
         with Progress() as progress:
             results = Evaluator(saved, config, arguments.split, output, progress).run()
         print_table(results, Console())
@@ -70,13 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the same command goes on from the responses that had finished", file=sys.stderr)
         return 130
     return 0
-
-
-def _default_output(path: Path, step: int | None, split: str) -> Path:
-    suffix = "" if split == "heldout" else f"-{split}"
-    if step is None:
-        return Path("evaluations") / f"{path.resolve().name}{suffix}"
-    return path / "evaluation" / f"step-{step}{suffix}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,21 @@ ResponseKey = tuple[int, int]
 """(index of the problem in its split, number of the sample)."""
 
 
+def default_output(path: Path, step: int | None, split: str) -> Path:
+    """Where the evaluation of a policy is kept: inside the run; of a Hugging Face directory, in the folder
+    `evaluations` of the working directory.
+
+    Args:
+      path: of the policy.
+      step: of a run's checkpoint, else None.
+      split: whose problems.
+    """
+    suffix = "" if split == "heldout" else f"-{split}"
+    if step is None:
+        return Path("evaluations") / f"{path.resolve().name}{suffix}"
+    return path / "evaluation" / f"step-{step}{suffix}"
+
+
 class JsonLog:
     """Lines of JSON by (problem, sample), appended one by one; a context manager while it is appended to.
 
@@ -119,6 +134,8 @@ class EvaluationDirectory:
             raise UserError(f"{file}: damaged; delete {self.path} to evaluate anew") from error
         if differing:
             name = differing[0]
+            if name == "policy":
+                raise ConfigError(f"{self.path} evaluates other weights; give another --output, or delete it")
             raise ConfigError(
                 f"{name}: is {identity.get(name)!r}, but the evaluation in {self.path} has"
                 f" {held.get(name)!r}; give another --output, or delete that one"
