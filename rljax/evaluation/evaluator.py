@@ -42,6 +42,7 @@ from rljax.training.decoder import make_numerics, make_scheduler, warm_up
 from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 
+_JUDGED_TOGETHER = 64  # tasks may judge many responses in parallel
 _SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "max_prompt_length", "max_response_length", "stop")
 
 
@@ -88,16 +89,19 @@ class Evaluator:
 
     # -- what is evaluated -----------------------------------------------------------------------------------
 
-    def _problems(self, wanted: int) -> list[Problem]:
-        """The first problems of the split; a split with fewer shows its first one again."""
-        problems, seen = [], set()
+    def _problems(self, wanted: int) -> dict[int, Problem]:
+        """The split's first problems by index, each once: a split that ends shows its first ones again."""
+        problems: dict[int, Problem] = {}
+        seen = set()
         for index in range(wanted):
             problem = self.task.problem(self.split, index)
-            if problem.id in seen:
-                self.progress.message(f"the {self.split} split has {index:,} problems; all are evaluated")
-                break
-            seen.add(problem.id)
-            problems.append(problem)
+            if problem.id not in seen:
+                seen.add(problem.id)
+                problems[index] = problem
+        if len(problems) < wanted:
+            self.progress.message(
+                f"the first {wanted:,} problems of the {self.split} split are {len(problems):,}, some repeated"
+            )
         return problems
 
     def _identity(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class Evaluator:
 
     @property
     def _keys(self) -> list[ResponseKey]:
-        return [(index, sample) for index in range(len(self.problems)) for sample in range(self.samples)]
+        return [(index, sample) for index in self.problems for sample in range(self.samples)]
 
     # -- sampling --------------------------------------------------------------------------------------------
 
@@ -140,7 +144,7 @@ class Evaluator:
             config.rollout.max_prompt_length,
             config.rollout.max_response_length,
         )
-        everything = collector.requests(self.split, range(len(self.problems)), self.samples, EVALUATION, 0)
+        everything = collector.requests(self.split, list(self.problems), self.samples, EVALUATION, 0)
         requests = dict(zip(wanted, everything, strict=True))
         if scheduler.speculator is not None and (state := self.saved.drafter_state()):
             scheduler.speculator.load_state(state)
@@ -188,11 +192,13 @@ class Evaluator:
         done = len(wanted) - len(missing)
         self.progress.stage("judge", len(wanted), completed=done, sparse=True)
         with log:
-            for number, key in enumerate(missing, done + 1):
-                problem, text = self.problems[key[0]], responses[key]["text"]
-                rewards = judge(self.task, problem, text)
-                log.append(key, {"rewards": rewards, "answer": extracted_answer(self.task, problem, text)})
-                self.progress.step(number, {"reward": rewards["reward"]})
+            for start in range(0, len(missing), _JUDGED_TOGETHER):
+                keys = missing[start : start + _JUDGED_TOGETHER]
+                answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
+                for key, each, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
+                    numbers = {name: float(value) for name, value in rewards.items()}
+                    log.append(key, {"rewards": numbers, "answer": extracted_answer(self.task, *each)})
+                self.progress.step(done + start + len(keys), {})
         log.sort()
 
     # -- results ---------------------------------------------------------------------------------------------
@@ -201,15 +207,17 @@ class Evaluator:
         """JSON values; all but `made_by` follow from the policy and the settings."""
         evaluation = self.config.evaluation
         judgements = self.directory.judgements.lines
-        success = success_part(list(judgements[0, 0]["rewards"]), evaluation.success)
-        values = [self._values(index, success) for index in range(len(self.problems))]
-        groups = difficulty_groups([problem.difficulty for problem in self.problems])
+        parts = {
+            success_part(list(judgements[index, 0]["rewards"]), evaluation.success) for index in self.problems
+        }
+        values = [self._values(index) for index in self.problems]
+        groups = difficulty_groups([problem.difficulty for problem in self.problems.values()])
         return {
             "policy": {"path": str(self.saved.path), "step": self.saved.step},
             "settings": self._identity(),
             "problems": len(self.problems),
             "samples": self.samples,
-            "success": success,
+            "success": " or ".join(sorted(parts)),
             "overall": _as_json(estimates(values)),
             "by_difficulty": [
                 {
@@ -229,7 +237,7 @@ class Evaluator:
             },
         }
 
-    def _values(self, index: int, success: str) -> dict[str, float]:
+    def _values(self, index: int) -> dict[str, float]:
         """The metrics of one problem."""
         keys = [(index, sample) for sample in range(self.samples)]
         judgements = [self.directory.judgements.lines[key] for key in keys]
@@ -239,7 +247,7 @@ class Evaluator:
             [each["rewards"] for each in judgements],
             [each["answer"] for each in judgements],
         )
-        return problem_metrics(judged, self.ks, success) | {
+        return problem_metrics(judged, self.ks, self.config.evaluation.success) | {
             "response_length": float(np.mean([len(each["tokens"]) for each in responses])),
             "truncated": float(np.mean([each["finish_reason"] == "length" for each in responses])),
         }

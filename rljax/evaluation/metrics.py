@@ -55,7 +55,7 @@ def default_ks(samples: int) -> tuple[int, ...]:
     return (*powers, samples) if samples > 1 else ()
 
 
-def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str) -> dict[str, float]:
+def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
     """The metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the share
     that passes; `pass@k` and `maj@k` for each k.
 
@@ -64,7 +64,7 @@ def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str) -> 
       ks: each from 1 to n.
       success: see `success_part`; a response passes where this part is at least 1.
     """
-    samples = len(problem.rewards)
+    samples, success = len(problem.rewards), success_part(list(problem.rewards[0]), success)
     metrics = {name: float(np.mean([each[name] for each in problem.rewards])) for name in problem.rewards[0]}
     passed = [each[success] >= _PASSED_FROM for each in problem.rewards]
     metrics[f"mean@{samples}"] = float(np.mean(passed))
@@ -127,12 +127,24 @@ class Estimate:
     high: float | None
 
 
+def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of problems' metrics, from `problem_metrics`; of a part that some tasks of a mixture lack,
+    over the problems that have it.
+    """
+    names = dict.fromkeys(name for each in problems for name in each)
+    return {name: float(np.mean([each[name] for each in problems if name in each])) for name in names}
+
+
 def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
-    """The means of problems' metrics, from `problem_metrics`."""
-    names = list(problems[0])
-    columns = {name: np.asarray([each[name] for each in problems]) for name in names}
-    interval = bootstrap_interval(np.stack([columns[name] for name in names], axis=1))
-    ends = [(None, None)] * len(names) if interval is None else np.stack(interval, axis=1).tolist()
-    return {
-        name: Estimate(float(np.mean(columns[name])), *end) for name, end in zip(names, ends, strict=True)
-    }
+    """`means`, with their intervals."""
+    together: dict[tuple[int, ...], list[str]] = {}  # metrics by the problems that have them
+    values = means(problems)
+    for name in values:
+        members = tuple(index for index, each in enumerate(problems) if name in each)
+        together.setdefault(members, []).append(name)
+    ends: dict[str, tuple[float, float]] = {}
+    for members, names in together.items():
+        interval = bootstrap_interval(np.asarray([[problems[i][name] for name in names] for i in members]))
+        if interval is not None:
+            ends |= zip(names, np.stack(interval, axis=1).tolist(), strict=True)
+    return {name: Estimate(value, *ends.get(name, (None, None))) for name, value in values.items()}

@@ -80,6 +80,12 @@ def test_groups_of_an_even_spread_are_alike():
     assert {len(group.members) for group in groups} == {25}
 
 
+def test_parts_that_only_some_tasks_of_a_mixture_have():
+    found = estimates([{"reward": 1.0, "tests": 0.5}, {"reward": 0.0}, {"reward": 0.5, "tests": 1.0}])
+    assert (found["reward"].value, found["tests"].value) == (0.5, 0.75)
+    assert 0.5 <= found["tests"].low <= found["tests"].high <= 1.0
+
+
 def test_estimates_are_means_inside_their_intervals():
     found = estimates([{"reward": float(i % 2), "mean@1": 1.0} for i in range(40)])
     assert found["reward"].value == 0.5

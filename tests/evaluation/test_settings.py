@@ -28,8 +28,9 @@ def test_a_runs_own_config_is_what_it_is_evaluated_with(run):
 
 
 def test_overrides_reach_what_training_would_refuse(run):
-    config = evaluation_config(run, None, ["rollout.max_response_length=180", "evaluation.samples=4"])
-    assert config.rollout.max_response_length == 180  # a packed row of the run holds 256 with the prompt
+    overrides = ["rollout.max_response_length=200", "engine.cache_buckets=null", "evaluation.samples=4"]
+    config = evaluation_config(run, None, overrides)
+    assert config.rollout.max_response_length == 200  # a packed row of the run holds 256 with the prompt
     assert config.evaluation.samples == 4
 
 
