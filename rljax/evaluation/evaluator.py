@@ -100,7 +100,7 @@ class Evaluator:
                 problems[index] = problem
         if len(problems) < wanted:
             self.progress.message(
-                f"the first {wanted:,} problems of the {self.split} split are {len(problems):,}, some repeated"
+                f"only {len(problems):,} of the first {wanted:,} {self.split} problems are different ones"
             )
         return problems
 
