@@ -38,7 +38,7 @@ def write_run(directory, *overrides, steps=STEPS, drafter=None):
         params = init_params(policy.config, step)
         if config.policy.growth is not None:
             params, model = grow(params, policy.config, **config.policy.growth.model_dump(), seed=0)
-        state = TrainState(params, optax.adamw(1e-3).init(params), np.int32(step).reshape(()))
+        state = TrainState(params, optax.adamw(1e-3).init(params), np.asarray(step, np.int32))
         checkpoints.save(step, state, {"data_position": step}, drafter)
     checkpoints.close()
     return run.path, model
