@@ -18,7 +18,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
 from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import AlgorithmConfig, OptimizerConfig, TrainingConfig
-from rljax.config.loading import load_config, to_yaml
+from rljax.config.loading import load_config, make_config, read_mapping, to_yaml
 from rljax.config.policy import GrowthConfig, PolicyConfig, ShapeConfig, WarmStartConfig
 from rljax.config.schema import (
     CheckpointConfig,
@@ -51,5 +51,7 @@ __all__ = [
     "check_devices",
     "describe_keys",
     "load_config",
+    "make_config",
+    "read_mapping",
     "to_yaml",
 ]

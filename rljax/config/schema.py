@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ from rljax.config.decoding import (
 )
 from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
-from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.errors import ConfigError
 
 
@@ -84,7 +84,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Reward on held-out problems, before, during and after training."""
+    """Held-out problems before, during and after training, and in scripts/evaluate.py."""
 
     every: CountOrOff = Field(
         0,
@@ -96,6 +96,33 @@ class EvaluationConfig(Section):
         description="Held-out problems each time; 0 turns evaluation off. The error of the mean falls with"
         " the root.",
     )
+    samples: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1,
+        description="Responses to each, n. Raise for pass@k and maj@k, or where single ones say little.",
+    )
+    pass_at: Buckets = Field(
+        (),
+        description="The k of pass@k and maj@k, ascending, at most samples; empty is powers of two up to it.",
+    )
+    success: str | None = Field(
+        None,
+        min_length=1,
+        description="Part of the task's reward that is 1 where a response passes; null is correct, where"
+        " there is such a part, else the whole reward.",
+    )
+    by_difficulty: bool = Field(
+        False, description="Report every group of difficulty as well, to see where a policy gains."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        if any(a >= b for a, b in itertools.pairwise(self.pass_at)):
+            raise ValueError(f"evaluation.pass_at: {list(self.pass_at)} must ascend, without repeats")
+        if self.pass_at and self.pass_at[-1] > self.samples:
+            raise ValueError(
+                f"evaluation.pass_at: {self.pass_at[-1]} is more than evaluation.samples {self.samples}"
+            )
+        return self
 
 
 class ExperimentConfig(Section):

@@ -29,6 +29,9 @@ from rljax.rollout.stop_strings import StopStrings
 OnProgress = Callable[[int, int], None]
 """Called at every look from the host with (tokens sampled, requests finished)."""
 
+OnFinished = Callable[[int, Completion], None]
+"""Called with each request's place in the list and its response, as soon as that has ended."""
+
 _REFILL_SHARE = 8  # with requests waiting, look when an eighth of the slots is free
 
 
@@ -60,7 +63,11 @@ class Scheduler:
         self.lengths = ResponseLengths() if speculator is None else speculator.lengths
 
     def run(
-        self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Completions in the order of `requests`.
 
@@ -68,6 +75,7 @@ class Scheduler:
           params: weights from `engine.load_params`.
           requests: what to sample.
           on_progress: see `OnProgress`.
+          on_finished: see `OnFinished`.
 
         Raises:
           ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than
@@ -82,7 +90,7 @@ class Scheduler:
                     f"a request of {len(request.prompt_ids)} + {request.max_response} tokens exceeds the "
                     f"largest cache bucket, {limit}"
                 )
-        return _Run(self, params, requests, on_progress).finish()
+        return _Run(self, params, requests, on_progress, on_finished).finish()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +110,7 @@ class _Run:
         params: Params,
         requests: Sequence[Request],
         on_progress: OnProgress | None,
+        on_finished: OnFinished | None,
     ) -> None:
         self.engine = scheduler.engine
         self.max_slots = scheduler.max_slots
@@ -114,7 +123,7 @@ class _Run:
         upcoming = () if self.run_ahead is None else self.run_ahead.upcoming
         self.wanted = len(requests)  # the others are only sampled ahead
         self.requests = requests = [*requests, *upcoming]
-        self.on_progress = on_progress
+        self.on_progress, self.on_finished = on_progress, on_finished
         self.statistics = DecodeStatistics()
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests[: self.wanted]):
@@ -167,19 +176,19 @@ class _Run:
             if self.wanted < len(self.requests):
                 ahead = range(self.wanted, len(self.requests))
                 self.run_ahead.keep([(self.requests[index], self.tokens[index]) for index in ahead])
-        completions = [
-            Completion(
-                response_ids=np.asarray(self.tokens[index], np.int32),
-                logprobs=np.asarray(self.logprobs[index], np.float32),
-                finish_reason=self.reasons[index],
-                **self.draft_counts(index),
-            )
-            for index in range(self.wanted)
-        ]
+        completions = [self.completion(index) for index in range(self.wanted)]
         if self.speculator is None:
             for request, completion in zip(self.requests, completions, strict=True):
                 self.lengths.learn(request.prompt_ids, len(completion.response_ids))
         return completions, self.statistics
+
+    def completion(self, index: int) -> Completion:
+        return Completion(
+            response_ids=np.asarray(self.tokens[index], np.int32),
+            logprobs=np.asarray(self.logprobs[index], np.float32),
+            finish_reason=self.reasons[index],
+            **self.draft_counts(index),
+        )
 
     def draft_counts(self, index: int) -> dict[str, int]:
         if self.speculator is None:
@@ -350,6 +359,10 @@ class _Run:
         if self.speculator is not None:
             ended = np.asarray([self.slots[slot] is None for slot in slots], bool)
             self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32), ended)
+        if self.on_finished is not None:
+            for slot, index in zip(slots, requests.tolist(), strict=True):
+                if self.slots[slot] is None and index < self.wanted:
+                    self.on_finished(index, self.completion(index))
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
         return self.grow(self.engine.free_resource(state, stopped) if stopped else state, result, slots)

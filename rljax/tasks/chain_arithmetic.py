@@ -119,11 +119,15 @@ class ChainArithmetic:
           format_weight * format.
         """
         text = response_text.rstrip()
-        _, marker, tail = text.rpartition(ANSWER_MARKER)
-        correct = bool(marker) and _ANSWER.fullmatch(tail) is not None and int(tail) == int(problem.answer)
+        correct = self.extracted_answer(problem, text) == problem.answer
         well_formed = _WELL_FORMED.fullmatch(text) is not None
         reward = (1.0 - self.format_weight) * correct + self.format_weight * well_formed
         return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        """The one or two digits behind the last marker, as two; None if there is anything else."""
+        _, marker, tail = response_text.rstrip().rpartition(ANSWER_MARKER)
+        return f"{int(tail):02d}" if marker and _ANSWER.fullmatch(tail) else None
 
     def _prompt(self, first: int, terms: Sequence[int]) -> str:
         named = (f"{name}{self._term_text(term)}" for name, term in zip(TERM_NAMES, terms, strict=False))

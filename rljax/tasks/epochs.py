@@ -1,5 +1,6 @@
 """A task whose training problems come back epoch after epoch."""
 
+from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 
 
@@ -19,3 +20,6 @@ class EpochTask:
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
         return self._task.reward(problem, response_text)
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        return extracted_answer(self._task, problem, response_text)

@@ -24,6 +24,7 @@ from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import CheckpointError, Interrupted
+from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
@@ -104,6 +105,7 @@ class TrainingRun:
         task = make_task(config.task.name, config.seed, **config.task.args)
         if config.task.problems:
             task = EpochTask(task, config.task.problems)
+        check_success(task, "heldout", config.evaluation)
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         progress.message(f"policy: {num_params(policy.config):,} parameters")
@@ -374,8 +376,9 @@ class TrainingRun:
     # -- evaluation and the end ------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward on held-out problems, sampled as in training."""
-        problems = self.config.evaluation.problems
+        """Mean rewards on held-out problems, sampled as in training, and what `evaluation` adds to them."""
+        evaluation = self.config.evaluation
+        problems, samples = evaluation.problems, evaluation.samples
         if problems == 0:
             return {}
         self.progress.stage("evaluate", 1)
@@ -383,12 +386,14 @@ class TrainingRun:
             self.engine.load_params(self.state.params),
             "heldout",
             range(problems),
-            1,
+            samples,
             EVALUATION,
             0,  # the same noise at every evaluation: differences come from the policy
-            functools.partial(self.show_rollout, problems),
+            functools.partial(self.show_rollout, problems * samples),
         )
-        metrics = {f"evaluation/{name}": value for name, value in _mean_rewards(groups).items()}
+        means = _mean_rewards(groups)
+        means |= group_metrics(groups, self.collector.task, self.collector.tokenizer, evaluation)
+        metrics = {f"evaluation/{name}": value for name, value in means.items()}
         self.progress.message(
             f"step {self.step}: reward {metrics['evaluation/reward']:.3f} on {problems} held-out problems"
         )

@@ -33,12 +33,12 @@ def write_run(directory, *overrides, steps=STEPS, drafter=None):
     run.write_config(config)
     task = make_task(config.task.name, config.seed, **config.task.args)
     policy = make_policy(config, task, run.path / "tokenizer")
-    checkpoints = RunCheckpoints(run.checkpoints_path, keep=10)
+    checkpoints, model = RunCheckpoints(run.checkpoints_path, keep=10), policy.config
     for step in steps:
-        params, model = init_params(policy.config, step), policy.config
+        params = init_params(policy.config, step)
         if config.policy.growth is not None:
-            params, model = grow(params, model, **config.policy.growth.model_dump(), seed=0)
-        state = TrainState(params, optax.adamw(1e-3).init(params), np.int32(step).reshape(()))
+            params, model = grow(params, policy.config, **config.policy.growth.model_dump(), seed=0)
+        state = TrainState(params, optax.adamw(1e-3).init(params), np.asarray(step, np.int32))
         checkpoints.save(step, state, {"data_position": step}, drafter)
     checkpoints.close()
     return run.path, model
