@@ -39,12 +39,14 @@ def token_logprobs(
     numerics: Numerics,
     chunk: int,
     mesh: Mesh | None,
+    entropy_gradient: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
     del numerics, chunk, mesh  # nothing is held that chunks would make smaller; the caller has one device
     if interpret and jax.__version_info__ < (0, 11):
         raise Refused("JAX 0.10's interpreter gets stuck in warp-specialized pipelines")
+    passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
 

@@ -28,10 +28,12 @@ def token_logprobs(
     numerics: Numerics,
     chunk: int,
     mesh: Mesh | None,
+    entropy_gradient: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
     del numerics, chunk, mesh  # nothing is held that chunks would make smaller; the caller has one device
+    passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
 
