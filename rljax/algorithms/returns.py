@@ -3,6 +3,9 @@
 Arrays are [N, L]: a response a row from its first token on, padded to the right; `mask` says how far it goes.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -30,6 +33,7 @@ def token_rewards(rewards: Array, penalties: Array | None, mask: Array) -> Array
     return spread if penalties is None else spread - jnp.where(mask, penalties, 0.0)
 
 
+@functools.partial(jax.jit, static_argnames=("discount", "gae_lambda"))  # a scan compiles: once
 def generalized_advantages(
     rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float
 ) -> Array:
