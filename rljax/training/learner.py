@@ -6,7 +6,6 @@ come the advantage and the weight of every token, on the host and for the whole 
 updates, mini-batch by mini-batch. What an algorithm does not need is not scored.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,59 +25,11 @@ from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
 from rljax.rollout.collector import Group
-from rljax.rollout.records import Completion
 from rljax.training.accumulation import TrainState
 from rljax.training.critic import Critic, ValueTargets
+from rljax.training.minibatches import Minibatch, completions_of, make_minibatches
 from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import (
-    PackedBatch,
-    Packing,
-    TrainingSequence,
-    build_batch,
-    pack_sequences,
-    response_places,
-)
 from rljax.training.update import Trainer
-
-
-@dataclasses.dataclass
-class Minibatch:
-    """Responses of one update, packed and cut.
-
-    Attributes:
-      members: int [n], which of the step's responses.
-      packing: where each lies.
-      places: the row and positions of each one's predictions.
-      batches: the micro-batches. They come with an advantage of 0 and a weight of 1, to be filled in.
-      reference_logprobs: [R, T] for each, if the algorithm has a KL penalty.
-      old_logprobs: [R, T] for each, if it corrects for the rollout.
-      old_values: [R, T] for each, if it has a critic.
-      value_targets: for each, likewise.
-    """
-
-    members: np.ndarray
-    packing: Packing
-    places: list[tuple[int, slice]]
-    batches: list[PackedBatch]
-    reference_logprobs: list[np.ndarray] | None = None
-    old_logprobs: list[np.ndarray] | None = None
-    old_values: list[np.ndarray] | None = None
-    value_targets: list[ValueTargets] | None = None
-
-    def gather(self, arrays: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Takes what stands at the members' predictions in arrays [R, T], one a micro-batch: into [N, L]."""
-        rows = np.concatenate(arrays)
-        for member, (row, positions) in zip(self.members, self.places, strict=True):
-            found = rows[row, positions]
-            into[member, : len(found)] = found
-
-    def lay_out(self, values: np.ndarray) -> list[np.ndarray]:
-        """The inverse: values [N, L] at the members' predictions, 0 elsewhere; [R, T] a micro-batch."""
-        sizes = [len(batch.tokens) for batch in self.batches]
-        rows = np.zeros((sum(sizes), self.packing.pack_length), np.float32)
-        for member, (row, positions) in zip(self.members, self.places, strict=True):
-            rows[row, positions] = values[member, : positions.stop - positions.start]
-        return np.split(rows, np.cumsum(sizes)[:-1])
 
 
 class Learner:
@@ -176,24 +127,8 @@ class Learner:
     # -- in this order ---------------------------------------------------------------------------------------
 
     def _pack(self, groups: Sequence[Group], step: int) -> tuple[list[Minibatch], float]:
-        """The step's responses as mini-batches of packed micro-batches, and the share of padding."""
-        training = self._config.training
-        prompts = [group.prompt_ids for group in groups for _ in group.completions]
-        completions = _completions(groups)
-        order = np.random.default_rng((self._config.seed, step)).permutation(len(completions))
-        minibatches, tokens, positions = [], 0, 0
-        for members in np.array_split(order, training.minibatches_per_step):
-            sequences = [
-                TrainingSequence(prompts[i], completions[i].response_ids, completions[i].logprobs, 0.0, 1.0)
-                for i in members
-            ]
-            packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
-            ranges = packing.microbatches(training.rows_per_microbatch, self._trainer.row_multiple)
-            batches = [build_batch(sequences, packing, rows) for rows in ranges]
-            minibatches.append(Minibatch(members, packing, response_places(sequences, packing), batches))
-            tokens += int(packing.lengths.sum())
-            positions += ranges[-1].stop * training.pack_length
-        return minibatches, 1.0 - tokens / positions
+        seed, multiple = (self._config.seed, step), self._trainer.row_multiple
+        return make_minibatches(groups, self._config.training, seed, multiple)
 
     def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
         """What must be known before the first update, with the weights before it."""
@@ -210,7 +145,7 @@ class Learner:
         config, algorithm = self._config, self._algorithm
         longest = config.rollout.max_response_length
         rewards = np.stack([group.reward for group in groups])  # [P, G]
-        completions = _completions(groups)
+        completions = completions_of(groups)
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
         if algorithm.overlong_buffer:
             rewards = rewards + soft_overlong_punishment(
@@ -321,7 +256,3 @@ class Learner:
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
         averaged = {name: float(np.mean([each[name] for each in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
-
-
-def _completions(groups: Sequence[Group]) -> list[Completion]:
-    return [completion for group in groups for completion in group.completions]

@@ -203,8 +203,8 @@ def test_a_term_of_the_loss_leads_to_the_regularised_optimum(keys):
 
 
 def test_a_correction_undoes_a_rollout_from_another_policy():
-    """The rollout favours token 0 where the policy does not. Corrected, the policy comes closer to the optimum
-    than uncorrected.
+    """The rollout favours token 0 where the policy does not. With the correction the policy comes closer to
+    the optimum than without.
     """
     scale = 0.25
     expected = regularised_optimum(scale, ARMS)
