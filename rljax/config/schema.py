@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rljax.algorithms.registry import OVERLONG_SHARE
+from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
     DEVICE_DRAFTERS,
     MAX_NODES,
@@ -14,7 +16,7 @@ from rljax.config.decoding import (
     RolloutConfig,
     SpeculationConfig,
 )
-from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
+from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.errors import ConfigError
@@ -186,7 +188,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
             " a group of one always has equal rewards, so no batch would ever fill"
         )
-    if group < 2:
+    if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
             " set at least 2"

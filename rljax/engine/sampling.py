@@ -172,18 +172,21 @@ def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Arr
     return (chosen - log_normalizer(transformed, numerics))[..., 0]
 
 
-def entropy(transformed: Array, numerics: Numerics) -> Array:
-    """Entropy of transformed logits [..., V], undifferentiated: float32 [...].
+def entropy(transformed: Array, numerics: Numerics, differentiable: bool = False) -> Array:
+    """Entropy of transformed logits [..., V]: float32 [...]. Without a gradient, unless it is asked for.
 
         H = log sum_v e^x[v] - sum_v x[v] e^x[v] / sum_v e^x[v]
 
     The exponentials are those of the log-softmax beside it, and both sums are products, so the entropy costs
     next to nothing.
     """
-    transformed = lax.stop_gradient(transformed)
-    x = transformed - jnp.max(transformed, axis=-1, keepdims=True)
+    if not differentiable:
+        transformed = lax.stop_gradient(transformed)
+    x = transformed - lax.stop_gradient(jnp.max(transformed, axis=-1, keepdims=True))
     terms = jnp.exp(x)
     total = row_sum(terms, numerics)
+    if differentiable:
+        x = jnp.where(terms > 0, x, 0.0)  # before the product: the gradient of -inf times 0 is NaN
     weighted = row_sum(jnp.where(terms > 0, x * terms, 0.0), numerics)
     return (jnp.log(total) - weighted / total)[..., 0]
 

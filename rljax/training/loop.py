@@ -1,8 +1,8 @@
 """The training loop: from a config to a finished run. Read it from top to bottom.
 
-A step rolls out groups of responses with the current policy, rewards them, and updates the policy on them:
-GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), as `algorithm` says. A run that is started again continues
-from its newest checkpoint, with the same numbers.
+A step rolls out groups of responses with the current policy, rewards them, and updates the policy on them
+(`learner.py`), by GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. A run that
+is started again continues from its newest checkpoint, with the same numbers.
 """
 
 import functools
@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from drafters.base import Outcome
 from drafters.registry import make_drafters
-from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.dynamic_sampling import DynamicSampler
-from rljax.algorithms.losses import aggregation_weights
-from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import CheckpointError, Interrupted
@@ -34,8 +30,8 @@ from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
+from rljax.training.learner import Learner
 from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
@@ -141,10 +137,8 @@ class TrainingRun:
             self.pool,
             mesh,
         )
-        self.state = self.trainer.init(policy.params)
-        self.reference = None
-        if config.algorithm.kl_coefficient > 0:
-            self.reference = self.trainer.place(jax.tree.map(jnp.copy, policy.params))
+        self.learner = Learner(config, policy.config, self.numerics, self.trainer, self.pool, policy.params)
+        self.state = self.learner.init(policy.params)
         self.step = 0
         self.data_position = 0  # the next training problem
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
@@ -171,7 +165,7 @@ class TrainingRun:
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
         warm_up(self.collector.scheduler, params, self.config, late_inserts)
-        self.trainer.warm_up(self.state, reference=self.reference is not None)
+        self.learner.warm_up(self.state)
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:
         """One step, with all that is due after it: progress, evaluation, metrics, checkpoint.
@@ -248,22 +242,15 @@ class TrainingRun:
     def training_step(self) -> dict[str, Any]:
         start = time.perf_counter()
         groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
-        minibatches, padding = self.minibatches(groups)
-        scoring_start = time.perf_counter()
-        references = self.reference_logprobs(minibatches)
-        update_start = time.perf_counter()
-        update_metrics = self.update(minibatches, references)
+        update_metrics = self.learn(groups)
         end = time.perf_counter()
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
             **update_metrics,
-            "update/padding": padding,
             "engine/compilations": self.pool.compilations,
             "time/rollout": timing.decode,
             "time/reward": timing.reward,
-            "time/logprobs": update_start - scoring_start,
-            "time/update": end - update_start,
             "time/step": end - start,
         }
 
@@ -310,68 +297,14 @@ class TrainingRun:
     def show_rollout(self, total: int, tokens: int, finished: int) -> None:
         self.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")
 
-    def minibatches(self, groups: list[Group]) -> tuple[list[list[PackedBatch]], float]:
-        """The step's responses as mini-batches of packed micro-batches, and the share of padding."""
-        config = self.config
-        algorithm, training = config.algorithm, config.training
-        rewards = np.stack([group.reward for group in groups])  # [P, G]
-        completions = [completion for group in groups for completion in group.completions]
-        lengths = np.asarray([len(completion.response_ids) for completion in completions])
-        if algorithm.overlong_buffer:
-            rewards = rewards + soft_overlong_punishment(
-                lengths,
-                config.rollout.max_response_length,
-                algorithm.overlong_buffer,
-                algorithm.overlong_penalty,
-            ).reshape(rewards.shape)
-        advantages = np.asarray(
-            group_relative_advantages(
-                jnp.asarray(rewards, jnp.float32), normalization=algorithm.advantage_normalization
-            )
-        ).reshape(-1)
-        prompts = [group.prompt_ids for group in groups for _ in group.completions]
-        order = np.random.default_rng((config.seed, self.step)).permutation(len(completions))
-        minibatches, tokens, positions = [], 0, 0
-        for part in np.array_split(order, training.minibatches_per_step):
-            weights = aggregation_weights(lengths[part], algorithm.aggregation)
-            sequences = [
-                TrainingSequence(
-                    prompts[i],
-                    completions[i].response_ids,
-                    completions[i].logprobs,
-                    advantage=float(advantages[i]),
-                    weight=float(weight),
-                )
-                for i, weight in zip(part, weights, strict=True)
-            ]
-            packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
-            ranges = packing.microbatches(training.rows_per_microbatch, self.trainer.row_multiple)
-            minibatches.append([build_batch(sequences, packing, rows) for rows in ranges])
-            tokens += int(packing.lengths.sum())
-            positions += ranges[-1].stop * training.pack_length
-        return minibatches, 1.0 - tokens / positions
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """All of the step's updates, and their metrics."""
 
-    def reference_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[np.ndarray] | None]:
-        if self.reference is None:
-            return [None] * len(minibatches)
-        return [self.trainer.score(self.reference, minibatch) for minibatch in minibatches]
+        def show(number: int) -> None:
+            self.progress.update("update", f"{number}")
 
-    def update(
-        self, minibatches: list[list[PackedBatch]], references: list[list[np.ndarray] | None]
-    ) -> dict[str, float]:
-        """All of the step's updates; metrics averaged over them, but the mismatch is the first one's: only
-        that one still has the weights of the rollout, where a row-invariant engine shows 0.
-        """
-        collected: list[dict[str, float]] = []
-        for epoch in range(self.config.training.epochs_per_step):
-            for number, (minibatch, reference) in enumerate(zip(minibatches, references, strict=True), 1):
-                self.progress.update("update", f"{epoch * len(minibatches) + number}")
-                self.state, metrics = self.trainer.update(self.state, minibatch, reference)
-                collected.append(metrics)
-        first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
-        return {
-            name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]
-        } | first
+        self.state, metrics = self.learner.learn(self.state, groups, self.step, show)
+        return metrics
 
     # -- evaluation and the end ------------------------------------------------------------------------------
 

@@ -184,6 +184,8 @@ class PackedBatch:
       rollout_logprobs: float32 [R, T].
       advantages: float32 [R, T].
       weights: float32 [R, T].
+      old_logprobs: float32 [R, T], of the targets under the training pass before the step's first update;
+        None where the rollout's serve for them (`rljax/algorithms/rollout_correction.py`).
     """
 
     tokens: jax.Array | np.ndarray
@@ -194,6 +196,15 @@ class PackedBatch:
     rollout_logprobs: jax.Array | np.ndarray
     advantages: jax.Array | np.ndarray
     weights: jax.Array | np.ndarray
+    old_logprobs: jax.Array | np.ndarray | None = None
+
+
+def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
+    """Where the predictions of each response stand: its row, and its positions there."""
+    return [
+        (int(row), slice(int(start) + len(sequence.prompt_ids) - 1, int(start) + sequence.length - 1))
+        for sequence, row, start in zip(sequences, packing.row, packing.start, strict=True)
+    ]
 
 
 def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int]) -> PackedBatch:

@@ -22,13 +22,15 @@ def token_logprobs(
     mesh: Mesh | None = None,
     implementation: Implementation = None,
     responses: "Responses | None" = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """How likely tokens are under the sampling distribution, and its entropy.
 
         logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
 
     where x are the transformed logits of `lm_head @ hidden` (`sampling.penalized_logits`, then
-    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy is not.
+    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy only
+    where it is asked for.
 
     Args:
       hidden: final states, [R, T, d] in the compute dtype.
@@ -40,6 +42,8 @@ def token_logprobs(
       mesh: devices that the R rows lie on; None for one.
       implementation: see `switch.KernelChoice`.
       responses: where the sampling penalizes, what its counts are of; no kernel penalizes.
+      entropy_gradient: make the entropy differentiable too, at the price of its backward pass; no kernel
+      does.
 
     Returns:
       logprobs float32 [R, T], -inf where a filter excludes the target, and entropies in nats, float32 [R, T].
@@ -48,5 +52,5 @@ def token_logprobs(
       Refused: by the implementation, for what it cannot compute.
     """
     shape = (targets.size, *lm_head.shape)
-    arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses)
+    arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses, entropy_gradient)
     return call("token_logprobs", implementation, shape, *arguments)

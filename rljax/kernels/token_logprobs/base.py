@@ -25,6 +25,7 @@ def token_logprobs(
     chunk: int,
     mesh: Mesh | None,
     responses: Responses | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`. In effect a chunk has at least R tokens, and at least 2: a lone row
     would be multiplied by another kernel, with other bits.
@@ -42,7 +43,7 @@ def token_logprobs(
             logits = penalized_logits(logits, counts, sampling)
         transformed = transform_logits(logits, sampling, numerics)
         logprobs = distribution.token_logprobs(transformed, targets, numerics)
-        return logprobs, entropy(transformed, numerics)
+        return logprobs, entropy(transformed, numerics, entropy_gradient)
 
     rows, length = targets.shape
     # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.

@@ -29,10 +29,12 @@ def token_logprobs(
     chunk: int,
     mesh: Mesh | None,
     responses: Responses | None = None,
+    entropy_gradient: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
     del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
+    passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
 

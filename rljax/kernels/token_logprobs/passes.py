@@ -76,6 +76,12 @@ class Statistics:
         )
 
 
+def refuse_entropy_gradient(wanted: bool) -> None:
+    """Raises Refused: the backward pass is of the log-probabilities alone."""
+    if wanted:
+        raise Refused("its entropy has no gradient, which algorithm.entropy_coefficient needs")
+
+
 def differentiable(
     device: Device, hidden: Array, lm_head: Array, targets: Array, sampling: SamplingParams
 ) -> tuple[Array, Array]:
