@@ -17,6 +17,7 @@ from rljax.config.decoding import (
 from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.tools import ToolsConfig
 from rljax.errors import ConfigError
 
 
@@ -98,6 +99,7 @@ class ExperimentConfig(Section):
     warm_start: WarmStartConfig | None = None
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -168,6 +170,9 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
+    for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
+        if stop in config.tools.closing.replace("{name}", name):
+            yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -39,9 +39,11 @@ from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
+from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh, row_multiple
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.registry import make_task
+from rljax.tools.use import make_tool_use
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
@@ -135,10 +137,11 @@ class TrainingRun:
                 strategies=strategy_choice(speculation, config.seed, self.roofline(drafters)),
             )
         stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
+        tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
         self.collector = Collector(
             task,
             policy.tokenizer,
-            Scheduler(self.engine, engine.max_slots, stop, self.speculator, speculation.overlap),
+            Scheduler(self.engine, engine.max_slots, stop, self.speculator, speculation.overlap, tools),
             config.seed,
             rollout.max_prompt_length,
             rollout.max_response_length,
@@ -211,6 +214,8 @@ class TrainingRun:
             config.rollout.max_prompt_length,
             late_inserts or self.run_ahead is not None,
         )
+        if config.tools is not None:
+            self.engine.warm_up_append(params, config.engine.max_slots)
         if self.speculator is not None:
             rehearse_drafters(config.speculation)
             self.speculator.warm_up(params, config.rollout.max_prompt_length)
@@ -282,6 +287,7 @@ class TrainingRun:
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
+            **({} if self.config.tools is None else tool_metrics(statistics)),
             **update_metrics,
             "update/padding": padding,
             "engine/compilations": self.pool.compilations,
@@ -342,6 +348,7 @@ class TrainingRun:
         rewards = np.stack([group.reward for group in groups])  # [P, G]
         completions = [completion for group in groups for completion in group.completions]
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
+        own_tokens = np.asarray([completion.own_tokens for completion in completions])
         if algorithm.overlong_buffer:
             rewards = rewards + soft_overlong_punishment(
                 lengths,
@@ -358,7 +365,7 @@ class TrainingRun:
         order = np.random.default_rng((config.seed, self.step)).permutation(len(completions))
         minibatches, tokens, positions = [], 0, 0
         for part in np.array_split(order, training.minibatches_per_step):
-            weights = aggregation_weights(lengths[part], algorithm.aggregation)
+            weights = aggregation_weights(own_tokens[part], algorithm.aggregation)
             sequences = [
                 TrainingSequence(
                     prompts[i],
@@ -366,6 +373,7 @@ class TrainingRun:
                     completions[i].logprobs,
                     advantage=float(advantages[i]),
                     weight=float(weight),
+                    own=completions[i].own,
                 )
                 for i, weight in zip(part, weights, strict=True)
             ]
@@ -453,7 +461,7 @@ def _rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.asarray([len(completion.response_ids) for completion in completions])
+    lengths = np.asarray([completion.own_tokens for completion in completions])
     means = _mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),
