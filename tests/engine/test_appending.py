@@ -1,4 +1,4 @@
-"""Tokens that nobody samples: behind them decoding goes on as if they had stood in the prompt, bit for bit."""
+"""Tokens that nobody samples: behind them decoding goes on as if they stood in the prompt, bit for bit."""
 
 import numpy as np
 import pytest
