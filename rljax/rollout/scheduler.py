@@ -422,6 +422,8 @@ class _Run:
             indices = [index for index, _ in answers]
             ended = [self.slots[slot] is None for slot in slots]
             self.speculator.append(slots, indices, sizes, appended, ended)
+        if self.on_progress is not None:
+            self.on_progress(self.statistics.tokens, self.finished)
         return state
 
     def compact(self, state: DecodeState) -> DecodeState:
