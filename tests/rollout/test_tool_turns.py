@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from drafters.base import Outcome
-from drafters.registry import make_drafter
+from drafters.registry import make_drafter, states_read
+from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.sampling import SamplingParams
+from rljax.models.huggingface import save_model
 from rljax.models.numerics import Numerics
 from rljax.rollout.records import Request
 from rljax.rollout.run_ahead import RunAhead
@@ -295,3 +297,54 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
     speculator.choose = times.choose
     completions, _ = scheduler.run(params, requests)
     assert_as_expected(completions, expected)
+
+
+class CheapTimes:
+    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
+
+    def __getitem__(self, shape):
+        return 1.0 if shape[2] == 0 else 1e-3
+
+    def __contains__(self, shape):
+        return True
+
+    def add(self, shape, seconds):
+        assert seconds > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "overlap"), [("quantized", False), ("small_model", True), ("eagle", False)])
+def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_path, name, overlap):
+    args = {}
+    if (
+        name == "small_model"
+    ):  # the policy beside itself: what it knows of the slots is right where drafts are
+        save_model(tmp_path, CONFIG, params, "float32")
+        args = {"path": str(tmp_path)}
+    elif name == "eagle":
+        args = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0}
+    drafters = {name: make_drafter(name, **args)}
+    engine = DecodeEngine(
+        CONFIG,
+        Numerics(),
+        SamplingParams(),
+        Buckets((2, 4), (128,), (16,), 5),
+        (EOS,),
+        16,
+        hidden_layers=states_read(drafters, CONFIG),
+    )
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes())
+    scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(Counter()))
+    completions, statistics = scheduler.run(params, requests)
+    assert_as_expected(completions, expected)
+    assert statistics.verified > 0.5 * statistics.steps and statistics.drafted > 0
+    if name == "small_model":
+        assert statistics.accepted > 0.9 * statistics.drafted
+    speculator.learn(
+        [
+            Outcome(request.prompt_ids, completion.response_ids, 1.0)
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+    )
+    if name == "eagle":  # it has trained, on responses without tools
+        assert speculator.metrics(statistics)["speculation/head/updates"] == 1

@@ -28,6 +28,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
         assert line["tools/calls"] > line["tools/errors"] >= 0 and line["tools/tokens"] > 0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["update/tokens"] == line["rollout/tokens"]
+        assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
     drafted = [TOOLS, "speculation.drafter=srt"]
     train(tmp_path / "drafted", *drafted, "training.steps=1")
