@@ -1,6 +1,7 @@
 """Rewards and advantages of single tokens: where the reward of a response is spread over them.
 
-Arrays are [N, L]: a response a row from its first token on, padded to the right; `mask` says how far it goes.
+Arrays are [N, L]: a response a row from its first token on, padded to the right. `mask` says which tokens the
+policy sampled: as far as the response goes, less the answers of tools in it, which are passed over.
 """
 
 import functools
@@ -28,7 +29,8 @@ def token_rewards(rewards: Array, penalties: Array | None, mask: Array) -> Array
     """
     if rewards.shape != mask.shape[:1]:
         raise ValueError(f"rewards {rewards.shape} and mask {mask.shape}: expected [N] and [N, L]")
-    last = mask & ~jnp.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+    places = jnp.where(mask, jnp.arange(mask.shape[1])[None], -1)
+    last = mask & (places == jnp.max(places, axis=1, keepdims=True))
     spread = jnp.where(last, rewards[:, None], 0.0)
     return spread if penalties is None else spread - jnp.where(mask, penalties, 0.0)
 
@@ -62,15 +64,18 @@ def generalized_advantages(
         )
     rewards, values = (jnp.where(mask, each, 0.0) for each in (rewards, values))
 
-    def step(carry: tuple[Array, Array], now: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def step(
+        carry: tuple[Array, Array], now: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
         later_advantage, later_value = carry
-        reward, value = now
+        reward, value, own = now
         delta = reward + discount * later_value - value
         advantage = delta + discount * gae_lambda * later_advantage
-        return (advantage, value), advantage
+        carry = (jnp.where(own, advantage, later_advantage), jnp.where(own, value, later_value))
+        return carry, advantage
 
     nothing = jnp.zeros(mask.shape[0], jnp.float32)
-    _, advantages = lax.scan(step, (nothing, nothing), (rewards.T, values.T), reverse=True)
+    _, advantages = lax.scan(step, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)
     return jnp.where(mask, advantages.T, 0.0)
 
 

@@ -6,6 +6,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
 
     schema.py        the experiment: its sections, and what cannot go together: read this one
     policy.py        the keys of the policy and its warm start
+    tools.py         the keys of tools
     decoding.py      those of sampling, the engine, kernels and speculation
     algorithm.py     those of the algorithm and its critic
     learning.py      those of the optimizer and the update
@@ -31,6 +32,7 @@ from rljax.config.schema import (
     check_devices,
 )
 from rljax.config.section import Buckets
+from rljax.config.tools import ToolsConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "ShapeConfig",
     "SpeculationConfig",
     "TaskConfig",
+    "ToolsConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "check_devices",

@@ -19,6 +19,7 @@ from rljax.config.decoding import (
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.tools import ToolsConfig
 from rljax.errors import ConfigError
 
 
@@ -145,6 +146,7 @@ class ExperimentConfig(Section):
     warm_start: WarmStartConfig | None = None
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -220,6 +222,15 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "checkpoint.keep_best: needs evaluation.every and evaluation.problems above 0; the best by"
             " held-out reward are kept"
         )
+    penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+    if config.tools is not None and penalties != (1.0, 0.0, 0.0):
+        yield (
+            "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"
+            " paused response has decoded behind its call would stay counted"
+        )
+    for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
+        if stop in config.tools.closing.replace("{name}", name):
+            yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -22,7 +22,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine import kv_cache
+from rljax.engine import appending, kv_cache
+from rljax.engine.appending import AppendedChunk, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
@@ -297,6 +298,30 @@ class DecodeEngine:
         )
         return program(*args)
 
+    def append(
+        self, params: Params, state: DecodeState, continuations: Sequence[Continuation]
+    ) -> DecodeState:
+        """Tokens that are not sampled, behind those of slots, which then decode on. Consumes `state`.
+
+        The state must have room for all of them and for one more: `grow` it first. A slot that should wait
+        until then is stopped by `free_resource`: what it has stays where it is, and moves with `compact` and
+        `grow`.
+        """
+        for each in continuations:
+            end = each.length + len(each.tokens)
+            if len(each.tokens) < 2 or end > state.cache.length:
+                raise ValueError(f"cannot append up to position {end} of {state.cache.length}: {each}")
+        for chunk, rows in appending.chunks(state.batch, continuations):
+            state = self._append(params, state, chunk, rows)
+        return state
+
+    def _append(
+        self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows
+    ) -> DecodeState:
+        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (chunk, rows)))
+        key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
+        return self.pool.get(key, self._programs.append, args, donate_argnums=(1,))(*args)
+
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
@@ -368,3 +393,13 @@ class DecodeEngine:
                     handed_out = length if self.hidden_layers is not None else prefix.cache.length
                     prefixes[rows, handed_out] = prefix
         return list(prefixes.values())
+
+    def warm_up_append(self, params: Params, slots: int) -> None:
+        """Compiles every program that `append` to up to `slots` slots can need."""
+        for length in self.buckets.cache:
+            for batch in self.buckets.batch:
+                if batch > self.buckets.batch_for(slots):
+                    continue
+                state, nothing = self.init_state(batch, length), appending.empty_chunk(batch)
+                for rows in appending.ROWS:
+                    state = self._append(params, state, nothing, appending.node_rows(nothing, rows))

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
+from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
@@ -236,6 +237,57 @@ class Programs:
         if states is not None:
             states = jnp.take_along_axis(rows.scatter(states[:, 0]), path[:, :, None, None], axis=1)
         return new_state, packed, states
+
+    def extend(
+        self,
+        params: Params,
+        cache: KVCache,
+        tokens: Array,
+        lengths: Array,
+        counts: Array,
+        rows: NodeRows,
+        rope: Array,
+    ) -> KVCache:
+        """Writes the keys and values of known tokens: a verifying pass over chains that need no verifying.
+
+        Args:
+          tokens: int32 [B, W], that stand behind the first `lengths`.
+          lengths: int32 [B], entries that `cache` has.
+          counts: int32 [B], how many of `tokens` to write.
+          rows: which of them are computed: at least those.
+        """
+        batch, width = tokens.shape
+        order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+        chain = DraftTree(tokens=tokens[:, 1:], parents=order[:, 1:] - 2, valid=order[:, 1:] > 0)
+        _, entries = transformer.forward(
+            params,
+            self.config,
+            rows.gather(tokens)[:, None],
+            rows.gather(lengths[:, None] + order)[:, None],
+            TreeAttention(cache, lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
+            rope,
+            self.numerics,
+        )
+        cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
+        if self.mesh is not None:
+            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
+        return cache
+
+    def append(
+        self, params: Params, state: DecodeState, rope: Array, chunk: AppendedChunk, rows: NodeRows
+    ) -> DecodeState:
+        takes_part = chunk.counts > 0
+        lengths = jnp.where(takes_part, chunk.lengths, state.lengths)
+        return self._constrain(
+            DecodeState(
+                cache=self.extend(params, state.cache, chunk.tokens, lengths, chunk.counts, rows, rope),
+                tokens=jnp.where(takes_part, chunk.following, state.tokens),
+                lengths=lengths + chunk.counts,
+                remaining=jnp.where(takes_part, chunk.remaining, state.remaining),
+                active=jnp.where(takes_part, chunk.complete, state.active),
+                noise_keys=state.noise_keys,
+            )
+        )
 
     def draft(
         self, columns: int, with_proposal: bool

@@ -309,6 +309,29 @@ class Speculator:
         self._ask_all("observe", Sampled(requests, tokens, counts, *self._last, ended))
         self._statistics.host_seconds += time.perf_counter() - start
 
+    def append(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[int],
+        sizes: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+    ) -> None:
+        """Tokens that nobody sampled now stand behind the first sizes[i] of request requests[i], in slot
+        slots[i], or the response is complete.
+        """
+        start = time.perf_counter()
+        counts = np.asarray([len(own) for own in tokens], np.int32)
+        padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
+        for row, own in enumerate(tokens):
+            padded[row, : len(own)] = own
+        for drafter in self._on_device:
+            drafter.append(slots, sizes, padded, counts)
+        nothing = np.zeros_like(counts)
+        requests = np.asarray(requests, np.int32)
+        self._ask_all("observe", Sampled(requests, padded, counts, nothing, nothing, np.asarray(ended, bool)))
+        self._statistics.host_seconds += time.perf_counter() - start
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
         self._ask_all("learn", outcomes)

@@ -7,9 +7,11 @@ from typing import Any
 from rljax.errors import ConfigError, known_names
 from rljax.tasks.base import Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.tasks.tool_arithmetic import ToolArithmetic
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
+    "tool_arithmetic": ToolArithmetic,
 }
 
 

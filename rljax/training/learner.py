@@ -153,8 +153,10 @@ class Learner:
             ).reshape(rewards.shape)
         mask = np.arange(longest) < lengths[:, None]  # [N, L]
         rollout_logprobs = np.zeros(mask.shape, np.float32)
-        for row, completion in zip(rollout_logprobs, completions, strict=True):
-            row[: len(completion.logprobs)] = completion.logprobs
+        for logprobs, own, completion in zip(rollout_logprobs, mask, completions, strict=True):
+            logprobs[: len(completion.logprobs)] = completion.logprobs
+            if completion.own is not None:
+                own[: len(completion.own)] = completion.own
 
         def gathered(name: str) -> np.ndarray:
             found = np.zeros(mask.shape, np.float32)

@@ -24,6 +24,7 @@ from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
+from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.registry import make_task
@@ -247,6 +248,7 @@ class TrainingRun:
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
+            **({} if self.config.tools is None else tool_metrics(statistics)),
             **update_metrics,
             "engine/compilations": self.pool.compilations,
             "time/rollout": timing.decode,
@@ -364,7 +366,7 @@ def _rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.asarray([len(completion.response_ids) for completion in completions])
+    lengths = np.asarray([completion.own_tokens for completion in completions])
     means = _mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),

@@ -84,8 +84,8 @@ def make_minibatches(
     minibatches, tokens, positions = [], 0, 0
     for members in np.array_split(order, training.minibatches_per_step):
         sequences = [
-            TrainingSequence(prompts[i], completions[i].response_ids, completions[i].logprobs, 0.0, 1.0)
-            for i in members
+            TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.own)
+            for i, each in ((i, completions[i]) for i in members)
         ]
         packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
         ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)

@@ -153,6 +153,8 @@ class TrainingSequence:
         where it was not sampled, as in the warm start.
       advantage: of every token of the response.
       weight: of every token of the response in the loss (`aggregation_weights`).
+      own: bool [L], which tokens of the response the policy sampled; the others (a tool's answer) are read,
+        not learned. None: all of them.
     """
 
     prompt_ids: ArrayLike
@@ -160,6 +162,7 @@ class TrainingSequence:
     rollout_logprobs: ArrayLike | None
     advantage: float
     weight: float
+    own: ArrayLike | None = None
 
     @property
     def length(self) -> int:
@@ -180,7 +183,7 @@ class PackedBatch:
       positions: int32 [R, T], from 0 in every segment.
       segment_ids: int32 [R, T], from 1 in every row; 0 is padding.
       targets: int32 [R, T], the next token of the segment; 0 at its last position.
-      response_mask: bool [R, T], the target is a response token.
+      response_mask: bool [R, T], the target is a response token that the policy sampled.
       rollout_logprobs: float32 [R, T].
       advantages: float32 [R, T].
       weights: float32 [R, T].
@@ -256,4 +259,10 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
             floats["rollout_logprobs"][predicting] = sequence.rollout_logprobs
         floats["advantages"][predicting] = sequence.advantage
         floats["weights"][predicting] = sequence.weight
+        if sequence.own is not None:
+            if len(sequence.own) != num_response:
+                raise ValueError(f"sequence {i}: own is of {len(sequence.own)}, not of {num_response} tokens")
+            response_mask[predicting] = sequence.own
+            for values in floats.values():
+                values[predicting] = np.where(sequence.own, values[predicting], 0.0)
     return PackedBatch(**ints, response_mask=response_mask, **floats)

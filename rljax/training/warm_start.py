@@ -17,6 +17,7 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
+from rljax.tools.use import make_tool_use
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
@@ -107,8 +108,12 @@ def _update(
 def _demonstrations(
     config: ExperimentConfig, policy: Policy, task: Task, first: int
 ) -> tuple[list[TrainingSequence], int]:
-    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem."""
+    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem.
+
+    Tools' answers in them are read, not learned.
+    """
     pairs, tokens, index = [], 0, first
+    markup = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer).markup
     while tokens < config.warm_start.tokens_per_step:
         problem = task.problem("warm_start", index)
         index += 1
@@ -117,15 +122,19 @@ def _demonstrations(
                 f"warm_start: task {config.task.name} has no worked solutions; leave the section out"
             )
         prompt = policy.tokenizer.encode_chat(problem.messages)
-        response = [*policy.tokenizer.encode(problem.solution), policy.eos_token_ids[0]]
+        response, own = policy.tokenizer.encode(problem.solution), None
+        if markup is not None:
+            response, own = markup.encode_response(problem.solution)
+            own.append(True)
+        response.append(policy.eos_token_ids[0])
         if len(prompt) + len(response) > config.training.pack_length:
             continue
         tokens += len(prompt) + len(response)
-        pairs.append((prompt, response))
-    weight = 1.0 / sum(len(response) for _, response in pairs)
+        pairs.append((prompt, response, own))
+    weight = 1.0 / sum(len(response) if own is None else sum(own) for _, response, own in pairs)
     sequences = [
-        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight)
-        for prompt, response in pairs
+        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight, own=own)
+        for prompt, response, own in pairs
     ]
     return sequences, index
 
@@ -142,4 +151,6 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
         "training": config.training.model_dump(include={"pack_length"}),
         "model": dataclasses.asdict(policy.config),
     }
+    if config.tools is not None:
+        parts["tools"] = config.tools.model_dump()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
