@@ -3,24 +3,27 @@
     served = open_policy("runs/quickstart", Options(slots=8), say=print)
     served.worker.submit([Job(served.request(prompt_ids, seed=0, sample=0, max_tokens=64), deliver)])
 
-Sampling, lengths, engine and drafters are those of the run's config, or the config's defaults for a Hugging
-Face directory, unless `Options` says otherwise. Seed and sample are all that a response's noise depends on,
-so the same prompt and seed give the same tokens from either script, beside whatever else is decoded.
+Sampling, lengths, engine and drafters are those of the run's config, unless `Options` says otherwise; for a
+Hugging Face directory the config's defaults, with the directory's own for sampling. Seed and sample are all
+that a response's noise depends on, so the same prompt and seed give the same tokens from either script, beside
+whatever else is decoded.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 
 from drafters.registry import DRAFTERS, make_drafters
-from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, TaskConfig
+from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError, known_names
+from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.records import Request
 from rljax.rollout.stop_strings import StopStrings
@@ -169,12 +172,7 @@ def _check(options: Options) -> None:
 
 def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
     """The run's config, or the defaults, with what the options change."""
-    config = saved.experiment
-    if config is None:
-        path = str(saved.path)
-        config = ExperimentConfig(
-            run_dir=path, policy=PolicyConfig(path=path), task=TaskConfig(name="chain_arithmetic")
-        )
+    config = _defaults(saved.path) if saved.experiment is None else saved.experiment
     changes = {
         "temperature": options.temperature,
         "top_p": options.top_p,
@@ -207,6 +205,17 @@ def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
     except ValueError as error:
         raise ConfigError(f"--temperature, --top-p: {error}") from error
     return config
+
+
+def _defaults(path: Path) -> ExperimentConfig:
+    """For a Hugging Face directory, which has defaults of its own for sampling."""
+    own = load_generation_config(path)
+    sampling = {name: getattr(own, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    rollout = RolloutConfig().model_copy(update=sampling)
+    policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # no task is made
+    return ExperimentConfig(run_dir=str(path), policy=policy, task=task).model_copy(
+        update={"rollout": rollout}
+    )
 
 
 def _speculation(config: SpeculationConfig, drafter: str | None, say: Say) -> SpeculationConfig:

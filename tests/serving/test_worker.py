@@ -12,13 +12,13 @@ from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
 from rljax.errors import PolicyError
 from rljax.models.numerics import Numerics
-from rljax.rollout.pass_choice import PassTimes
 from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
 from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.serving.cheap import Cheap
 
 WAIT = 120.0
 
@@ -224,13 +224,6 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
     assert isinstance(worker.wait(), PolicyError) and not worker.alive
     with pytest.raises(Closed, match="overflows"):
         worker.submit([Collected(endless(0)).job])
-
-
-class Cheap(PassTimes):
-    """Passes cost next to nothing: everything that is drafted is verified."""
-
-    def __getitem__(self, shape):
-        return 1e-3 if shape[2] else 1.0
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec", "suffix_decoding"])
