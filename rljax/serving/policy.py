@@ -5,8 +5,8 @@
 
 Sampling, lengths, engine and drafters are those of the run's config, unless `Options` says otherwise; for a
 Hugging Face directory the config's defaults, with the directory's own for sampling. Seed and sample are all
-that a response's noise depends on, so the same prompt and seed give the same tokens from either script, beside
-whatever else is decoded.
+that a response's noise depends on, so the same prompt and seed give the same tokens from either script,
+beside whatever else is decoded.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ from tests.serving.tiny_server import make_run
 
 needs_jetstream = pytest.mark.skipif(
     bool(missing()),
-    reason=f"needs {', '.join(missing())}: pip install --no-deps google-jetstream, and its plain dependencies",
+    reason=f"needs {', '.join(missing())}, see docs/serving.md",
 )
 PROMPTS = ("47a5b8=", "12c3=", "9d8e7=", "1f2=", "33g4=", "8h8=")
 
