@@ -293,6 +293,7 @@ class EngineWorker:
         for index, job in enumerate(self._known):  # indices are about to mean other jobs
             if job is not None:
                 self._take_counts(index, job)
+        self.speculator.decisions.take()  # nobody reads them here
         if self._finished:
             self.speculator.learn(self._finished)
             self._finished = []

@@ -48,11 +48,11 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
             model="mine", messages=QUESTION, seed=seed, **more
         )
         whole = ask(1, n=8).choices
-        stream = ask(1, n=8, stream=True)
-        first = next(iter(stream))
+        events = iter(ask(1, n=8, stream=True))
+        first = next(events)
         process.send_signal(signal.SIGTERM)
         texts = [""] * 8
-        for event in (first, *stream):
+        for event in (first, *events):
             for choice in event.choices:
                 texts[choice.index] += choice.delta.content or ""
         assert texts == [choice.message.content for choice in whole]
