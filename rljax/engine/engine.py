@@ -28,7 +28,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.placement import decode_state_shardings
-from rljax.engine.programs import Programs, compact, insert
+from rljax.engine.programs import Programs, compact, insert, with_slots
 from rljax.engine.sampling import SamplingParams
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
@@ -352,6 +352,18 @@ class DecodeEngine:
             key = ("compact", state.batch, batch, state.cache.length, *self._key)
             state = self.pool.get(key, self._programs.placed(compact), args)(*args)
             slots = list(range(len(slots)))
+        return state
+
+    def widen(self, state: DecodeState, slots: int) -> DecodeState:
+        """The same slots, and free ones behind them, in the smallest batch bucket that holds `slots`."""
+        while state.batch < self.buckets.batch_for(slots):
+            batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
+
+            def widen(state: DecodeState, batch: int = batch) -> DecodeState:
+                return with_slots(state, batch)
+
+            key = ("widen", state.batch, batch, state.cache.length, *self._key)
+            state = self.pool.get(key, self._programs.placed(widen), (state,))(state)
         return state
 
     def warm_up(self, params: Params, slots: int, prompt_length: int, late_inserts: bool = False) -> None:

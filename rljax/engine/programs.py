@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
@@ -349,3 +350,12 @@ def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
         noise_keys=state.noise_keys[slots],
         counts=None if state.counts is None else state.counts[slots],
     )
+
+
+def with_slots(state: DecodeState, batch: int) -> DecodeState:
+    """The same slots and free ones behind them."""
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, batch - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+    return jax.tree.map(pad, state)

@@ -154,18 +154,46 @@ class Speculator:
         self._choice: Choice | None = None  # the last one
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
-        coupled = self.engine.verification == "coupled"
         start = time.perf_counter()
+        self._ask_all("begin", self._as_drafters_know(requests, wanted))
+        for drafter in self._on_device:
+            drafter.start(batch)
+        statistics.host_seconds += time.perf_counter() - start
+
+    def _as_drafters_know(self, requests: Sequence[Request], wanted: int) -> list[DraftRequest]:
+        coupled = self.engine.verification == "coupled"
         known = []
         for index, request in enumerate(requests):
             ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
             key = request.noise_key if coupled else None
             trainable = request.training and index < wanted
             known.append(DraftRequest(request.prompt_ids, key, ahead, trainable))
-        self._ask_all("begin", known)
-        for drafter in self._on_device:
-            drafter.start(batch)
-        statistics.host_seconds += time.perf_counter() - start
+        return known
+
+    def admit(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
+        """Requests have joined those that are decoded, between two calls of `decode`.
+
+        Drafters begin anew, and are told what was sampled so far: enough for all but those that follow slots
+        on the device (`DeviceDrafter`).
+
+        Args:
+          requests: all that are decoded from now on.
+          tokens: what was sampled of each so far.
+        """
+        start = time.perf_counter()
+        self._drafted = np.zeros(len(requests), np.int64)
+        self._accepted = np.zeros(len(requests), np.int64)
+        self._patience, self._plain_requests = 1, set()
+        self._ask_all("begin", self._as_drafters_know(requests, len(requests)))
+        under_way = np.asarray([i for i, own in enumerate(tokens) if len(own)], np.int32)
+        if len(under_way):
+            counts = np.asarray([len(tokens[i]) for i in under_way], np.int32)
+            known = np.zeros((len(under_way), counts.max()), np.int32)
+            for row, i in enumerate(under_way):
+                known[row, : counts[row]] = tokens[i]
+            none = np.zeros_like(counts)
+            self._ask_all("observe", Sampled(under_way, known, counts, none, none, none.astype(bool)))
+        self._statistics.host_seconds += time.perf_counter() - start
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """What drafters on the device want to know of prefilled prompts, for `insert`."""
