@@ -7,6 +7,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
     schema.py        the experiment: its sections, and what cannot go together: read this one
     policy.py        the keys of the policy and its warm start
     decoding.py      those of sampling, the engine, kernels and speculation
+    task.py          those of the task, its rewards and their sandbox
     learning.py      those of the algorithm, the optimizer and the update
     section.py       what every section is made of
     loading.py       from a file and overrides to an ExperimentConfig, and back
@@ -25,10 +26,10 @@ from rljax.config.schema import (
     EvaluationConfig,
     ExperimentConfig,
     MeshConfig,
-    TaskConfig,
     check_devices,
 )
 from rljax.config.section import Buckets
+from rljax.config.task import MixtureConfig, RewardConfig, SandboxConfig, TaskConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -40,9 +41,12 @@ __all__ = [
     "GrowthConfig",
     "KernelsConfig",
     "MeshConfig",
+    "MixtureConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "RewardConfig",
     "RolloutConfig",
+    "SandboxConfig",
     "ShapeConfig",
     "SpeculationConfig",
     "TaskConfig",

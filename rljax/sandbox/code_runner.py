@@ -2,7 +2,8 @@
 
 It reads one JSON object from its standard input: `code`, `tests`, `seconds` for each test, `max_output` bytes
 of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...]}. For
-each it writes one JSON line: {"output": text}, {"value": encoded} or {"error": why}. The right answers are not
+each it writes one JSON line: {"output": text}, {"value": encoded} or {"error": why}. The right answers are
+not
 here: whatever the tested code does in this process or to it, it cannot know what to claim.
 
 Every test has a process of its own, so that one cannot disturb the next.
@@ -24,8 +25,8 @@ def _run_program(code, text, answer):
         file.write(text)
     os.dup2(os.open("input", os.O_RDONLY), 0)
     os.dup2(answer, 1)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     with contextlib.suppress(SystemExit):
         exec(compile(code, "response", "exec"), {"__name__": "__main__"})
     sys.stdout.flush()
@@ -45,7 +46,8 @@ def _call_function(code, name, args, answer):
 
 
 def decode_arguments(args):
-    """Encoded values as Python's own; they come from the dataset, through the process that started this one."""
+    """Encoded values as Python's own; they come from the dataset, through the process that started this"
+    " one."""
     kinds = {"l": list, "t": tuple, "s": set}
 
     def decode(value):
@@ -113,6 +115,9 @@ def _outcome(test, code, seconds, max_output, protocol):
     os.close(read)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
+    if os.getpid() == 2:  # the strong jail: all but this process and the first are what the test started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(child, 0)
     if error is not None:

@@ -3,16 +3,16 @@
     jail.py SPEC STATUS_FD
 
 SPEC is JSON: `argv`, `env`, `readable` (paths that the program may read), `limits` (see limits.py), `strong`.
-The program gets the launcher's standard streams and nothing else. On STATUS_FD the launcher writes one line if
-the jail cannot be built; it is closed when the program starts.
+The program gets the launcher's standard streams and nothing else. On STATUS_FD the launcher writes one line
+if the jail cannot be built; it is closed when the program starts.
 
 The strong jail is made of namespaces (user_namespaces(7)), which need no privileges where the kernel allows
 them, and are used in the same way by root:
 
 - user: without privileges outside, whoever started it; as root, an id that nobody else has. No process inside
   has a capability, and none can get one (PR_SET_NO_NEW_PRIVS, empty bounding set, no further namespaces).
-- mount: an empty file system with the system's libraries and `readable`, read-only, four harmless devices, and
-  a `/tmp` in memory. There is no `/proc`.
+- mount: an empty file system with the system's libraries and `readable`, read-only, four harmless devices,
+  and a `/tmp` in memory. There is no `/proc`.
 - pid: no process outside can be seen or signalled, and when the first one ends, all end.
 - network, ipc, uts: empty ones.
 
@@ -22,6 +22,7 @@ Each dies with the one before it, so killing the launcher is enough to end every
 The weak jail has resource limits and an empty environment only: it stops accidents, not intent.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -125,10 +126,8 @@ def _leave_namespaces():
     os.close(ready)
     if os.waitpid(helper, 0)[1] != 0:
         raise OSError("the ids of a user namespace cannot be set")
-    try:
+    with contextlib.suppress(OSError):  # a container may show it read-only
         _write("/proc/sys/user/max_user_namespaces", "0")
-    except OSError:
-        pass  # a container may show /proc/sys read-only; without capabilities nothing is lost
 
 
 def _build_root(readable, memory_mb):
@@ -224,7 +223,8 @@ def _start(spec, already):
 
 
 def _wait_for(program):
-    """Collects every child until `program` ends; returns its exit status, 128 + signal where it was killed."""
+    """Collects every child until `program` ends; returns its exit status, 128 + signal where it was"
+    " killed."""
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -278,10 +278,8 @@ def main():
     spec = json.loads(sys.argv[1]) | {"status": int(sys.argv[2])}
     os.set_inheritable(spec["status"], False)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
+    with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this goes first
-    except OSError:
-        pass
     try:
         if spec["strong"]:
             waited_for = _strong(spec)

@@ -49,11 +49,12 @@ class Sandbox:
     Attributes:
       limits: what a program may use.
       allow_weak: where the strong jail cannot be built, run under resource limits alone; else `SandboxError`.
-      readable: files and directories that a program may read, beside Python itself and the system's libraries.
+      readable: files and directories that a program may read, beside Python itself and the system's
+        libraries.
       packages: directories for the program's `sys.path`; they must be readable.
     """
 
-    limits: Limits = Limits()
+    limits: Limits = dataclasses.field(default_factory=Limits)
     allow_weak: bool = False
     readable: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
@@ -64,7 +65,8 @@ class Sandbox:
         reason = missing_isolation()
         if reason is not None and not self.allow_weak:
             raise SandboxError(
-                f"task.sandbox: this machine cannot isolate programs ({reason}); it takes Linux 5.12 with user"
+                f"task.sandbox: this machine cannot isolate programs ({reason}); it takes Linux 5.12 with"
+                f" user"
                 " namespaces. task.sandbox.allow_weak: true runs them under resource limits alone, where they"
                 " can read your files and use the network"
             )

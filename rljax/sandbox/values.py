@@ -1,5 +1,5 @@
-"""Python values as JSON that keeps apart what JSON does not (list and tuple, set, dict with any keys), and their
-equality.
+"""Python values as JSON that keeps apart what JSON does not (list and tuple, set, dict with any keys), and
+their equality.
 
 Both sides of the sandbox use it, so it imports the standard library only. Values from inside are compared as
 they came: they are never made into objects, whose hashing or equality a hostile program could exploit.

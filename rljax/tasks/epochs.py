@@ -1,6 +1,9 @@
 """A task whose training problems come back epoch after epoch."""
 
+from collections.abc import Sequence
+
 from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.judging import Answered, judge
 
 
 class EpochTask:
@@ -19,3 +22,6 @@ class EpochTask:
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
         return self._task.reward(problem, response_text)
+
+    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+        return judge(self._task, answered)
