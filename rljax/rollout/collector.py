@@ -147,3 +147,24 @@ class Collector:
                 f"{problem.id} has {len(prompt)} tokens"
             )
         return prompt
+
+
+def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> None:
+    """Raises a UserError if a task with finitely many problems has prompts that are too long.
+
+    Args:
+      task: its problems are those of its method `finite_problems`, if it has one.
+      tokenizer: of the policy.
+      max_prompt_length: in tokens.
+    """
+    problems = getattr(task, "finite_problems", list)()
+    lengths = [len(tokenizer.encode_chat(problem.messages)) for problem in problems]
+    too_long = sum(length > max_prompt_length for length in lengths)
+    if too_long:
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        raise UserError(
+            f"rollout.max_prompt_length: {max_prompt_length}, but {too_long} of {len(problems)} prompts are"
+            f" longer; that of problem {problems[longest].id} has {lengths[longest]} tokens. Raise it, or"
+            f" leave"
+            " long prompts out with task.args.longest_prompt"
+        )

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import select
 import shutil
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from rljax.errors import UserError
 from rljax.sandbox.limits import Limits
@@ -146,8 +147,8 @@ class Process:
                 return Finished(output, "timeout")
             if len(output) > max_output:
                 return Finished(output[:max_output], "too much output")
-            readable, writable, _ = select.select([stdout], [stdin] if pending else [], [], min(left, 1.0))
-            if writable:
+            ready = _ready(stdout, stdin if pending else None, left)
+            if stdin in ready:
                 try:
                     pending = pending[os.write(stdin.fileno(), pending[:65536]) :]
                 except BlockingIOError:
@@ -156,7 +157,7 @@ class Process:
                     pending = pending[:0]
                 if not pending and not line:
                     stdin.close()
-            if readable:
+            if stdout in ready:
                 read = os.read(stdout.fileno(), 65536)
                 if not read:
                     return Finished(output, "exited")
@@ -183,6 +184,16 @@ def missing_isolation() -> str | None:
     except SandboxError as error:
         return str(error).removeprefix("sandbox: ")
     return None if finished.output == b"42\n" else "a first program gave no answer"
+
+
+def _ready(readable: IO[bytes], writable: IO[bytes] | None, seconds: float) -> list[IO[bytes]]:
+    """Which of the streams can be used without waiting, after at most so many seconds."""
+    poll = select.poll()
+    poll.register(readable, select.POLLIN)
+    if writable is not None:
+        poll.register(writable, select.POLLOUT)
+    descriptors = [descriptor for descriptor, _ in poll.poll(max(1, math.ceil(seconds * 1000)))]
+    return [stream for stream in (readable, writable) if stream and stream.fileno() in descriptors]
 
 
 def _start(sandbox: Sandbox, source: str, strong: bool) -> Process:
@@ -223,7 +234,7 @@ def _start(sandbox: Sandbox, source: str, strong: bool) -> Process:
         os.close(status_write)
     process = Process(launcher, directory)
     with os.fdopen(status_read, "rb") as status:
-        in_time = bool(select.select([status], [], [], _START_SECONDS)[0])
+        in_time = _ready(status, None, _START_SECONDS)
         message = status.read() if in_time else b"no answer from the launcher"
     if message:
         process.close()

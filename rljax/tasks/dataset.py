@@ -39,6 +39,7 @@ class Dataset:
       answer_marker: the answer is what follows this in its column, such as "####" in GSM8K.
       difficulty: column with a whole number, alone or within text ("Level 3"); null makes all equally hard.
       difficulties: [lowest, highest], to keep only these problems.
+      longest_prompt: characters of a prompt; problems with a longer one are left out.
       solution: column with worked solutions, for a warm start.
       system: a system message before every prompt.
       template: text around a prompt, with {prompt} in it.
@@ -60,6 +61,7 @@ class Dataset:
         answer_marker: str | None = None,
         difficulty: str | None = None,
         difficulties: list[int] | None = None,
+        longest_prompt: int | None = None,
         solution: str | None = None,
         system: str | None = None,
         template: str | None = None,
@@ -121,12 +123,15 @@ class Dataset:
 
     def _problems_of(self, rows: Iterator[Row]) -> Iterator[tuple[str, Problem]]:
         lowest, highest = self._given["difficulties"] or (None, None)
+        longest = self._given["longest_prompt"]
         for place, row in rows:
             try:
                 problem = _problem(place, row, self._given)
             except ValueError as error:
                 raise ConfigError(f"{place}: {error}") from error
-            if lowest is None or lowest <= problem.difficulty <= highest:
+            in_range = lowest is None or lowest <= problem.difficulty <= highest
+            length = sum(len(message["content"]) for message in problem.messages)
+            if in_range and (longest is None or length <= longest):
                 yield str(row[self._given["prompt"]]), problem
 
 
@@ -215,6 +220,9 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError("task.args.prompt: should be the name of a column")
     if given["template"] is not None and "{prompt}" not in given["template"]:
         raise ConfigError("task.args.template: should hold {prompt}, where the prompt goes")
+    longest = given["longest_prompt"]
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ConfigError(f"task.args.longest_prompt: should be a whole number above 0, not {longest!r}")
     bounds = given["difficulties"]
     if bounds is not None:
         whole = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]

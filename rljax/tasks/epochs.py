@@ -23,5 +23,8 @@ class EpochTask:
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
         return self._task.reward(problem, response_text)
 
+    def finite_problems(self) -> list[Problem]:
+        return getattr(self._task, "finite_problems", list)()
+
     def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
         return judge(self._task, answered)

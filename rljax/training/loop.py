@@ -31,7 +31,7 @@ from rljax.kernels.switch import KernelChoice
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
 from rljax.rollout.calibration import calibration_key, load_calibration
-from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
+from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
 from rljax.rollout.manager import strategy_choice
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
 from rljax.rollout.roofline import Roofline
@@ -40,8 +40,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sharding import make_mesh, row_multiple
-from rljax.tasks.epochs import EpochTask
-from rljax.tasks.registry import make_task
+from rljax.tasks.registry import checked_task
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
@@ -89,12 +88,11 @@ class TrainingRun:
             kernels = kernels.on_mesh()
         self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype, kernels)
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
-        task = make_task(config.task.name, config.seed, **config.task.args)
-        if config.task.problems:
-            task = EpochTask(task, config.task.problems)
+        task = checked_task(config, progress.message)
         speculation = config.speculation
         drafters = make_drafters(speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
+        check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         if config.warm_start is not None:
             policy = warm_start(config, policy, task, self.numerics, self.pool, mesh, progress)
@@ -445,7 +443,8 @@ def outcomes(groups: Sequence[Group]) -> list[Outcome]:
 
 def _mean_rewards(groups: list[Group]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards]
-    return {name: float(np.mean([reward[name] for reward in rewards])) for name in rewards[0]}
+    names = dict.fromkeys(name for reward in rewards for name in reward)  # those of a mixture's tasks differ
+    return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
 
 
 def _rollout_metrics(

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ class CheckerPool:
       sandbox: limits of those in the sandbox.
       seconds: one reward of one response may take.
       threads: how many run at once.
+
+    Attributes:
+      executor: the threads.
+      close: ends all workers; called when the pool is garbage.
     """
 
     def __init__(self, rewards: Sequence[Reward], sandbox: Sandbox, seconds: float, threads: int) -> None:
@@ -42,6 +47,7 @@ class CheckerPool:
         self._own = threading.local()
         self._started: list[Process] = []
         self._lock = threading.Lock()
+        self.close = weakref.finalize(self, _end, self.executor, self._started)
 
     def check(self) -> None:
         """Starts one worker for each place; a ConfigError says what is wrong with a reward."""
@@ -71,14 +77,6 @@ class CheckerPool:
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
         raise CheckerError(str(answer["error"]))
-
-    def close(self) -> None:
-        """Ends all workers."""
-        self.executor.shutdown(cancel_futures=True)
-        with self._lock:
-            for process in self._started:
-                process.close()
-            self._started.clear()
 
     def _of(self, place: str) -> list[Reward]:
         return [reward for reward in self._rewards if reward.place == place]
@@ -129,6 +127,12 @@ class CheckerPool:
             process.close()
             raise ConfigError(f"{rewards[answer['number']].key}.{answer['error']}")
         return process
+
+
+def _end(executor: concurrent.futures.Executor, started: list[Process]) -> None:
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in started:
+        process.close()
 
 
 def checker_sandbox(sandbox: Sandbox) -> Sandbox:
