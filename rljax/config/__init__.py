@@ -8,6 +8,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
     policy.py        the keys of the policy and its warm start
     tools.py         the keys of tools
     decoding.py      those of sampling, the engine, kernels and speculation
+    task.py          those of the task, its rewards and their sandbox
     algorithm.py     those of the algorithm and its critic
     learning.py      those of the optimizer and the update
     section.py       what every section is made of
@@ -28,10 +29,10 @@ from rljax.config.schema import (
     EvaluationConfig,
     ExperimentConfig,
     MeshConfig,
-    TaskConfig,
     check_devices,
 )
 from rljax.config.section import Buckets
+from rljax.config.task import MixtureConfig, RewardConfig, SandboxConfig, TaskConfig
 from rljax.config.tools import ToolsConfig
 
 __all__ = [
@@ -45,9 +46,12 @@ __all__ = [
     "GrowthConfig",
     "KernelsConfig",
     "MeshConfig",
+    "MixtureConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "RewardConfig",
     "RolloutConfig",
+    "SandboxConfig",
     "ShapeConfig",
     "SpeculationConfig",
     "TaskConfig",

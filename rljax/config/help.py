@@ -52,8 +52,9 @@ def describe_keys(width: int = 100) -> str:
     indent = " " * 6
     lines = []
     for key in KEYS.values():
-        if key.section is not None:
-            purpose = (key.section.__doc__ or "").strip()
+        if key.section is not None or key.items is not None:
+            purpose = ((key.section or key.items).__doc__ or "").strip()
+            purpose = purpose if key.items is None else f"{key.field.description} Of each: {purpose}"
             lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
             continue
         head = f"  {key.name:<40} {_type_name(key.field.annotation)}"

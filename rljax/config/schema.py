@@ -19,23 +19,9 @@ from rljax.config.decoding import (
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig
 from rljax.errors import ConfigError
-
-
-class TaskConfig(Section):
-    """What is to be learned: prompts and a reward that can be checked."""
-
-    name: str = Field(min_length=1, description="Which registered task to train on.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the task, by name, such as its difficulty; see docs/tasks.md.",
-    )
-    problems: CountOrOff = Field(
-        0,
-        description="Train on this many problems, which come back epoch after epoch; 0 never repeats one."
-        " Set it to see what history is worth to a drafter.",
-    )
 
 
 class MeshConfig(Section):

@@ -22,12 +22,11 @@ from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import CheckpointError, Interrupted
 from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
-from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
+from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
-from rljax.tasks.epochs import EpochTask
-from rljax.tasks.registry import make_task
+from rljax.tasks.registry import checked_task
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
@@ -99,12 +98,11 @@ class TrainingRun:
         mesh = make_mesh(config.mesh)
         self.numerics = make_numerics(config, mesh)
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
-        task = make_task(config.task.name, config.seed, **config.task.args)
-        if config.task.problems:
-            task = EpochTask(task, config.task.problems)
+        task = checked_task(config, progress.message)
         check_success(task, "heldout", config.evaluation)
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
+        check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         check_policy(config, policy, task)
         if config.warm_start is not None:
@@ -358,7 +356,8 @@ def outcomes(groups: Sequence[Group]) -> list[Outcome]:
 
 def _mean_rewards(groups: list[Group]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards]
-    return {name: float(np.mean([reward[name] for reward in rewards])) for name in rewards[0]}
+    names = dict.fromkeys(name for reward in rewards for name in reward)  # those of a mixture's tasks differ
+    return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
 
 
 def _rollout_metrics(

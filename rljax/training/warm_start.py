@@ -145,7 +145,9 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
         "version": _CACHE_VERSION,
         "seed": config.seed,
         "policy": config.policy.model_dump(exclude={"growth"}),
-        "task": config.task.model_dump(exclude={"problems"}),
+        "task": config.task.model_dump(
+            include={"name", "args", *(["mixture"] if config.task.mixture else [])}
+        ),
         "warm_start": config.warm_start.model_dump(exclude={"cache_dir"}),
         "optimizer": config.optimizer.model_dump(exclude={"learning_rate", "schedule", "warmup_steps"}),
         "training": config.training.model_dump(include={"pack_length"}),
