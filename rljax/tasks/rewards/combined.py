@@ -98,7 +98,7 @@ class RewardedTask:
                     future.cancel()
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """The response's answer, where the first reward that looks for one finds it; else as for the task alone."""
+        """As the first reward that looks for an answer finds it; else as for the task alone."""
         for reward in self._rewards:
             if hasattr(reward.compute, "find"):
                 return reward.compute.find(response_text)
