@@ -8,6 +8,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
     policy.py        the keys of the policy and its warm start
     decoding.py      those of sampling, the engine, kernels and speculation
     learning.py      those of the algorithm, the optimizer and the update
+    tracking.py      those of what others see of a run
     section.py       what every section is made of
     loading.py       from a file and overrides to an ExperimentConfig, and back
     keys.py          the schema as a list of keys; which one a misspelt key was meant to be
@@ -29,6 +30,7 @@ from rljax.config.schema import (
     check_devices,
 )
 from rljax.config.section import Buckets
+from rljax.config.tracking import TrackingConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -46,6 +48,7 @@ __all__ = [
     "ShapeConfig",
     "SpeculationConfig",
     "TaskConfig",
+    "TrackingConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "check_devices",

@@ -17,6 +17,7 @@ from rljax.config.decoding import (
 from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
 
 
@@ -107,6 +108,7 @@ class ExperimentConfig(Section):
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod

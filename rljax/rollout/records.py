@@ -67,6 +67,7 @@ class DecodeStatistics:
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
+      running: of each rollout, how many requests ran when, see `RunningRequests.points`.
     """
 
     tokens: int = 0
@@ -87,6 +88,7 @@ class DecodeStatistics:
     idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0
+    running: list[list[tuple[float, float]]] = dataclasses.field(default_factory=list)
 
     @property
     def occupancy(self) -> float:

@@ -30,6 +30,7 @@ from rljax.errors import ConfigError, Interrupted
 from rljax.kernels.switch import KernelChoice
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
+from rljax.reports import write_report_of_run
 from rljax.rollout.calibration import calibration_key, load_calibration
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing
 from rljax.rollout.manager import strategy_choice
@@ -39,9 +40,11 @@ from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
+from rljax.rollout.summary import reward_spread, summarize_rollout
 from rljax.sharding import make_mesh, row_multiple
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.registry import make_task
+from rljax.tracking import Trackers
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
@@ -64,7 +67,9 @@ def run(config: ExperimentConfig) -> None:
     checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
     try:
         with Progress() as progress:
-            TrainingRun(config, directory, checkpoints, progress, start).train()
+            training = TrainingRun(config, directory, checkpoints, progress, start)
+            with training.trackers:
+                training.train()
     finally:
         checkpoints.close()
 
@@ -82,6 +87,7 @@ class TrainingRun:
     ) -> None:
         self.config, self.directory, self.start = config, directory, start
         self.checkpoints, self.progress = checkpoints, progress
+        self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
         kernels = KernelChoice(**config.kernels.model_dump())
@@ -188,6 +194,7 @@ class TrainingRun:
         config, progress = self.config, self.progress
         self.resume()
         self.directory.record_session(self.step)
+        self.trackers.begin()
         self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
@@ -251,7 +258,9 @@ class TrainingRun:
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         elapsed = time.perf_counter() - self.start
-        self.directory.append_metrics({"step": self.step} | metrics | {"time/elapsed": elapsed})
+        line = {"step": self.step} | metrics | {"time/elapsed": elapsed}
+        self.directory.append_metrics(line)
+        self.trackers.write(line)
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
@@ -279,6 +288,14 @@ class TrainingRun:
         update_start = time.perf_counter()
         update_metrics = self.update(minibatches, references)
         end = time.perf_counter()
+        summary = summarize_rollout(
+            sampled,
+            statistics.running,
+            self.config.rollout.max_response_length,
+            self.config.tracking.samples_per_step,
+            self.collector.tokenizer.decode,
+        )
+        self.directory.append_rollout(self.step + 1, summary)
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
@@ -431,6 +448,8 @@ class TrainingRun:
                 f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
                 f"{after['evaluation/reward']:.3f} at step {after['step']}"
             )
+        if self.config.tracking.report:
+            write_report_of_run(self.directory.path, self.progress.message)
         self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
 
 
@@ -457,9 +476,12 @@ def _rollout_metrics(
     means = _mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),
+        **reward_spread(sampled),
         **{f"reward/{name}": value for name, value in means.items()},
         "response_length/mean": float(lengths.mean()),
+        "response_length/p50": float(np.percentile(lengths, 50)),
         "response_length/p75": float(np.percentile(lengths, 75)),
+        "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": int(lengths.max()),
         "response_length/truncated": float(
             np.mean([completion.finish_reason == "length" for completion in completions])

@@ -3,6 +3,7 @@
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
     decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
+    rollouts.jsonl   a line a step: lengths, requests over time, samples (`rljax.rollout.summary`)
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit and machine
     checkpoints/     written by `rljax.training.checkpoint`
 
@@ -24,8 +25,10 @@ from rljax.errors import ConfigError, UserError
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.training.durable_files import write_durably
 
+# Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
+_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
 # A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
-_MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation")
+_MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation", "tracking")
 # And its drafts may come from elsewhere, where they change no token.
 _MAY_CHANGE_IF_COUPLED = ("speculation",)
 _NONFINITE = "nonfinite"
@@ -41,6 +44,7 @@ class RunDirectory:
       config_path: the resolved config.
       metrics_path: one JSON object a line.
       decisions_path: of the rollout manager, likewise.
+      rollouts_path: of what rollouts leave for the report, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -50,6 +54,7 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.decisions_path = self.path / "decisions.jsonl"
+        self.rollouts_path = self.path / "rollouts.jsonl"
         self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         try:
@@ -115,8 +120,17 @@ class RunDirectory:
         """The decisions of every step that has some, oldest first."""
         return [(line["step"], line["decisions"]) for _, line in _complete_lines(self.decisions_path)]
 
+    def append_rollout(self, step: int, summary: Mapping[str, Any]) -> None:
+        """Adds what a step's rollout leaves for the report (`rljax/rollout/summary.py`)."""
+        _append_line(self.rollouts_path, {"step": step, **summary})
+
+    def read_rollouts(self) -> list[dict[str, Any]]:
+        """What `append_rollout` added, oldest first."""
+        return [line for _, line in _complete_lines(self.rollouts_path)]
+
     def truncate_after(self, step: int) -> int:
-        """Drops, atomically, the lines after `step` and a half-written last line, of metrics and decisions.
+        """Drops, atomically, the lines after `step` and a half-written last line, of all files that have a
+        line a step.
 
         Args:
           step: that of the checkpoint a run is resumed from; -1 empties the files for a run that starts over.
@@ -124,8 +138,8 @@ class RunDirectory:
         Returns:
           How many complete lines of metrics were dropped.
         """
-        _truncate_lines(self.decisions_path, step)
-        return _truncate_lines(self.metrics_path, step)
+        dropped = {name: _truncate_lines(self.path / name, step) for name in _BY_STEP}
+        return dropped[self.metrics_path.name]
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:
