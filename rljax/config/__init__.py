@@ -11,6 +11,7 @@ that names the dotted key. Nothing here imports JAX, so that help and errors are
     task.py          those of the task, its rewards and their sandbox
     algorithm.py     those of the algorithm and its critic
     learning.py      those of the optimizer and the update
+    tracking.py      those of what others see of a run
     section.py       what every section is made of
     loading.py       from a file and overrides to an ExperimentConfig, and back
     keys.py          the schema as a list of keys; which one a misspelt key was meant to be
@@ -34,6 +35,7 @@ from rljax.config.schema import (
 from rljax.config.section import Buckets
 from rljax.config.task import MixtureConfig, RewardConfig, SandboxConfig, TaskConfig
 from rljax.config.tools import ToolsConfig
+from rljax.config.tracking import TrackingConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -56,6 +58,7 @@ __all__ = [
     "SpeculationConfig",
     "TaskConfig",
     "ToolsConfig",
+    "TrackingConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "check_devices",

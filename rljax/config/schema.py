@@ -21,6 +21,7 @@ from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig
+from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
 
 
@@ -142,6 +143,7 @@ class ExperimentConfig(Section):
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod

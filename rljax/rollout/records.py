@@ -80,6 +80,7 @@ class DecodeStatistics:
       tool_seconds: that they took, one by one.
       tool_tokens: of answers in responses.
       tool_waiting_seconds: that decoding waited for answers.
+      running: of each rollout, how many requests ran when, see `RunningRequests.points`.
     """
 
     tokens: int = 0
@@ -105,6 +106,7 @@ class DecodeStatistics:
     tool_seconds: float = 0.0
     tool_tokens: int = 0
     tool_waiting_seconds: float = 0.0
+    running: list[list[tuple[float, float]]] = dataclasses.field(default_factory=list)
 
     @property
     def occupancy(self) -> float:

@@ -24,6 +24,7 @@ from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.proposers import ActiveSlots
 from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.rollout.running import RunningRequests
 from rljax.rollout.speculation import Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
 from rljax.rollout.tool_turns import ToolTurns
@@ -133,6 +134,7 @@ class _Run:
         self.on_progress, self.on_finished = on_progress, on_finished
         self.statistics = DecodeStatistics()
         self.turns = None if scheduler.tools is None else ToolTurns(scheduler.tools, self.statistics)
+        self.running_over_time = RunningRequests()
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests[: self.wanted]):
             by_prompt.setdefault(request.prompt_ids, []).append(index)
@@ -195,6 +197,7 @@ class _Run:
             if self.wanted < len(self.requests):
                 ahead = range(self.wanted, len(self.requests))
                 self.run_ahead.keep([(self.requests[index], self.tokens[index]) for index in ahead])
+            self.statistics.running.append(self.running_over_time.points())
         completions = [self.completion(index) for index in range(self.wanted)]
         if self.speculator is None:
             for request, completion in zip(self.requests, completions, strict=True):
@@ -344,6 +347,7 @@ class _Run:
     def collect(self, state: DecodeState, result: DecodeResult, slots: Sequence[int]) -> DecodeState:
         """Takes over what was sampled in `slots`, frees those of ended responses, makes room for the rest."""
         statistics = self.statistics
+        self.running_over_time.add(len(self.running))
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.visits += 1

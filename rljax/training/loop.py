@@ -22,11 +22,14 @@ from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import CheckpointError, Interrupted
 from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
+from rljax.reports import write_report_of_run
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
+from rljax.rollout.summary import reward_spread, summarize_rollout
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
+from rljax.tracking import Trackers
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
@@ -62,7 +65,9 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
             with progress:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
-                TrainingRun(config, directory, checkpoints, progress, start, stop).train()
+                training = TrainingRun(config, directory, checkpoints, progress, start, stop)
+                with training.trackers:
+                    training.train()
         except KeyboardInterrupt:
             if stop.signal is None or stop.insisted:
                 raise
@@ -94,6 +99,7 @@ class TrainingRun:
         self.config, self.directory, self.start = config, directory, start
         self.stop = StopRequest(progress.message) if stop is None else stop
         self.checkpoints, self.progress = checkpoints, progress
+        self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
         self.numerics = make_numerics(config, mesh)
@@ -147,6 +153,7 @@ class TrainingRun:
         self.resume()
         self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
+        self.trackers.begin()
         self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
@@ -214,7 +221,9 @@ class TrainingRun:
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         elapsed = time.perf_counter() - self.start
-        self.directory.append_metrics({"step": self.step} | metrics | {"time/elapsed": elapsed})
+        line = {"step": self.step} | metrics | {"time/elapsed": elapsed}
+        self.directory.append_metrics(line)
+        self.trackers.write(line)
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
@@ -243,6 +252,14 @@ class TrainingRun:
         groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
         update_metrics = self.learn(groups)
         end = time.perf_counter()
+        summary = summarize_rollout(
+            sampled,
+            statistics.running,
+            self.config.rollout.max_response_length,
+            self.config.tracking.samples_per_step,
+            self.collector.tokenizer.decode,
+        )
+        self.directory.append_rollout(self.step + 1, summary)
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
@@ -342,6 +359,8 @@ class TrainingRun:
                 f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
                 f"{after['evaluation/reward']:.3f} at step {after['step']}"
             )
+        if self.config.tracking.report:
+            write_report_of_run(self.directory.path, self.progress.message)
         self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
 
 
@@ -369,9 +388,12 @@ def _rollout_metrics(
     means = _mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),
+        **reward_spread(sampled),
         **{f"reward/{name}": value for name, value in means.items()},
         "response_length/mean": float(lengths.mean()),
+        "response_length/p50": float(np.percentile(lengths, 50)),
         "response_length/p75": float(np.percentile(lengths, 75)),
+        "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": int(lengths.max()),
         "response_length/truncated": float(
             np.mean([completion.finish_reason == "length" for completion in completions])

@@ -3,6 +3,7 @@
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
     decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
+    rollouts.jsonl   a line a step: lengths, requests over time, samples (`rljax.rollout.summary`)
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
                      changes to the config
     tokenizer/       of a policy that is made on the spot (`rljax.training.policy`)
@@ -32,7 +33,7 @@ from rljax.training.config_changes import Change, config_changes
 from rljax.training.durable_files import write_durably
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
-_BY_STEP = ("metrics.jsonl", "decisions.jsonl")
+_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _NONFINITE = "nonfinite"
 
@@ -47,6 +48,7 @@ class RunDirectory:
       config_path: the resolved config.
       metrics_path: one JSON object a line.
       decisions_path: of the rollout manager, likewise.
+      rollouts_path: of what rollouts leave for the report, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -56,6 +58,7 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.decisions_path = self.path / "decisions.jsonl"
+        self.rollouts_path = self.path / "rollouts.jsonl"
         self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.warm_start_path = self.path / "warm_start"
@@ -194,6 +197,14 @@ class RunDirectory:
     def read_decisions(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """The decisions of every step that has some, oldest first."""
         return [(line["step"], line["decisions"]) for _, line in _complete_lines(self.decisions_path)]
+
+    def append_rollout(self, step: int, summary: Mapping[str, Any]) -> None:
+        """Adds what a step's rollout leaves for the report (`rljax/rollout/summary.py`)."""
+        _append_line(self.rollouts_path, {"step": step, **summary})
+
+    def read_rollouts(self) -> list[dict[str, Any]]:
+        """What `append_rollout` added, oldest first."""
+        return [line for _, line in _complete_lines(self.rollouts_path)]
 
     def truncate_after(self, step: int) -> int:
         """Drops, atomically, the lines after `step` and a half-written last line, of all files that have a
