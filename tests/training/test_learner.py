@@ -1,6 +1,10 @@
 """From rewarded groups to updates: what each algorithm makes of them, and that GRPO's numbers are as ever."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
+from rljax.kernels.switch import KernelChoice
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
@@ -32,6 +37,15 @@ LONGEST = 12
 
 @pytest.fixture(scope="module")
 def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def groups(params):
+    return make_groups(params)
+
+
+def make_params():
     return jax.tree.map(
         lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
     )
@@ -56,15 +70,15 @@ def experiment(algorithm, **training):
     )
 
 
-def make_learner(params, algorithm, **training):
+def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
     config = experiment(algorithm, **training)
     optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
-    arguments = (CONFIG, Numerics(), SamplingParams(), config.algorithm, config.training, optimizer, POOL)
-    return Learner(config, CONFIG, Numerics(), Trainer(*arguments), POOL, params)
+    numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh())
+    arguments = (CONFIG, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh)
+    return Learner(config, CONFIG, numerics, Trainer(*arguments), pool, params)
 
 
-@pytest.fixture(scope="module")
-def groups(params):
+def make_groups(params):
     """Three prompts with two responses each, and the logprobs that the policy gives them."""
     rng = np.random.default_rng(0)
     learner = make_learner(params, {"name": "dapo"})
@@ -323,12 +337,56 @@ def test_the_critic_learns_and_leaves_the_policy_alone(params, groups):
 def test_nothing_compiles_after_warm_up(params, groups):
     pool = ExecutablePool()
     keys = {"name": "ppo", "correction_cap": 2.0, "entropy_coefficient": 0.01}
-    config = experiment(keys, minibatches_per_step=2)
-    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
-    arguments = (CONFIG, Numerics(), SamplingParams(), config.algorithm, config.training, optimizer, pool)
-    learner = Learner(config, CONFIG, Numerics(), Trainer(*arguments), pool, params)
+    learner = make_learner(params, keys, pool, minibatches_per_step=2)
     state = learner.init(params)
     learner.warm_up(state)
     compiled = pool.compilations
     learner.learn(state, groups, 0)
     assert pool.compilations == compiled
+
+
+_ON_A_MESH = """
+import json, sys
+import jax, numpy as np
+from rljax.config import MeshConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.sharding import make_mesh
+from tests.training.test_learner import make_groups, make_learner, make_params
+
+params = make_params()
+groups = make_groups(params)
+found = {}
+for name in ("ppo", "gspo"):
+    keys = {"name": name, "correction_cap": 2.0, "entropy_coefficient": 0.01}
+    runs = []
+    for mesh in (None, make_mesh(MeshConfig(data=2, tensor=2))):
+        learner = make_learner(params, keys, ExecutablePool(), mesh, minibatches_per_step=2)
+        state = learner.init(params)
+        state, metrics = learner.learn(state, groups, 0)
+        runs.append((jax.tree.leaves(jax.device_get((state.params, state.critic))), metrics))
+    (leaves, metrics), (others, other) = runs
+    found[name] = {
+        "difference": max(float(np.abs(a - b).max()) for a, b in zip(leaves, others, strict=True)),
+        "metrics": [metrics, other],
+    }
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_rounding_only():
+    """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", _ON_A_MESH], capture_output=True, text=True, env=os.environ | flags
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout[result.stdout.index("FOUND") + len("FOUND") :])
+    for name, each in found.items():
+        assert each["difference"] < 1e-3, name  # Adam's first steps are nearly signs: small gradients decide
+        metrics, other = each["metrics"]
+        for key in ("loss/policy", "gradient_norm", "entropy", "correction/ratio_mean"):
+            assert other[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-5), (name, key)
+    for key in ("critic/loss", "critic/gradient_norm"):
+        metrics, other = found["ppo"]["metrics"]
+        assert other[key] == pytest.approx(metrics[key], rel=1e-3), key
