@@ -18,13 +18,14 @@ from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
+from rljax.training.accumulation import TrainState
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
 from rljax.training.progress import Progress
-from rljax.training.update import Trainer, TrainState
+from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
 _SAVED_EVERY = 100  # updates
