@@ -165,3 +165,22 @@ def test_bad_arguments_are_named():
         generalized_advantages(jnp.zeros((2, 3)), jnp.zeros((2, 2)), jnp.ones((2, 3), bool), 1.0, 1.0)
     with pytest.raises(ValueError, match="differ in shape"):
         whiten(jnp.zeros((2, 3)), jnp.ones((2, 2), bool))
+
+
+@pytest.mark.parametrize("discount, gae_lambda", [(1.0, 1.0), (0.9, 0.8)])
+def test_what_a_tool_answered_is_passed_over(discount, gae_lambda):
+    """Rewards and values of a response with an answer inside, and one at its end, are those without them."""
+    mask = np.asarray([[True, True, False, False, True, True, False, False]])
+    values = np.asarray([[0.5, -0.25, 9.0, 9.0, 1.0, 0.75, 9.0, 9.0]], np.float32)
+    rewards = np.asarray(token_rewards(jnp.asarray([2.0]), None, jnp.asarray(mask)))
+    assert rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]]
+    alone = np.ones((1, 4), bool)
+    settings = (discount, gae_lambda)
+    expected = generalized_advantages(
+        jnp.asarray(rewards[mask][None]), jnp.asarray(values[mask][None]), jnp.asarray(alone), *settings
+    )
+    found = np.asarray(
+        generalized_advantages(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(mask), *settings)
+    )
+    np.testing.assert_array_equal(found[mask], np.asarray(expected)[0])
+    assert not found[~mask].any()
