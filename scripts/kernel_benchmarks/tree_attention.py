@@ -94,7 +94,7 @@ def _by_peer(attention: Callable[..., Array]) -> Callable[..., Array]:
         nodes, capacity = queries.shape[1], keys.shape[1]
         mask = None
         if tree:
-            place = jnp.arange(capacity) - lengths[:, None]  # of a position among the nodes: [B, S]
+            place = jnp.arange(capacity)[None] - lengths[:, None]  # of a position among the nodes: [B, S]
             node = jnp.clip(place, 0, nodes - 1)[:, None, :]  # [B, 1, S]
             sees = jnp.take_along_axis(tree[0], jnp.broadcast_to(node, (len(node), nodes, capacity)), 2)
             inside = (place >= 0) & (place < nodes)
