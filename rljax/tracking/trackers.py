@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rljax.config import ExperimentConfig
+from rljax.errors import Interrupted
 from rljax.tracking.tensorboard import TensorBoard
 from rljax.tracking.weights_and_biases import WeightsAndBiases, check_installed
 from rljax.training.run_directory import RunDirectory
@@ -59,8 +60,9 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        failed = kind is not None and not issubclass(kind, Interrupted)
         for name, tracker in list(self._trackers.items()):
-            self._guarded(name, lambda tracker=tracker: tracker.close(kind is not None))
+            self._guarded(name, lambda tracker=tracker: tracker.close(failed))
 
     def _open(self, name: str, tracker: Tracker) -> None:
         self._trackers[name] = tracker

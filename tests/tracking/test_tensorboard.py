@@ -65,6 +65,8 @@ def test_every_number_of_the_metrics_is_there(directory):
 def test_a_resumed_run_has_no_step_twice(directory):
     """Killed after step 3 without closing, it goes on from step 1's checkpoint with other numbers."""
     train(directory, *({"step": step, "x": step} for step in range(4)))
+    (file,) = (directory.path / "tensorboard").iterdir()
+    file.rename(file.with_name("events.out.tfevents.1000000000.host"))  # a session of another time
     directory.truncate_after(1)
     train(directory, {"step": 2, "x": 20}, {"step": 3, "x": 30})
     assert scalars(directory) == {(0, "x"): 0, (1, "x"): 1, (2, "x"): 20, (3, "x"): 30}

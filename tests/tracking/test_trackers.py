@@ -1,11 +1,12 @@
 """Trackers cannot stop a run: what fails is left out, with one warning."""
 
+import contextlib
 import importlib.util
 import sys
 
 import pytest
 
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, Interrupted
 from rljax.tracking import Trackers
 from rljax.training.run_directory import RunDirectory
 from tests.training.test_run_directory import make_config
@@ -59,15 +60,13 @@ def test_a_tracker_that_cannot_begin_is_a_warning(directory, said):
 
 
 def test_closing_says_whether_the_run_failed(directory, said):
-    for failed in (False, True):
+    """One that was asked to stop has not failed."""
+    for error, failed in ((None, False), (Interrupted("stopped", 15), False), (RuntimeError("no"), True)):
         trackers, tracker = Trackers(make_config(), directory, said.append), Failing()
         trackers._trackers["one"] = tracker
-        try:
-            with trackers:
-                if failed:
-                    raise RuntimeError
-        except RuntimeError:
-            pass
+        with contextlib.suppress(Interrupted, RuntimeError), trackers:
+            if error is not None:
+                raise error
         assert tracker.closed is failed
 
 
