@@ -13,7 +13,10 @@ class ToolsConfig(Section):
     """Tools that the policy may call while it writes a response (docs/tools.md); null for none."""
 
     names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)] = (
-        Field(description="Which tools the policy may call, such as calculator.")
+        Field(
+            description="Which tools the policy may call: calculator, python or your own."
+            " Fewer are easier to learn."
+        )
     )
     opening: Marker = Field(
         "<{name}>",

@@ -28,9 +28,9 @@ class ToolUse:
 
 
 def make_tool_use(config: ToolsConfig, tokenizer: Tokenizer) -> ToolUse:
-    """As the config says; a ConfigError for a tool that is unknown."""
+    """As the config says; a ConfigError for a tool that is unknown or cannot work here."""
     return ToolUse(
-        make_tools(config.names),
+        make_tools(config.names, config.time_limit),
         make_markup(
             config.names,
             (config.opening, config.closing),
