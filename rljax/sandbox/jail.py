@@ -134,6 +134,7 @@ def _build_root(readable, memory_mb):
     """A file system in memory that shows `readable`; it becomes the root, and the old one is gone."""
     if platform.machine() not in _SYS_PIVOT_ROOT:
         raise OSError(f"no sandbox for {platform.machine()}")
+    os.umask(0o022)  # what is made here is for another user
     root = "/tmp"  # any directory that exists: what is mounted on it is seen here only
     _mount(None, "/", flags=_MS_REC | _MS_PRIVATE)
     shown = [path for path in (*_SYSTEM, *readable) if os.path.lexists(path)]
@@ -142,6 +143,8 @@ def _build_root(readable, memory_mb):
     handles = {path: os.open(path, os.O_PATH) for path in (*shown, *devices) if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755,size=4m")
+    os.mkdir(root + "/tmp")  # before what is shown, some of which may lie there
+    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={memory_mb}m".encode())
     for path, link in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         os.symlink(link, root + path)
@@ -155,8 +158,6 @@ def _build_root(readable, memory_mb):
         device = path in devices
         _bind(source, target, _ATTR_NOSUID | (0 if device else _ATTR_RDONLY | _ATTR_NODEV))
         os.close(handle)
-    os.makedirs(root + "/tmp", exist_ok=True)
-    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={memory_mb}m".encode())
     wanted = _MountAttributes(set=_ATTR_RDONLY)
     size = ctypes.c_size_t(ctypes.sizeof(wanted))
     setattr_number = ctypes.c_long(_SYS_MOUNT_SETATTR)

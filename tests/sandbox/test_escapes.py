@@ -242,6 +242,7 @@ def test_what_is_readable_is_only_readable(tmp_path):
     (tmp_path / "module_of_ours.py").write_text("VALUE = 6 * 7\n")
     sandbox = Sandbox(SMALL, readable=(str(tmp_path),), packages=(str(tmp_path),))
     assert sandbox.run("import module_of_ours as m; print(m.VALUE)", b"", 10).output == b"42\n"
+    (tmp_path / "module_of_ours.py").chmod(0o666)
     output = sandbox.run(attempt("open(file, 'a')", file=str(tmp_path / "module_of_ours.py")), b"", 10).output
     assert b"Read-only file system" in output
 
