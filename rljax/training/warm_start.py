@@ -19,7 +19,8 @@ from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
 from rljax.training.progress import Progress
-from rljax.training.update import Trainer, TrainState
+from rljax.training.accumulation import TrainState
+from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
 
