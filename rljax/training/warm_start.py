@@ -15,11 +15,11 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
+from rljax.training.accumulation import TrainState
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
 from rljax.training.progress import Progress
-from rljax.training.accumulation import TrainState
 from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
