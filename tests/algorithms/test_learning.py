@@ -19,7 +19,8 @@ from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.registry import ALGORITHMS
 from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.algorithms.value_loss import value_loss
-from rljax.config import AlgorithmConfig
+from rljax.config import AlgorithmConfig, OptimizerConfig
+from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import PackedBatch
 from rljax.training.update import policy_objective
 
@@ -31,7 +32,7 @@ REWARDS[2, 1] = 1.0
 REWARDS[3, 3] = 0.6
 REWARDS[0] = 0.4  # ends at once, whatever the second token would have been
 UNIFORM = {"first": jnp.zeros(TOKENS), "second": jnp.zeros((TOKENS, TOKENS))}
-OPTIMIZER = optax.adam(0.1)
+OPTIMIZER = make_optimizer(**OptimizerConfig(learning_rate=0.1).model_dump(), total_updates=1)
 
 
 def logits_of(params, tokens):
