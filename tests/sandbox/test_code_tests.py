@@ -1,5 +1,4 @@
-"""Unit tests of code from responses: what passes, what does not, and attempts to pass without solving"
-" anything."""
+"""Unit tests of code from responses: what passes, what does not, and attempts to pass without an answer."""
 
 import json
 

@@ -246,8 +246,7 @@ def test_code(make):
 
 @pytest.mark.slow
 def test_math(make):
-    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing, and is over in"
-    " time."""
+    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing and ends in time."""
     pytest.importorskip("math_verify")
     rows = [{"prompt": "half", "answer": "\\frac{1}{2}"}]
     task = make({"name": "math"}, rows=rows, reward_timeout=3.0, reward_errors="zero", reward_workers=1)
