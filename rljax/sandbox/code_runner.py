@@ -46,8 +46,7 @@ def _call_function(code, name, args, answer):
 
 
 def decode_arguments(args):
-    """Encoded values as Python's own; they come from the dataset, through the process that started this"
-    " one."""
+    """Encoded values as Python's own; they come from the dataset, not from the tested code."""
     kinds = {"l": list, "t": tuple, "s": set}
 
     def decode(value):

@@ -39,8 +39,7 @@ class CodeTest:
     answer: Encoded
 
     def passed(self, outcome: Any) -> bool:
-        """Judges one line of the runner. Of a program's output, white space at the end of lines does not"
-        " count."""
+        """Judges one line of the runner. White space at the end of a program's lines does not count."""
         if not isinstance(outcome, dict):
             return False
         if "input" in self.question:

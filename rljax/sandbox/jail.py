@@ -224,8 +224,7 @@ def _start(spec, already):
 
 
 def _wait_for(program):
-    """Collects every child until `program` ends; returns its exit status, 128 + signal where it was"
-    " killed."""
+    """Collects every child until `program` ends; returns its exit status, 128 + signal if it was killed."""
     while True:
         ended, status = os.wait()
         if ended == program:

@@ -1,5 +1,4 @@
-"""Problems from files and Hugging Face datasets: what is read, in which split it is, in what order it"
-" comes."""
+"""Problems from files and Hugging Face datasets: what is read, in which split and what order it comes."""
 
 import json
 

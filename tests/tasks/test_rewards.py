@@ -15,8 +15,10 @@ from rljax.tasks.registry import configured_task
 from rljax.tasks.rewards import combined, text
 from rljax.tasks.rewards.extraction import answer_finder, last_code_block
 from rljax.tasks.rewards.pool import CheckerPool
+from tests.sandbox.processes import namespaces
 
 HERE = "tests.tasks.reward_functions"
+SANDBOX = {"allow_weak": not namespaces()}
 
 
 def problem(answer):
@@ -34,7 +36,7 @@ def make(tmp_path):
         for name, content in (("path", rows), ("heldout_path", [{**rows[0], "prompt": "held out"}])):
             args[name] = str(tmp_path / f"{name}.jsonl")
             Path(args[name]).write_text("".join(json.dumps(row) + "\n" for row in content))
-        config = {"name": "dataset", "args": args, "rewards": list(rewards)}
+        config = {"name": "dataset", "args": args, "rewards": list(rewards), "sandbox": SANDBOX}
         reports = []
         task = configured_task(TaskConfig.model_validate(config | section), 0, reports.append)
         task.reports = reports
@@ -244,8 +246,7 @@ def test_code(make):
 
 @pytest.mark.slow
 def test_math(make):
-    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing, and is over in"
-    " time."""
+    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing and ends in time."""
     pytest.importorskip("math_verify")
     rows = [{"prompt": "half", "answer": "\\frac{1}{2}"}]
     task = make({"name": "math"}, rows=rows, reward_timeout=3.0, reward_errors="zero", reward_workers=1)
@@ -267,6 +268,7 @@ def test_reasoning_gym(tmp_path):
     """The environment's own score; string_insertion's evaluates the answer as Python."""
     pytest.importorskip("reasoning_gym")
     section = {"name": "reasoning_gym", "args": {"environment": "string_insertion"}, "reward_workers": 1}
+    section["sandbox"] = SANDBOX
     task = configured_task(TaskConfig.model_validate(section), 0)
     try:
         asked = task.problem("train", 5)
