@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from rljax.algorithms.registry import ALGORITHMS, OVERLONG_SHARE
 from rljax.config.keys import KEYS, Key
-from rljax.config.learning import OVERLONG_SHARE, PRESETS
 from rljax.config.yaml_dialect import Dumper
 
 
@@ -41,9 +41,9 @@ def _default_text(key: Key) -> str:
         return text
     if key.leaf == "overlong_buffer":
         return f"{text}, dapo: max_response_length / {OVERLONG_SHARE}"
-    for preset, values in PRESETS.items():
-        if values.get(key.leaf, default) != default:
-            text += f", {preset}: {_yaml_scalar(values[key.leaf])}"
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.settings.get(key.leaf, default) != default:
+            text += f", {name}: {_yaml_scalar(algorithm.settings[key.leaf])}"
     return text
 
 
@@ -52,8 +52,9 @@ def describe_keys(width: int = 100) -> str:
     indent = " " * 6
     lines = []
     for key in KEYS.values():
-        if key.section is not None:
-            purpose = (key.section.__doc__ or "").strip()
+        if key.section is not None or key.items is not None:
+            purpose = ((key.section or key.items).__doc__ or "").strip()
+            purpose = purpose if key.items is None else f"{key.field.description} Of each: {purpose}"
             lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
             continue
         head = f"  {key.name:<40} {_type_name(key.field.annotation)}"

@@ -20,11 +20,13 @@ class Key:
       name: dotted, as in an override.
       field: its pydantic field.
       section: the class of the section, or None for a key that holds a value.
+      items: the class of the sections in a list of them, else None.
     """
 
     name: str
     field: FieldInfo
     section: type[Section] | None
+    items: type[Section] | None = None
 
     @property
     def parent(self) -> str:
@@ -54,19 +56,26 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        key = Key(prefix + name, field, _section_of(field.annotation))
+        found = _section_of(field.annotation)
+        in_list = typing.get_origin(field.annotation) is tuple
+        key = Key(prefix + name, field, None if in_list else found, found if in_list else None)
         yield key
-        if key.section is not None:
-            yield from _walk(key.section, f"{key.name}.")
+        if found is not None:
+            yield from _walk(found, f"{key.name}.")
 
 
 KEYS: dict[str, Key] = {key.name: key for key in _walk(ExperimentConfig)}
 
 
+def without_numbers(name: str) -> str:
+    """The key of an item in a list of sections: "task.rewards.name" for "task.rewards.0.name"."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
 def unknown_key(name: str) -> str:
     """One line about a key that does not exist, with the nearest one that does."""
-    parent, _, leaf = name.rpartition(".")
-    if parent in KEYS and KEYS[parent].section is None:
+    parent, _, leaf = without_numbers(name).rpartition(".")
+    if parent in KEYS and KEYS[parent].section is None and KEYS[parent].items is None:
         return f"{name}: unknown key; the nearest is {parent}, which holds a value"
     siblings = [key for key in KEYS.values() if key.parent == parent]
     same_leaf = [key.name for key in KEYS.values() if key.leaf == leaf]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rljax.config.keys import KEYS, unknown_key
+from rljax.config.keys import KEYS, unknown_key, without_numbers
 from rljax.config.schema import ExperimentConfig
 from rljax.config.yaml_dialect import Dumper, parse_yaml
 from rljax.errors import ConfigError
@@ -67,6 +67,10 @@ def _apply_override(data: dict[str, Any], override: str, source: str) -> None:
             if prefix not in KEYS:
                 raise ConfigError(unknown_key(name))
             key = KEYS[prefix]
+            if key.items is not None:
+                raise ConfigError(
+                    f"{name}: {prefix} is a list; give it whole, as in '{prefix}=[{{...}}, ...]'"
+                )
             free_form = key.free_form
             if key.section is None and not free_form:
                 raise ConfigError(unknown_key(name))
@@ -128,7 +132,7 @@ def _explain(error: ValidationError) -> str:
         case "extra_forbidden":
             return unknown_key(name)
         case "missing":
-            key = KEYS[name]
+            key = KEYS[without_numbers(name)]
             purpose = key.field.description or (key.section.__doc__ if key.section else "") or ""
             return f"{name}: must be set. {purpose}".rstrip()
         case "value_error":

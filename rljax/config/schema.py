@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rljax.algorithms.registry import OVERLONG_SHARE
+from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
     DEVICE_DRAFTERS,
     MAX_NODES,
@@ -14,25 +16,13 @@ from rljax.config.decoding import (
     RolloutConfig,
     SpeculationConfig,
 )
-from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
+from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.task import TaskConfig
+from rljax.config.tools import ToolsConfig
+from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
-
-
-class TaskConfig(Section):
-    """What is to be learned: prompts and a reward that can be checked."""
-
-    name: str = Field(min_length=1, description="Which registered task to train on.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the task, by name, such as its difficulty; see docs/tasks.md.",
-    )
-    problems: CountOrOff = Field(
-        0,
-        description="Train on this many problems, which come back epoch after epoch; 0 never repeats one."
-        " Set it to see what history is worth to a drafter.",
-    )
 
 
 class MeshConfig(Section):
@@ -62,7 +52,25 @@ class CheckpointConfig(Section):
         description="Steps between checkpoints; 0 saves only at the end. Lower where machines are taken"
         " away.",
     )
-    keep: Count = Field(2, description="Newest checkpoints kept. Raise to compare policies along the run.")
+    keep: Count = Field(
+        2, description="Newest checkpoints kept. Raise to have more to go back to when a disk fails."
+    )
+    keep_every: CountOrOff = Field(
+        0,
+        description="Keep checkpoints of every so many steps for good, where checkpoint.every makes one; 0 is"
+        " none. Set it to compare policies along the run.",
+    )
+    keep_best: CountOrOff = Field(
+        0,
+        description="Keep so many with the highest held-out reward, and make one at every evaluation; 0 is"
+        " none. Set it where long runs get worse in the end.",
+    )
+    on_failure: Literal["stop", "go_on"] = Field(
+        "stop",
+        description="When a checkpoint cannot be written, on a full disk for example: stop with an error, or"
+        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while; what"
+        " is killed meanwhile loses more.",
+    )
 
 
 class EvaluationConfig(Section):
@@ -125,6 +133,7 @@ class ExperimentConfig(Section):
     warm_start: WarmStartConfig | None = None
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -134,6 +143,7 @@ class ExperimentConfig(Section):
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +178,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
             " a group of one always has equal rewards, so no batch would ever fill"
         )
-    if group < 2:
+    if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
             " set at least 2"
@@ -195,6 +205,20 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
+    if config.checkpoint.keep_best and not (config.evaluation.every and config.evaluation.problems):
+        yield (
+            "checkpoint.keep_best: needs evaluation.every and evaluation.problems above 0; the best by"
+            " held-out reward are kept"
+        )
+    penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+    if config.tools is not None and penalties != (1.0, 0.0, 0.0):
+        yield (
+            "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"
+            " paused response has decoded behind its call would stay counted"
+        )
+    for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
+        if stop in config.tools.closing.replace("{name}", name):
+            yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -36,14 +36,14 @@ from rljax.rollout.records import Completion
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
-from rljax.tasks.epochs import EpochTask
-from rljax.tasks.registry import make_task
+from rljax.tasks.registry import configured_task
 from rljax.training.decoder import make_numerics, make_scheduler, warm_up
 from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 
 _JUDGED_TOGETHER = 64  # tasks may judge many responses in parallel
-_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "max_prompt_length", "max_response_length", "stop")
+_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
+_SAMPLED_BY += ("presence_penalty", "max_prompt_length", "max_response_length", "stop")
 
 
 class Evaluator:
@@ -70,9 +70,7 @@ class Evaluator:
     ) -> None:
         self.saved, self.config, self.split, self.progress = saved, config, split, progress
         check_devices(config.mesh, jax.device_count())
-        self.task: Task = make_task(config.task.name, config.seed, **config.task.args)
-        if config.task.problems:
-            self.task = EpochTask(self.task, config.task.problems)
+        self.task: Task = configured_task(config.task, config.seed, progress.message)
         self.samples = config.evaluation.samples
         self.problems = self._problems(config.evaluation.problems)
         self.ks = config.evaluation.pass_at or default_ks(self.samples)

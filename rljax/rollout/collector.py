@@ -13,6 +13,7 @@ from rljax.models.transformer import Params
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.judging import judge
 
 TRAINING, EVALUATION = 0, 1
 """Purposes: the first part of a request's identity, so that evaluating never reuses training's noise."""
@@ -104,10 +105,15 @@ class Collector:
         completions, statistics = self.scheduler.run(params, requests, on_progress)
         timing.decode = time.perf_counter() - start
         start = time.perf_counter()
+        answered = [
+            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
+            for i, completion in enumerate(completions)
+        ]
+        rewards = judge(self.task, answered)
         groups = []
         for i, problem in enumerate(problems):
-            prompt, own = requests[i * samples].prompt_ids, completions[i * samples : (i + 1) * samples]
-            groups.append(Group(problem, prompt, own, [self._reward(problem, each) for each in own]))
+            own = slice(i * samples, (i + 1) * samples)
+            groups.append(Group(problem, requests[own.start].prompt_ids, completions[own], rewards[own]))
         timing.reward = time.perf_counter() - start
         return groups, statistics, timing
 
@@ -142,9 +148,23 @@ class Collector:
             )
         return prompt
 
-    def _reward(self, problem: Problem, completion: Completion) -> dict[str, float]:
-        text = self.tokenizer.decode(completion.response_ids.tolist())
-        try:
-            return self.task.reward(problem, text)
-        except Exception as error:
-            raise UserError(f"task: the reward of problem {problem.id} raised {error!r}") from error
+
+def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> None:
+    """Raises a UserError if a task with finitely many problems has prompts that are too long.
+
+    Args:
+      task: its problems are those of its method `finite_problems`, if it has one.
+      tokenizer: of the policy.
+      max_prompt_length: in tokens.
+    """
+    problems = getattr(task, "finite_problems", list)()
+    lengths = [len(tokenizer.encode_chat(problem.messages)) for problem in problems]
+    too_long = sum(length > max_prompt_length for length in lengths)
+    if too_long:
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        raise UserError(
+            f"rollout.max_prompt_length: {max_prompt_length}, but {too_long} of {len(problems)} prompts are"
+            f" longer; that of problem {problems[longest].id} has {lengths[longest]} tokens. Raise it, or"
+            f" leave"
+            " long prompts out with task.args.longest_prompt"
+        )

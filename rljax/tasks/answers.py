@@ -3,11 +3,10 @@
 import re
 
 from rljax.tasks.base import Problem, Task
+from rljax.tasks.rewards.extraction import answer_finder
 
-# Nothing in it can fail after it has begun, so a search takes linear time on any text.
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
-_BOXED = "\\boxed{"
-_MARKER = "####"  # GSM8K's
+_PLACES = ("boxed", "marker", "number")
 
 
 def extracted_answer(task: Task, problem: Problem, response_text: str) -> str | None:
@@ -23,27 +22,11 @@ def last_answer(text: str) -> str | None:
 
     Spaces, dollar signs, thousands separators and a full stop at the end do not tell answers apart.
     """
-    found = _last_boxed(text)
-    if found is None and _MARKER in text:
-        found = text.rpartition(_MARKER)[2].partition("\n")[0]
-    if found is None:
-        found = next(iter(_NUMBER.findall(text)[-1:]), None)
+    everywhere = (answer_finder(place)(text) for place in _PLACES)
+    found = next((answer for answer in everywhere if answer is not None), None)
     if found is None:
         return None
     plain = "".join(found.replace("$", "").split()).removesuffix(".")
     if _NUMBER.fullmatch(plain):
         plain = plain.replace(",", "")
     return plain or None
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    start += len(_BOXED)
-    depth = 1
-    for end in range(start, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if depth == 0:
-            return text[start:end]
-    return None  # cut off before its end

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 Split = Literal["train", "heldout", "warm_start"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -30,6 +30,7 @@ class Problem:
       difficulty: a small integer that grows with the work a solution takes; metrics may be grouped by it.
       solution: a worked solution, the text of the assistant's turn, or None where the task has none. In the
         `warm_start` split it is a demonstration and may be imperfect; elsewhere it is right.
+      data: what else the task knows about the problem, such as the tests of a programming problem; JSON-able.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Problem:
     answer: str
     difficulty: int
     solution: str | None = None
+    data: Mapping[str, Any] | None = None
 
 
 @runtime_checkable

@@ -1,7 +1,10 @@
 """A task whose training problems come back epoch after epoch."""
 
+from collections.abc import Sequence
+
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.judging import Answered, judge
 
 
 class EpochTask:
@@ -23,3 +26,9 @@ class EpochTask:
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         return extracted_answer(self._task, problem, response_text)
+
+    def finite_problems(self) -> list[Problem]:
+        return getattr(self._task, "finite_problems", list)()
+
+    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+        return judge(self._task, answered)

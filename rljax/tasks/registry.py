@@ -4,17 +4,29 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rljax.config import ExperimentConfig, RewardConfig, TaskConfig
 from rljax.errors import ConfigError, known_names
 from rljax.tasks.base import Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.tasks.dataset import Dataset
+from rljax.tasks.epochs import EpochTask
+from rljax.tasks.mixture import Mixture
+from rljax.tasks.reasoning_gym import ReasoningGym
+from rljax.tasks.rewards.combined import RewardedTask
+from rljax.tasks.tool_arithmetic import ToolArithmetic
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
+    "dataset": Dataset,
+    "reasoning_gym": ReasoningGym,
+    "tool_arithmetic": ToolArithmetic,
 }
+
+Report = Callable[[str], None]
 
 
 def make_task(name: str, seed: int, **args: Any) -> Task:
-    """Builds a task.
+    """Builds a task, without the rewards of a config: see `configured_task`.
 
     Args:
       name: a key of `TASKS`.
@@ -25,12 +37,73 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
     """
     if name not in TASKS:
-        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, TASKS)}")
+        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, [*TASKS, 'mixture'])}")
     factory = TASKS[name]
-    known = [parameter for parameter in inspect.signature(factory).parameters if parameter != "seed"]
+    parameters = inspect.signature(factory).parameters
+    known = [parameter for parameter in parameters if parameter != "seed"]
     for argument in args:
         if argument not in known:
             raise ConfigError(
                 f"task.args.{argument}: {name} has no such argument; {known_names(argument, known)}"
             )
+    for argument in known:
+        if parameters[argument].default is inspect.Parameter.empty and argument not in args:
+            raise ConfigError(f"task.args.{argument}: must be set for {name}")
     return factory(seed=seed, **args)
+
+
+def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Task:
+    """The task of a config, with its rewards, as a mixture or in epochs where the config says so.
+
+    Args:
+      config: the section.
+      seed: the run seed.
+      report: told of rewards that fail without stopping the run.
+    """
+    if config.mixture:
+        task = Mixture(
+            seed, [(item, _part(config, number, seed, report)) for number, item in enumerate(config.mixture)]
+        )
+    else:
+        task = _rewarded(make_task(config.name, seed, **config.args), config, report, "task.rewards")
+    return EpochTask(task, config.problems) if config.problems else task
+
+
+def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
+    """The task of an experiment, after a first problem of every split that the experiment uses."""
+    task = configured_task(config.task, config.seed, report)
+    splits = ["train"]
+    splits += ["heldout"] if config.evaluation.problems else []
+    splits += ["warm_start"] if config.warm_start is not None else []
+    for split in splits:
+        task.problem(split, 0)
+    return task
+
+
+def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:
+    """One task of a mixture."""
+    item = config.mixture[number]
+    key = f"task.mixture.{number}"
+    own = config.model_copy(
+        update={
+            "name": item.name,
+            "args": item.args,
+            "mixture": (),
+            "rewards": item.rewards or config.rewards,
+        }
+    )
+    try:
+        task = make_task(item.name, seed, **item.args)
+    except ConfigError as error:  # its keys are those of a task alone
+        raise ConfigError(
+            str(error).replace("task.name:", f"{key}.name:").replace("task.args", f"{key}.args")
+        ) from error
+    return _rewarded(task, own, report, f"{key}.rewards" if item.rewards else "task.rewards")
+
+
+def _rewarded(task: Task, config: TaskConfig, report: Report, key: str) -> Task:
+    if not config.rewards and hasattr(task, "checker"):
+        config = config.model_copy(update={"rewards": (RewardConfig(name="task", label="score"),)})
+    if not config.rewards and getattr(task, "has_reward", True):
+        return task
+    return RewardedTask(task, config, report, key)

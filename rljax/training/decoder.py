@@ -29,6 +29,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sharding import row_multiple
+from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
 
 
@@ -43,7 +44,15 @@ def make_numerics(config: ExperimentConfig, mesh: Mesh | None) -> Numerics:
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
     """The distribution that is sampled, and trained."""
     rollout = config.rollout
-    return SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+    return SamplingParams(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+        rollout.frequency_penalty,
+        rollout.presence_penalty,
+    )
 
 
 def make_scheduler(
@@ -102,7 +111,8 @@ def make_scheduler(
             strategies=strategy_choice(speculation, config.seed, _roofline(config, engine, drafters)),
         )
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
-    return Scheduler(engine, config.engine.max_slots, stop, speculator, speculation.overlap)
+    tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
+    return Scheduler(engine, config.engine.max_slots, stop, speculator, speculation.overlap, tools)
 
 
 def warm_up(
@@ -119,6 +129,8 @@ def warm_up(
     prompt_length, speculator = config.rollout.max_prompt_length, scheduler.speculator
     late = late_inserts or (speculator is not None and speculator.run_ahead is not None)
     scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late)
+    if config.tools is not None:
+        scheduler.engine.warm_up_append(params, scheduler.max_slots)
     if speculator is not None:
         rehearse_drafters(config.speculation)
         speculator.warm_up(params, prompt_length)

@@ -85,3 +85,26 @@ def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
     except ValueError as error:
         raise ConfigError(f"policy.growth: {error}") from error
     return dataclasses.replace(policy, params=params, config=config)
+
+
+def check_policy(config: ExperimentConfig, policy: Policy, task: Task) -> None:
+    """What would otherwise turn up only when everything is compiled.
+
+    Raises:
+      UserError: the policy is not made for sequences as long as the config's, its tokenizer has no chat
+        template that takes the task's prompts, or the first of these is too long.
+    """
+    rollout = config.rollout
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    if policy.config.max_positions < longest:
+        raise ConfigError(
+            f"policy: it is made for sequences of {policy.config.max_positions} tokens, less than"
+            f" rollout.max_prompt_length + max_response_length = {longest}"
+        )
+    problem = task.problem("train", 0)
+    tokens = len(policy.tokenizer.encode_chat(problem.messages))
+    if tokens > rollout.max_prompt_length:
+        raise ConfigError(
+            f"rollout.max_prompt_length: {rollout.max_prompt_length}, but the prompt of problem"
+            f" {problem.id} has {tokens} tokens"
+        )

@@ -16,11 +16,11 @@ from rljax.models.growth import grow
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.tasks.registry import make_task
+from rljax.training.accumulation import TrainState
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import make_policy
 from rljax.training.run_directory import RunDirectory
 from rljax.training.saved_policy import load_saved_policy, saved_steps
-from rljax.training.update import TrainState
 from tests.training.tiny_run import write_config
 
 STEPS = (3, 5)

@@ -1,0 +1,143 @@
+"""What runs inside the sandbox to test a program: a script, sent as source after that of values.py.
+
+It reads one JSON object from its standard input: `code`, `tests`, `seconds` for each test, `max_output` bytes
+of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...]}. For
+each it writes one JSON line: {"output": text}, {"value": encoded} or {"error": why}. The right answers are
+not
+here: whatever the tested code does in this process or to it, it cannot know what to claim.
+
+Every test has a process of its own, so that one cannot disturb the next.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+
+def _run_program(code, text, answer):
+    """The code as a whole program; its standard output is the answer."""
+    with open("input", "w") as file:
+        file.write(text)
+    os.dup2(os.open("input", os.O_RDONLY), 0)
+    os.dup2(answer, 1)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    with contextlib.suppress(SystemExit):
+        exec(compile(code, "response", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
+
+
+def _call_function(code, name, args, answer):
+    """One of the code's functions, or a method of its class `Solution`; what it returns is the answer."""
+    names = {"__name__": "response"}
+    exec(compile(code, "response", "exec"), names)
+    if name not in names and "Solution" in names:
+        function = getattr(names["Solution"](), name)
+    else:
+        function = names[name]
+    text = json.dumps(encode(function(*decode_arguments(args))))  # noqa: F821  (values.py stands before this)
+    with open(answer, "w", closefd=False) as file:
+        file.write(text)
+
+
+def decode_arguments(args):
+    """Encoded values as Python's own; they come from the dataset, through the process that started this"
+    " one."""
+    kinds = {"l": list, "t": tuple, "s": set}
+
+    def decode(value):
+        if not isinstance(value, list):
+            return value
+        tag, *items = value
+        if tag in kinds:
+            return kinds[tag](map(decode, items))
+        if tag == "d":
+            return {decode(key): decode(item) for key, item in items}
+        return bytes.fromhex(items[0]) if tag == "b" else float(items[0])
+
+    return [decode(value) for value in args]
+
+
+def _in_child(test, code, seconds, answer):
+    os.setpgid(0, 0)
+    bound = int(seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (bound, bound))
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    if "input" in test:
+        _run_program(code, test["input"], answer)
+    else:
+        _call_function(code, test["call"], test["args"], answer)
+
+
+def _read_answer(child, answer, seconds, max_output):
+    """What the child writes until it ends. A descendant that keeps the pipe open is not waited for."""
+    deadline, output, status = time.monotonic() + seconds, b"", None
+    while True:
+        if status is None:
+            ended, code = os.waitpid(child, os.WNOHANG)
+            status = code if ended else None
+        wait = 0 if status is not None else max(0, min(0.01, deadline - time.monotonic()))
+        if select.select([answer], [], [], wait)[0]:
+            read = os.read(answer, 65536)
+            output += read
+            if len(output) > max_output:
+                return output, "too much output"
+            if read:
+                continue
+            time.sleep(0.001)  # closed by a child that has yet to end
+        if status is not None:
+            return output, None if status == 0 else "it raised or was killed"
+        if time.monotonic() >= deadline:
+            return output, "it takes too long"
+
+
+def _outcome(test, code, seconds, max_output, protocol):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(read)
+            protocol.close()
+            _in_child(test, code, seconds, write)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write)
+    output, error = _read_answer(child, read, seconds, max_output)
+    os.close(read)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    if os.getpid() == 2:  # the strong jail: all but this process and the first are what the test started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+    if error is not None:
+        return {"error": error}
+    if "input" in test:
+        return {"output": output.decode("utf-8", "replace")}
+    try:
+        return {"value": json.loads(output)}
+    except ValueError:
+        return {"error": "it left without an answer"}
+
+
+def main():
+    request = json.loads(sys.stdin.buffer.readline())
+    protocol = os.fdopen(os.dup(1), "w")
+    for test in request["tests"]:
+        outcome = _outcome(test, request["code"], request["seconds"], request["max_output"], protocol)
+        protocol.write(json.dumps(outcome) + "\n")
+        protocol.flush()
+
+
+if __name__ == "__main__":
+    main()

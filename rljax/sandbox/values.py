@@ -1,0 +1,65 @@
+"""Python values as JSON that keeps apart what JSON does not (list and tuple, set, dict with any keys), and
+their equality.
+
+Both sides of the sandbox use it, so it imports the standard library only. Values from inside are compared as
+they came: they are never made into objects, whose hashing or equality a hostile program could exploit.
+"""
+
+import math
+from typing import Any
+
+Encoded = Any
+"""None, bool, str, int, a finite float, or a list whose first item is a tag: "l" list, "t" tuple, "s" set,
+"d" dict (its pairs follow), "b" bytes (as hex), "f" a float that is not finite."""
+
+
+def encode(value: Any) -> Encoded:
+    """A value as JSON-able data; TypeError where it is of no type that can be compared by value."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else ["f", repr(float(value))]
+    if isinstance(value, list):
+        return ["l", *map(encode, value)]
+    if isinstance(value, tuple):
+        return ["t", *map(encode, value)]
+    if isinstance(value, (set, frozenset)):
+        return ["s", *map(encode, value)]
+    if isinstance(value, dict):
+        return ["d", *([encode(key), encode(item)] for key, item in value.items())]
+    if isinstance(value, (bytes, bytearray)):
+        return ["b", value.hex()]
+    raise TypeError(f"a {type(value).__name__} cannot be compared by value")
+
+
+def same(a: Encoded, b: Encoded) -> bool:
+    """Whether two encoded values are equal as Python's `==` has it; NaN equals nothing."""
+    if not isinstance(a, list) or not isinstance(b, list):
+        return not isinstance(a, list) and not isinstance(b, list) and a == b
+    if not a or not b or a[0] != b[0] or len(a) != len(b):
+        return False
+    tag, left, right = a[0], a[1:], b[1:]
+    if tag == "f":
+        return left == right and left != ["nan"]
+    if tag in ("s", "d"):
+        left, right = sorted(left, key=_order), sorted(right, key=_order)
+        if tag == "d":
+            pairs = [*left, *right]
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                return False
+            return all(same(x[0], y[0]) and same(x[1], y[1]) for x, y in zip(left, right, strict=True))
+    return all(same(x, y) for x, y in zip(left, right, strict=True))
+
+
+def _order(value: Encoded) -> str:
+    """The same text for equal values, so that sorting by it brings equal ones together."""
+    if isinstance(value, list):
+        items = list(map(_order, value[1:]))
+        if value and value[0] in ("s", "d"):
+            items.sort()
+        return repr([value[:1], items])
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return repr(int(value) if isinstance(value, bool) else value)

@@ -1,0 +1,94 @@
+"""Several tasks in one, by weights that may change along the run: a mixture, or a curriculum.
+
+Which task a position belongs to is drawn from (seed, split, position) and the weights there. Each task's
+problems come in its own order, none left out: its next one is the number of times it was drawn before. That
+number is counted from the start of the run, so it is a function of the position as well, and a resumed run
+goes on with the same problem.
+"""
+
+import array
+import dataclasses
+from collections.abc import Sequence
+
+from rljax.config import MixtureConfig
+from rljax.tasks.answers import extracted_answer
+from rljax.tasks.base import Problem, Split, Task, problem_random
+from rljax.tasks.judging import Answered, judge
+
+
+class Mixture:
+    """The task. Weights of the training split follow the schedules; `heldout` and `warm_start` take the tasks
+    in equal shares, so that every evaluation asks the same.
+
+    Args:
+      seed: the run seed.
+      parts: the tasks, each with its weights.
+    """
+
+    def __init__(self, seed: int, parts: Sequence[tuple[MixtureConfig, Task]]) -> None:
+        self.seed = seed
+        self._configs = [config for config, _ in parts]
+        self._tasks = {config.prefix: task for config, task in parts}
+        self._drawn = array.array("H")  # of every training position so far, its task
+        self._before = array.array("Q")  # and how often that had been drawn before
+        self._counts = [0] * len(parts)
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """Returns problem `index` of a split; see `Task.problem`. Its id begins with its task's label."""
+        if split == "train":
+            number, inner = self._training_place(index)
+        else:
+            number, inner = index % len(self._configs), index // len(self._configs)
+        prefix = self._configs[number].prefix
+        problem = self._tasks[prefix].problem(split, inner)
+        return dataclasses.replace(problem, id=f"{prefix}/{problem.id}")
+
+    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+        """That of the problem's task; see `Task.reward`."""
+        return self.rewards([(problem, response_text)])[0]
+
+    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+        """The rewards of many responses, each task's together. Their parts differ where the tasks' do."""
+        found: list[dict[str, float]] = [{}] * len(answered)
+        for prefix, task in self._tasks.items():
+            own = [i for i, (problem, _) in enumerate(answered) if problem.id.startswith(f"{prefix}/")]
+            inner = [(_without(prefix, answered[i][0]), answered[i][1]) for i in own]
+            for i, reward in zip(own, judge(task, inner) if inner else [], strict=True):
+                found[i] = reward
+        return found
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        """That of the problem's task; see `rljax/tasks/answers.py`."""
+        prefix = next(prefix for prefix in self._tasks if problem.id.startswith(f"{prefix}/"))
+        return extracted_answer(self._tasks[prefix], _without(prefix, problem), response_text)
+
+    def finite_problems(self) -> list[Problem]:
+        """The problems of those tasks that have finitely many."""
+        return [
+            problem for task in self._tasks.values() for problem in getattr(task, "finite_problems", list)()
+        ]
+
+    def close(self) -> None:
+        """Ends the workers of its tasks."""
+        for task in self._tasks.values():
+            getattr(task, "close", lambda: None)()
+
+    def _training_place(self, index: int) -> tuple[int, int]:
+        problem_random(self.seed, "train", index)  # refuses what is no position
+        for position in range(len(self._drawn), index + 1):
+            weights = [config.weight_at(position) for config in self._configs]
+            left = problem_random(self.seed, "train", position).random() * sum(weights)
+            number = max(i for i, weight in enumerate(weights) if weight > 0)  # where rounding leaves nothing
+            for i, weight in enumerate(weights):
+                left -= weight
+                if left < 0:
+                    number = i
+                    break
+            self._drawn.append(number)
+            self._before.append(self._counts[number])
+            self._counts[number] += 1
+        return self._drawn[index], self._before[index]
+
+
+def _without(prefix: str, problem: Problem) -> Problem:
+    return dataclasses.replace(problem, id=problem.id.removeprefix(f"{prefix}/"))

@@ -1,0 +1,211 @@
+"""A task with the rewards of `task.rewards`: parts with weights, some computed in workers."""
+
+import concurrent.futures
+import json
+import os
+from collections.abc import Callable, Sequence
+
+from rljax.config import TaskConfig
+from rljax.errors import ConfigError, UserError
+from rljax.sandbox.code_tests import CodeTest, parse_tests, run_tests
+from rljax.sandbox.limits import Limits
+from rljax.sandbox.process import Sandbox, SandboxError
+from rljax.tasks.answers import extracted_answer
+from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.judging import Answered
+from rljax.tasks.rewards.extraction import last_code_block
+from rljax.tasks.rewards.pool import CheckerError, CheckerPool, checker_sandbox
+from rljax.tasks.rewards.registry import Reward, make_reward
+from rljax.tasks.rewards.text import number
+
+_REPORTED = 10  # errors of a session that are shown one by one
+_SHOWN = 160  # characters of a prompt or response in an error
+
+Parts = dict[str, float]
+
+
+class RewardedTask:
+    """A task's problems, and the sum of weighted rewards.
+
+    A response's parts are "reward", the sum; each reward under its metric's name, before its weight; and
+    "errors", 1 if a reward raised, hung or died on it, else 0.
+
+    Args:
+      task: the problems, and the reward `task` where it has one. With an attribute `checker` (name and
+        arguments of one of `CHECKERS`) that is the reward, computed in the sandbox.
+      config: with the rewards, and how they are computed.
+      report: told of rewards that fail, where `config.reward_errors` is "zero".
+      key: of the list of rewards, for errors.
+
+    Raises:
+      ConfigError: a reward that cannot be, or a problem that it cannot judge.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TaskConfig,
+        report: Callable[[str], None] = print,
+        key: str = "task.rewards",
+    ) -> None:
+        self._task, self._config, self._report = task, config, report
+        self._rewards = [
+            self._made(make_reward(reward, f"{key}.{number}")) for number, reward in enumerate(config.rewards)
+        ]
+        if not self._rewards:
+            raise ConfigError(f"{key}: task {config.name} has no reward of its own; list at least one")
+        self._reported = 0
+        places = {reward.place for reward in self._rewards}
+        limits = Limits(config.sandbox.memory_mb, config.sandbox.processes, config.sandbox.file_mb)
+        self._sandbox = Sandbox(limits, config.sandbox.allow_weak)
+        self._check_problems()
+        if places & {"sandbox", "tests"}:
+            _ = self._sandbox.strong  # a SandboxError if it must be and is not
+        self._pool = None
+        if places & {"worker", "sandbox", "tests"}:
+            threads = config.reward_workers or len(os.sched_getaffinity(0))
+            checkers = [reward for reward in self._rewards if reward.place in ("worker", "sandbox")]
+            self._pool = CheckerPool(checkers, checker_sandbox(self._sandbox), config.reward_timeout, threads)
+            try:
+                self._pool.check()
+            except BaseException:
+                self.close()
+                raise
+
+    def problem(self, split: Split, index: int) -> Problem:
+        return self._task.problem(split, index)
+
+    def finite_problems(self) -> list[Problem]:
+        """All problems, if there are finitely many, else none."""
+        return getattr(self._task, "finite_problems", list)()
+
+    def reward(self, problem: Problem, response_text: str) -> Parts:
+        """See `Task.reward`."""
+        return self.rewards([(problem, response_text)])[0]
+
+    def rewards(self, answered: Sequence[Answered]) -> list[Parts]:
+        """The rewards of many responses, computed in parallel.
+
+        Raises:
+          UserError: a reward failed, and `task.reward_errors` is "stop".
+        """
+        under_way = [[self._begin(reward, *each) for reward in self._rewards] for each in answered]
+        try:
+            return [self._total(each, futures) for each, futures in zip(answered, under_way, strict=True)]
+        finally:
+            for futures in under_way:
+                for future in futures:
+                    future.cancel()
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        """As the first reward that looks for an answer finds it; else as for the task alone."""
+        for reward in self._rewards:
+            if hasattr(reward.compute, "find"):
+                return reward.compute.find(response_text)
+        return extracted_answer(self._task, problem, response_text)
+
+    def close(self) -> None:
+        """Ends the workers. Without it they end with the process."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _made(self, reward: Reward) -> Reward:
+        """A reward of the place "task" as what the task itself has."""
+        if reward.place != "task":
+            return reward
+        checker = getattr(self._task, "checker", None)
+        if checker is not None:
+            return Reward(reward.metric, reward.weight, "sandbox", checker, reward.key)
+        if not getattr(self._task, "has_reward", True):
+            raise ConfigError(f"{reward.key}.name: task {self._config.name} has no reward of its own")
+        return reward
+
+    def _check_problems(self) -> None:
+        """Of a finite task, whether the rewards can judge each problem."""
+        for problem in self.finite_problems():
+            for reward in self._rewards:
+                if reward.place == "tests":
+                    _tests(reward, problem)
+                elif self._is_numeric(reward) and number(problem.answer) is None:
+                    raise ConfigError(
+                        f"{problem.id}: the answer {problem.answer[:60]!r} is not a number, which"
+                        f" {reward.key} needs"
+                    )
+
+    def _is_numeric(self, reward: Reward) -> bool:
+        names = {f"task.rewards.{i}": item.name for i, item in enumerate(self._config.rewards)}
+        return names.get(reward.key) == "numeric"
+
+    def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
+        """One reward of one response, done or under way."""
+        if reward.place in ("here", "task"):
+            done: concurrent.futures.Future = concurrent.futures.Future()
+            try:
+                judge = self._task.reward if reward.place == "task" else reward.compute
+                done.set_result(judge(problem, text))
+            except Exception as error:
+                done.set_exception(CheckerError(f"raised {error!r}"))
+            return done
+        if reward.place == "tests":
+            return self._pool.executor.submit(self._run_tests, reward, problem, text)
+        request = {
+            "messages": list(problem.messages),
+            "response": text,
+            "answer": problem.answer,
+            "data": dict(problem.data or {}),
+        }
+        return self._pool.executor.submit(self._pool.compute, reward, request)
+
+    def _run_tests(self, reward: Reward, problem: Problem, text: str) -> float:
+        settings, tests = reward.compute, _tests(reward, problem)
+        code = last_code_block(text)
+        passed = run_tests(self._sandbox, code, tests, settings.seconds, self._config.reward_timeout)
+        return sum(passed) / len(passed) if settings.partial else float(all(passed))
+
+    def _total(self, answered: Answered, futures: Sequence[concurrent.futures.Future]) -> Parts:
+        total, parts, errors = 0.0, {}, 0.0
+        for reward, future in zip(self._rewards, futures, strict=True):
+            try:
+                value = future.result()
+            except (CheckerError, SandboxError) as error:
+                self._fail(reward, answered, str(error))
+                value, errors = 0.0, 1.0
+            if isinstance(value, dict):  # the task's own, with its parts
+                own = {f"{reward.metric}/{name}": part for name, part in value.items() if name != "reward"}
+                parts |= own
+                value = value["reward"]
+            total += reward.weight * value
+            parts[reward.metric] = value
+        return {"reward": total, **parts, "errors": errors}
+
+    def _fail(self, reward: Reward, answered: Answered, what: str) -> None:
+        problem, text = answered
+        asked = next((m["content"] for m in reversed(problem.messages) if m["role"] == "user"), "")
+        message = (
+            f"{reward.key} ({reward.metric}): {what}; problem {problem.id}, prompt {_shown(asked)},"
+            f" response {_shown(text)}"
+        )
+        if self._config.reward_errors == "stop":
+            raise UserError(f"{message}. task.reward_errors: zero counts such a reward as 0")
+        self._reported += 1
+        if self._reported <= _REPORTED:
+            self._report(message)
+        if self._reported == _REPORTED:
+            self._report("further rewards that fail are only counted: see reward/errors")
+
+
+def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:
+    column = reward.compute.tests
+    if problem.data is None or problem.data.get(column) is None:
+        raise ConfigError(f"{problem.id}: there is no column {column!r}, which {reward.key} needs")
+    try:
+        return parse_tests(problem.data[column])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{problem.id}: {column!r}: {error}") from error
+
+
+def _shown(text: str) -> str:
+    """A text in quotes on one line, its middle left out where it is long."""
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,81 @@
+"""Where a response has its answer. Every search takes time linear in the response."""
+
+import re
+from collections.abc import Callable
+
+# Nothing in it can fail after it has begun, so a search takes linear time on any text.
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?%?")
+_BOXED = "\\boxed{"
+_TAG = ("<answer>", "</answer>")
+
+PLACES = ("response", "line", "number", "boxed", "tag", "marker")
+"""What `answer_in` may be; see `answer_finder`."""
+
+
+def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str | None]:
+    r"""The function that finds the answer in a response; None where it has none.
+
+    Args:
+      answer_in: "response", all of it; "line", its last line that is not empty; "number", its last number;
+        "boxed", what is in its last `\boxed{...}`; "tag", what is in its last `<answer>...</answer>`;
+        "marker", what follows the last `marker` on its line.
+      marker: for "marker", e.g. GSM8K's "####".
+
+    Raises:
+      ValueError: an unknown place, or an empty marker.
+    """
+    if answer_in not in PLACES:
+        raise ValueError(f"args.answer_in: should be one of {', '.join(PLACES)}, not {answer_in!r}")
+    if not isinstance(marker, str) or not marker:
+        raise ValueError(f"args.marker: should be text that is not empty, not {marker!r}")
+    if answer_in == "marker":
+        return lambda text: after_marker(text, marker)
+    return {
+        "response": lambda text: text.strip() or None,
+        "line": lambda text: next(
+            (line.strip() for line in reversed(text.splitlines()) if line.strip()), None
+        ),
+        "number": lambda text: next(iter(_NUMBER.findall(text)[-1:]), None),
+        "boxed": _boxed,
+        "tag": _tagged,
+    }[answer_in]
+
+
+def after_marker(text: str, marker: str) -> str | None:
+    """What follows the last marker, to the end of its line."""
+    _, found, tail = text.rpartition(marker)
+    return tail.partition("\n")[0].strip() or None if found else None
+
+
+def _boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start:end].strip()
+    return None  # cut off before its end
+
+
+def _tagged(text: str) -> str | None:
+    head, closed, _ = text.rpartition(_TAG[1])
+    _, opened, answer = head.rpartition(_TAG[0])
+    return answer.strip() if closed and opened else None
+
+
+def last_code_block(text: str) -> str:
+    """What is in the last fenced block; all of a response without one."""
+    lines, blocks, inside = text.splitlines(), [], None
+    for line in lines:
+        if not line.lstrip().startswith("```"):
+            if inside is not None:
+                inside.append(line)
+        elif inside is None:
+            inside = []
+        else:
+            blocks.append(inside)
+            inside = None
+    return text if not blocks else "\n".join(blocks[-1]) + "\n"

@@ -1,0 +1,143 @@
+"""The workers that compute a run's rewards: bounded in time, ended when they hang, started anew."""
+
+import concurrent.futures
+import json
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rljax
+from rljax.errors import ConfigError
+from rljax.sandbox.process import Process, Sandbox, start_unconfined
+from rljax.tasks.rewards.registry import Reward
+
+_START_SECONDS = 120.0  # a user's module may import much
+_GRACE_SECONDS = 5.0  # beyond the time limit that a sandboxed worker keeps itself
+_MAX_ANSWER = 1 << 16
+_WORKER = "rljax.tasks.rewards.worker"
+
+
+class CheckerError(Exception):
+    """A reward raised or hung; the message says which, without the problem."""
+
+
+class CheckerPool:
+    """Threads, each with a worker of its own for each place, started when first needed.
+
+    Args:
+      rewards: those of the places "worker" and "sandbox"; `compute` refers to them by their position.
+      sandbox: limits of those in the sandbox.
+      seconds: one reward of one response may take.
+      threads: how many run at once.
+
+    Attributes:
+      executor: the threads.
+      close: ends all workers; called when the pool is garbage.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], sandbox: Sandbox, seconds: float, threads: int) -> None:
+        self._rewards = list(rewards)
+        self._sandbox = sandbox
+        self._seconds = seconds
+        self.executor = concurrent.futures.ThreadPoolExecutor(threads, "rljax-reward")
+        self._own = threading.local()
+        self._started: list[Process] = []
+        self._lock = threading.Lock()
+        self.close = weakref.finalize(self, _end, self.executor, self._started)
+
+    def check(self) -> None:
+        """Starts one worker for each place; a ConfigError says what is wrong with a reward."""
+        for place in ("worker", "sandbox"):
+            if any(reward.place == place for reward in self._rewards):
+                self.executor.submit(self._worker, place).result()
+
+    def compute(self, reward: Reward, request: Mapping[str, Any]) -> float:
+        """One reward of one response, in the calling thread's worker; call it within `executor`.
+
+        Raises:
+          CheckerError: it raised, hung or died.
+        """
+        worker = self._worker(reward.place)
+        number = self._of(reward.place).index(reward)
+        seconds = self._seconds + (_GRACE_SECONDS if reward.place == "sandbox" else 0.0)
+        data = json.dumps({"number": number, **request}, default=str).encode() + b"\n"
+        finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
+        if finished.ending == "timeout":
+            self._drop(reward.place)
+            raise CheckerError(f"took more than {self._seconds:g} seconds (task.reward_timeout)")
+        try:
+            answer = json.loads(finished.output)
+            if "error" not in answer:
+                return float(answer["value"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._drop(reward.place)
+            raise CheckerError("ended its worker process") from None
+        raise CheckerError(str(answer["error"]))
+
+    def _of(self, place: str) -> list[Reward]:
+        return [reward for reward in self._rewards if reward.place == place]
+
+    def _worker(self, place: str) -> Process:
+        worker = getattr(self._own, place, None)
+        if worker is None:
+            worker = self._start(place)
+            setattr(self._own, place, worker)
+            with self._lock:
+                self._started.append(worker)
+        return worker
+
+    def _drop(self, place: str) -> None:
+        worker = getattr(self._own, place)
+        setattr(self._own, place, None)
+        with self._lock:
+            self._started.remove(worker)
+        worker.close()
+
+    def _start(self, place: str) -> Process:
+        rewards = self._of(place)
+        if place == "sandbox":
+            process = self._sandbox.start(f"from {_WORKER} import main; main()")
+        else:
+            paths = os.pathsep.join(path for path in sys.path if path)
+            # A reward function that uses JAX must not take the accelerator from the run.
+            env = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+            process = start_unconfined([sys.executable, "-m", _WORKER], env)
+        setup = {
+            "rewards": [reward.compute for reward in rewards],
+            "fork": place == "sandbox",
+            "seconds": self._seconds,
+        }
+        finished = process.exchange(
+            json.dumps(setup).encode() + b"\n", _START_SECONDS, _MAX_ANSWER, line=True
+        )
+        try:
+            answer = json.loads(finished.output)
+        except ValueError:
+            process.close()
+            found = finished.output[:200] or b"nothing"
+            raise ConfigError(
+                f"task.rewards: a worker for {', '.join(reward.metric for reward in rewards)} did not start"
+                f" ({finished.ending}; it said {found!r})"
+            ) from None
+        if "error" in answer:
+            process.close()
+            raise ConfigError(f"{rewards[answer['number']].key}.{answer['error']}")
+        return process
+
+
+def _end(executor: concurrent.futures.Executor, started: list[Process]) -> None:
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in started:
+        process.close()
+
+
+def checker_sandbox(sandbox: Sandbox) -> Sandbox:
+    """The sandbox with the packages that checkers import: site-packages and rljax itself, read-only."""
+    found = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    packages = [os.path.realpath(path) for path in found if os.path.isdir(path)]
+    own = Path(rljax.__file__).resolve().parent
+    return Sandbox(sandbox.limits, sandbox.allow_weak, (*packages, str(own)), (*packages, str(own.parent)))

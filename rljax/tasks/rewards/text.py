@@ -1,0 +1,80 @@
+"""Rewards that look at a response as text. They take linear time, so they are computed where the run is."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from rljax.tasks.base import Problem
+from rljax.tasks.rewards.extraction import answer_finder
+
+TextReward = Callable[[Problem, str], float]
+
+_LONGEST_NUMBER = 60  # characters; converting digits takes quadratic time
+
+
+def exact(answer_in: str = "response", marker: str = "####", ignore_case: bool = False) -> TextReward:
+    """1 if the response's answer is the problem's, character by character, else 0. White space at the ends
+    does not count; where the answer stands: see `answer_finder`.
+    """
+    find = answer_finder(answer_in, marker)
+
+    def reward(problem: Problem, response: str) -> float:
+        found, right = find(response), problem.answer.strip()
+        if found is not None and ignore_case:
+            found, right = found.casefold(), right.casefold()
+        return float(found == right)
+
+    reward.find = find
+    return reward
+
+
+def numeric(
+    answer_in: str = "number", marker: str = "####", tolerance: float = 0.0, relative: float = 0.0
+) -> TextReward:
+    """1 if the response's answer is the problem's number, else 0. "1,234.50", "1/2" and "50%" are numbers.
+
+    Args:
+      answer_in: where the answer stands; see `answer_finder`.
+      marker: likewise.
+      tolerance: how far off it may be.
+      relative: how far off it may be, as a share of the right number.
+    """
+    find = answer_finder(answer_in, marker)
+    for name, value in (("tolerance", tolerance), ("relative", relative)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise ValueError(f"args.{name}: should be a number of at least 0, not {value!r}")
+
+    def reward(problem: Problem, response: str) -> float:
+        found, right = find(response), number(problem.answer)
+        value = None if found is None else number(found)
+        if right is None:
+            raise ValueError(f"the answer {problem.answer[:60]!r} is not a number")
+        return float(
+            value is not None
+            and abs(value - right) <= max(Fraction(tolerance), Fraction(relative) * abs(right))
+        )
+
+    reward.find = find
+    return reward
+
+
+def length(target: int, limit: int) -> TextReward:
+    """1 up to `target` characters, 0 from `limit` on, and a straight line between."""
+    for name, value in (("target", target), ("limit", limit)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"args.{name}: should be a whole number of at least 0, not {value!r}")
+    if limit <= target:
+        raise ValueError(f"args.limit: {limit} should be more than args.target {target}")
+    return lambda problem, response: min(1.0, max(0.0, (limit - len(response)) / (limit - target)))
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a text is, exactly; None if it is none."""
+    text = text.strip().strip("$").strip().removesuffix(".").replace(",", "")
+    if len(text) > _LONGEST_NUMBER or not text.isascii() or "e" in text.lower():
+        return None
+    percent = text.endswith("%")
+    try:
+        value = Fraction(text.removesuffix("%").strip())
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value / 100 if percent else value

@@ -1,0 +1,82 @@
+"""Rows of a dataset: a JSONL or Parquet file, or a Hugging Face dataset.
+
+A row is a mapping of columns to values, with a place that errors name, such as "train.jsonl:17".
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rljax.errors import ConfigError
+from rljax.tasks.rewards.registry import require_package
+
+Row = tuple[str, dict[str, Any]]
+
+_JSON_LINES = (".jsonl", ".ndjson")
+
+
+def read_file(path: str, key: str) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+      path: ends in .jsonl, .ndjson or .parquet.
+      key: the config key that names it, for errors.
+
+    Raises:
+      ConfigError: no such file, of no known kind, or a line that is no JSON object; names the file and the
+        line.
+    """
+    file = Path(path)
+    if file.suffix not in (*_JSON_LINES, ".parquet"):
+        raise ConfigError(f"{key}: {path} should end in .jsonl, .ndjson or .parquet")
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {path}")
+    return _parquet(file, key) if file.suffix == ".parquet" else _json_lines(file)
+
+
+def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Row]:
+    """The rows of a Hugging Face dataset, by its id on the hub or as a local directory of data files."""
+    require_package(("datasets", "datasets"), key)
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # of many kinds, from several libraries
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {reason}") from error
+    shown = Path(name).name
+    return ((f"{shown}/{split}:{number}", dict(row)) for number, row in enumerate(found))
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{file.name}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{file}:{number}: is not UTF-8 text (byte {error.start + 1})") from error
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{file}:{number}: is not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise ConfigError(f"{file}:{number}: should be a JSON object, not a {kind}")
+            yield place, row
+
+
+def _parquet(file: Path, key: str) -> Iterator[Row]:
+    require_package(("pyarrow", "datasets"), key)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{file}: is not a readable Parquet file: {' '.join(str(error).split())}"
+        ) from error
+    return ((f"{file.name}:{number}", row) for number, row in enumerate(rows, 1))

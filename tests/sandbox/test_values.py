@@ -1,0 +1,77 @@
+"""Values as JSON, and their equality, against Python's own."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.sandbox.code_runner import decode_arguments
+from rljax.sandbox.values import encode, same
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(-3, 3)
+    | st.text("ab", max_size=2)
+    | st.binary(max_size=1)
+)
+keys = st.integers(-2, 2) | st.text("ab", max_size=1) | st.tuples(st.integers(0, 1))
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.sets(keys, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(values, values)
+def test_equality_is_pythons(a, b):
+    over_the_wire = json.loads(json.dumps(encode(a)))
+    assert same(over_the_wire, encode(b)) == (a == b)
+    assert same(over_the_wire, encode(a))
+    assert decode_arguments([over_the_wire]) == [a]
+
+
+KINDS = [[1, 2], (1, 2), {1, 2}, {1: 2}, "[1, 2]", b"12", 12, 12.5, None, True, "f", ["f", "nan"], ["l", 1]]
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(KINDS, 2)))
+def test_kinds_are_kept_apart(a, b):
+    assert not same(encode(a), encode(b))
+
+
+def test_numbers_are_equal_across_their_types():
+    assert same(encode([1, {2: True}, {1.0}]), encode([1.0, {2.0: 1}, {True}]))
+
+
+def test_nan_equals_nothing_and_infinity_itself():
+    nan, infinity = float("nan"), float("inf")
+    assert not same(encode(nan), encode(nan)) and same(encode([infinity]), encode([infinity]))
+    assert not same(encode(infinity), encode(-infinity))
+
+
+def test_what_has_no_value_is_refused():
+    class Liar:
+        def __eq__(self, other):
+            return True
+
+    for value in (Liar(), [Liar()], print, 1j):
+        with pytest.raises(TypeError, match="cannot be compared"):
+            encode(value)
+
+
+@pytest.mark.parametrize(
+    "forged", [[], [[]], ["x", 1], ["d", 1], ["d", [1]], ["s"], {"a": 1}, ["l", ["d", []]]]
+)
+def test_forged_encodings_equal_nothing(forged):
+    for right in ([], {}, {1: 2}, [1], set(), None):
+        if forged != encode(right):
+            assert not same(forged, encode(right))

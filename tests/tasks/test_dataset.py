@@ -1,0 +1,226 @@
+"""Problems from files and Hugging Face datasets: what is read, in which split it is, in what order it"
+" comes."""
+
+import json
+
+import pytest
+
+from rljax.errors import ConfigError
+from rljax.tasks.base import Task, is_heldout
+from rljax.tasks.dataset import Dataset
+
+ROWS = [
+    {
+        "question": f"What is {i} plus {i}?",
+        "answer": f"Easy. #### {2 * i}",
+        "level": f"Level {i % 5}",
+        "id": i,
+    }
+    for i in range(40)
+]
+COLUMNS = {"prompt": "question", "answer_marker": "####", "difficulty": "level"}
+
+
+def write(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "sums.jsonl")
+
+
+def texts(problems):
+    return [problem.messages[-1]["content"] for problem in problems]
+
+
+def first(task, split, count):
+    return [task.problem(split, index) for index in range(count)]
+
+
+def test_a_row_becomes_a_problem(path):
+    task = Dataset(0, path, **COLUMNS, solution="answer", system="Be brief.", template="Q: {prompt}\nA:")
+    assert isinstance(task, Task)
+    problem = next(each for each in task.finite_problems() if each.data["id"] == 7)
+    assert problem.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q: What is 7 plus 7?\nA:"},
+    )
+    assert (problem.id, problem.answer, problem.difficulty) == ("sums.jsonl:8", "14", 2)
+    assert problem.solution == "Easy. #### 14" and problem.data == ROWS[7]
+
+
+def test_prompts_may_be_conversations(tmp_path):
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "2+2?"},
+    ]
+    task = Dataset(0, write(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 4}]), template="{prompt}!",
+                   heldout_path=write(tmp_path / "b.jsonl", [{"prompt": "1+1?", "answer": 2}]))  # fmt: skip
+    problem = task.problem("train", 0)
+    assert [message["content"] for message in problem.messages] == ["Hi", "Hello", "2+2?!"]
+    assert problem.answer == "4"
+
+
+def test_splits_are_disjoint_by_the_prompt_and_cover_the_file(path):
+    task = Dataset(0, path, **COLUMNS)
+    heldout = sum(is_heldout(row["question"]) for row in ROWS)
+    assert 0 < heldout < len(ROWS)
+    trained, held = texts(first(task, "train", 40 - heldout)), texts(first(task, "heldout", heldout))
+    assert sorted(trained + held) == sorted(row["question"] for row in ROWS)
+    assert all(map(is_heldout, held))
+    other = Dataset(5, path, **COLUMNS, template="{prompt} Think.")
+    assert {t.removesuffix(" Think.") for t in texts(first(other, "heldout", heldout))} == set(held)
+
+
+def test_every_epoch_has_its_own_order_of_all_problems(path):
+    task, size = Dataset(3, path, **COLUMNS), len(Dataset(3, path, **COLUMNS).finite_problems())
+    size -= sum(is_heldout(row["question"]) for row in ROWS)
+    epochs = [[task.problem("train", epoch * size + i).id for i in range(size)] for epoch in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3 and len(set(epochs[0])) == size
+    again = Dataset(3, path, **COLUMNS)
+    assert [again.problem("train", 2 * size + i).id for i in reversed(range(size))] == epochs[2][::-1]
+    assert [Dataset(4, path, **COLUMNS).problem("train", i).id for i in range(size)] != epochs[0]
+
+
+def test_held_out_problems_keep_their_order(path):
+    task = Dataset(0, path, **COLUMNS)
+    size = sum(is_heldout(row["question"]) for row in ROWS)
+    assert first(task, "heldout", size) * 2 == first(task, "heldout", 2 * size)
+
+
+def test_a_file_of_its_own_is_held_out_and_never_trained_on(tmp_path, path):
+    other = [{**ROWS[3]}, {"question": "What is 99 plus 1?", "answer": "#### 100", "level": 1}]
+    task = Dataset(0, path, write(tmp_path / "test.jsonl", other), **COLUMNS)
+    assert sorted(texts(first(task, "heldout", 2))) == sorted(row["question"] for row in other)
+    trained = texts(first(task, "train", 39))
+    assert len(set(trained)) == 39 and ROWS[3]["question"] not in trained
+
+
+def test_filters(path):
+    task = Dataset(0, path, **COLUMNS, difficulties=[3, 4])
+    assert {problem.difficulty for problem in task.finite_problems()} == {3, 4}
+    short = Dataset(0, path, **COLUMNS, longest_prompt=len("What is 1 plus 1?"))
+    assert {problem.data["id"] for problem in short.finite_problems()} == set(range(10))
+
+
+def test_parquet_is_read_as_jsonl_is(tmp_path, path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "sums.parquet")
+    task, wanted = Dataset(0, str(tmp_path / "sums.parquet"), **COLUMNS), Dataset(0, path, **COLUMNS)
+    for split in ("train", "heldout"):
+        for ours, theirs in zip(first(task, split, 30), first(wanted, split, 30), strict=True):
+            assert (ours.messages, ours.answer, ours.data) == (theirs.messages, theirs.answer, theirs.data)
+            assert ours.id == theirs.id.replace("jsonl", "parquet")
+
+
+def test_a_hugging_face_dataset(tmp_path, monkeypatch):
+    """A directory of data files goes the way of an id on the hub."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "sums").mkdir()
+    write(tmp_path / "sums" / "train.jsonl", ROWS[:30])
+    write(tmp_path / "sums" / "test.jsonl", ROWS[30:])
+    hub = str(tmp_path / "sums")
+    task = Dataset(0, hub=hub, heldout_split="test", **COLUMNS)
+    assert {problem.data["id"] for problem in first(task, "train", 30)} == set(range(30))
+    assert {problem.data["id"] for problem in first(task, "heldout", 10)} == set(range(30, 40))
+    assert task.problem("train", 0).id.startswith("sums/train:")
+    with pytest.raises(ConfigError, match=r"^task.args.hub: cannot load .*, split 'validation': "):
+        Dataset(0, hub=hub, split="validation", **COLUMNS)
+    with pytest.raises(ConfigError, match=r"^task.args.hub: cannot load "):
+        Dataset(0, hub=str(tmp_path / "nothing"), **COLUMNS)
+
+
+GOOD = '{"prompt": "1+1?", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "says"),
+    [
+        (GOOD + "{'prompt': 1}\n", {}, ["bad.jsonl:2: is not valid JSON"]),
+        (GOOD + '{"prompt": "3', {}, ["bad.jsonl:2: is not valid JSON"]),
+        (GOOD + "\n[1, 2]\n", {}, ["bad.jsonl:3: should be a JSON object, not a list"]),
+        (GOOD + "[" * 100_000, {}, ["bad.jsonl:2: is not valid JSON"]),
+        (GOOD.encode() + b'{"prompt": "\xff"}\n', {}, ["bad.jsonl:2: is not UTF-8"]),
+        (GOOD + '{"question": "x", "answer": 1}', {}, ["bad.jsonl:2:", "no column 'prompt'", "'question'"]),
+        (GOOD + '{"prompt": "x"}', {}, ["bad.jsonl:2:", "no column 'answer'"]),
+        (GOOD + "{}", {}, ["bad.jsonl:2:", "an empty object"]),
+        (GOOD + '{"prompt": null, "answer": 1}', {}, ["bad.jsonl:2: 'prompt' is null"]),
+        (GOOD + '{"prompt": "  ", "answer": 1}', {}, ["bad.jsonl:2: the prompt is empty"]),
+        (GOOD + '{"prompt": [], "answer": 1}', {}, ["bad.jsonl:2: the prompt should be text"]),
+        (GOOD + '{"prompt": ["x"], "answer": 1}', {}, ["bad.jsonl:2: a message should have a role"]),
+        (GOOD + '{"prompt": [{"role": "boss", "content": "x"}], "answer": 1}', {}, ["bad.jsonl:2:",
+        "'boss'"]), (
+            GOOD + '{"prompt": [{"role": "assistant", "content": "x"}], "answer": 1}',
+            {},
+            ["bad.jsonl:2: the last message should be the user's"],
+        ),
+        (GOOD + '{"prompt": "x", "answer": {"value": 1}}', {}, ["bad.jsonl:2: the answer should be text"]),
+        (GOOD, {"answer_marker": "####"}, ["bad.jsonl:1: there is nothing after '####' in 'answer'"]),
+        (GOOD, {"difficulty": "answer", "difficulties": [3, 4]}, ["task.args.path:", "has no problem"]),
+        (GOOD, {"difficulty": "prompt"}, ["bad.jsonl:1: the difficulty should be one whole number"]),
+        (GOOD, {"solution": "worked"}, ["bad.jsonl:1: there is no column 'worked'"]),
+        ("", {}, ["task.args.path:", "has no problem"]),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_one_error_that_names_it(tmp_path, text, args, says):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        Dataset(0, str(path), **args)
+    assert "\n" not in str(caught.value)
+    for part in says:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "task.args.path: give the path of a file, or hub"),
+        ({"path": "a.jsonl", "hub": "b"}, "task.args.path: give"),
+        ({"path": "missing.jsonl"}, "task.args.path: there is no file missing.jsonl"),
+        ({"path": "data.csv"}, "task.args.path: data.csv should end in .jsonl"),
+        ({"path": 3}, "task.args.path: should be text"),
+        ({"path": "a.jsonl", "subset": "main"}, "task.args.subset: belongs to task.args.hub"),
+        ({"path": "a.jsonl", "template": "no place"}, "task.args.template: should hold {prompt}"),
+        ({"path": "a.jsonl", "prompt": None}, "task.args.prompt: should be"),
+        ({"path": "a.jsonl", "difficulties": [1, 2]}, "task.args.difficulties: needs task.args.difficulty"),
+        ({"path": "a.jsonl", "difficulty": "x", "difficulties": [2, 1]}, "task.args.difficulties: should be"),
+        ({"path": "a.jsonl", "longest_prompt": 0}, "task.args.longest_prompt: should be"),
+        (
+            {"path": "{here}", "heldout_path": "none.jsonl"},
+            "task.args.heldout_path: there is no file none.jsonl",
+        ),
+        ({"path": "{broken}"}, "is not a readable Parquet file"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, path, args, says):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
+    places = {"{here}": path, "{broken}": str(tmp_path / "broken.parquet")}
+    args = {
+        name: places.get(value, value) if isinstance(value, str) else value for name, value in args.items()
+    }
+    with pytest.raises(ConfigError) as caught:
+        Dataset(0, **args, **({"prompt": "question"} if "prompt" not in args else {}))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_leaves_no_split_empty_is_needed(tmp_path):
+    kept = [row for row in ROWS if not is_heldout(row["question"])]
+    task = Dataset(0, write(tmp_path / "a.jsonl", kept), **COLUMNS)
+    with pytest.raises(ConfigError, match="no problem is held out"):
+        task.problem("heldout", 0)
+    held = [row for row in ROWS if is_heldout(row["question"])]
+    with pytest.raises(ConfigError, match="has no problem for training"):
+        Dataset(0, write(tmp_path / "b.jsonl", held), **COLUMNS)
+    for split, index in (("test", 0), ("train", -1)):
+        with pytest.raises(ValueError):
+            task.problem(split, index)

@@ -1,0 +1,131 @@
+"""Mixtures and curricula: shares, order, and that a position is all there is to resume from."""
+
+import collections
+
+import pytest
+
+from rljax.config import MixtureConfig, TaskConfig
+from rljax.errors import ConfigError
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.tasks.mixture import Mixture
+from rljax.tasks.registry import configured_task
+
+
+def mixture(*items, seed=0):
+    configs = [MixtureConfig.model_validate(item) for item in items]
+    return Mixture(
+        seed, [(config, ChainArithmetic(seed, max_terms=i + 2)) for i, config in enumerate(configs)]
+    )
+
+
+def labels(task, positions):
+    return [task.problem("train", i).id.partition("/")[0] for i in positions]
+
+
+EASY, HARD = {"name": "easy", "weight": 3}, {"name": "hard"}
+
+
+def test_shares_are_the_weights():
+    counts = collections.Counter(labels(mixture(EASY, HARD), range(2000)))
+    # 5 standard deviations of a binomial with p = 3/4.
+    assert abs(counts["easy"] - 1500) < 5 * (2000 * 0.75 * 0.25) ** 0.5
+    assert set(labels(mixture({**EASY, "weight": 0}, HARD), range(100))) == {"hard"}
+
+
+def test_each_task_gives_all_its_problems_in_its_own_order():
+    task, easy = mixture(EASY, HARD), ChainArithmetic(0, max_terms=2)
+    own = [problem for i in range(200) if (problem := task.problem("train", i)).id.startswith("easy/")]
+    wanted = [easy.problem("train", i) for i in range(len(own))]
+    assert [problem.messages for problem in own] == [problem.messages for problem in wanted]
+    assert [problem.id for problem in own] == [f"easy/{problem.id}" for problem in wanted]
+
+
+def test_a_problem_is_a_function_of_its_position():
+    once, again = mixture(EASY, HARD), mixture(EASY, HARD)
+    forwards = [once.problem("train", i) for i in range(100)]
+    assert again.problem("train", 99) == forwards[99]  # a resumed run starts here
+    assert [again.problem("train", i) for i in range(100)] == forwards
+    assert labels(mixture(EASY, HARD, seed=1), range(100)) != labels(once, range(100))
+    with pytest.raises(ValueError):
+        once.problem("train", -1)
+
+
+def test_a_schedule_moves_from_one_task_to_the_other():
+    task = mixture(
+        {"name": "easy", "schedule": [[200, 1], [1200, 0]]},
+        {"name": "hard", "schedule": [[200, 0.0], [1200, 1]]},
+    )
+    order = labels(task, range(1400))
+    assert set(order[:200]) == {"easy"} and set(order[1200:]) == {"hard"}
+    middle = order[600:800].count("hard")
+    assert abs(middle - 100) < 5 * 50**0.5
+
+
+def test_weights_between_the_positions_of_a_schedule():
+    config = MixtureConfig(name="x", schedule=[[10, 1], [20, 3], [30, 0]])
+    assert [config.weight_at(i) for i in (0, 10, 15, 20, 25, 30, 99)] == [1, 1, 2, 3, 1.5, 0, 0]
+    assert MixtureConfig(name="x", weight=2).weight_at(7) == 2
+
+
+def test_every_evaluation_asks_the_same():
+    task = mixture(EASY, HARD)
+    held = [task.problem("heldout", i).id for i in range(4)]
+    assert held == ["easy/heldout/0", "hard/heldout/0", "easy/heldout/1", "hard/heldout/1"]
+
+
+def test_each_problem_is_judged_by_its_own_task():
+    section = TaskConfig.model_validate(
+        {
+            "name": "mixture",
+            "mixture": [
+                {"name": "chain_arithmetic", "label": "own", "args": {"max_terms": 2}},
+                {
+                    "name": "chain_arithmetic",
+                    "label": "length",
+                    "args": {"max_terms": 3},
+                    "rewards": [
+                        {"name": "length", "weight": 2, "args": {"target": 0, "limit": 10}},
+                        {"name": "task"},
+                    ],
+                },
+            ],
+        }
+    )
+    task = configured_task(section, 0)
+    problems = [task.problem("heldout", i) for i in range(4)]
+    found = task.rewards([(problem, problem.solution) for problem in problems])
+    assert found == [task.reward(problem, problem.solution) for problem in problems]
+    assert found[0] == found[2] == {"reward": 1.0, "correct": 1.0, "format": 1.0}
+    length = max(0, 10 - len(problems[1].solution)) / 10
+    assert found[1] == {
+        "reward": 2 * length + 1.0, "length": length, "errors": 0.0,
+        "task": 1.0, "task/correct": 1.0, "task/format": 1.0,
+    }  # fmt: skip
+    assert task.problem("train", 3) == configured_task(section, 0).problem("train", 3)
+
+
+def test_problems_that_come_back():
+    section = {"name": "mixture", "problems": 3, "mixture": [{"name": "chain_arithmetic"}]}
+    task = configured_task(TaskConfig.model_validate(section), 0)
+    assert task.problem("train", 4) == task.problem("train", 1)
+    problem = task.problem("train", 1)
+    assert task.reward(problem, problem.solution)["correct"] == 1.0
+    assert task.rewards([(problem, problem.solution)])[0]["correct"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("mixture", "says"),
+    [
+        ([{"name": "chain_arithmetics"}], ["task.mixture.0.name:", "did you mean 'chain_arithmetic'?"]),
+        ([{"name": "chain_arithmetic", "args": {"max_terms": 1}}], ["task.mixture.0.args.max_terms:"]),
+        (
+            [{"name": "chain_arithmetic", "rewards": [{"name": "exactly"}]}],
+            ["task.mixture.0.rewards.0.name:", "did you mean 'exact'?"],
+        ),
+    ],
+)
+def test_mistakes_in_a_part_are_named(mixture, says):
+    with pytest.raises(ConfigError) as caught:
+        configured_task(TaskConfig.model_validate({"name": "mixture", "mixture": mixture}), 0)
+    for part in says:
+        assert part in str(caught.value)

@@ -1,0 +1,375 @@
+"""Rewards: what each gives by hand-computed examples, how they add up, and what happens when one fails."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rljax.config import TaskConfig
+from rljax.errors import ConfigError, UserError
+from rljax.tasks.base import Problem
+from rljax.tasks.reasoning_gym import ReasoningGym
+from rljax.tasks.registry import configured_task
+from rljax.tasks.rewards import combined, text
+from rljax.tasks.rewards.extraction import answer_finder, last_code_block
+from rljax.tasks.rewards.pool import CheckerPool
+
+HERE = "tests.tasks.reward_functions"
+
+
+def problem(answer):
+    return Problem("p", ({"role": "user", "content": "?"},), answer, 0)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A task of three problems with the given rewards; ended with the test."""
+    made = []
+
+    def make_task(*rewards, rows=None, **section):
+        rows = rows or [{"prompt": f"{i}+{i}?", "answer": str(2 * i)} for i in range(3)]
+        args = {}
+        for name, content in (("path", rows), ("heldout_path", [{**rows[0], "prompt": "held out"}])):
+            args[name] = str(tmp_path / f"{name}.jsonl")
+            Path(args[name]).write_text("".join(json.dumps(row) + "\n" for row in content))
+        config = {"name": "dataset", "args": args, "rewards": list(rewards)}
+        reports = []
+        task = configured_task(TaskConfig.model_validate(config | section), 0, reports.append)
+        task.reports = reports
+        made.append(task)
+        return task
+
+    yield make_task
+    for task in made:
+        task.close()
+
+
+RESPONSE = "So \\boxed{\\frac{1}{2}}.\n<answer> 7 </answer>\nThat is 1,234.5 #### 9 apples\n\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("response", RESPONSE.strip()),
+        ("line", "That is 1,234.5 #### 9 apples"),
+        ("number", "9"),
+        ("boxed", "\\frac{1}{2}"),
+        ("tag", "7"),
+        ("marker", "9 apples"),
+    ],
+)
+def test_where_an_answer_stands(place, found):
+    assert answer_finder(place)(RESPONSE) == found
+    assert answer_finder(place)("") is None
+    twice = RESPONSE.replace("7", "8").replace("9", "3").replace("1}", "5}") + RESPONSE
+    assert answer_finder(place)(twice) == (twice.strip() if place == "response" else found)
+
+
+@pytest.mark.parametrize("text", ["\\boxed{1", "<answer>7", "7</answer>", "####", "</answer><answer>"])
+def test_an_answer_that_is_cut_off_is_none(text):
+    assert [answer_finder(place)(text) for place in ("boxed", "tag", "marker")] == [None] * 3
+
+
+def test_finding_an_answer_takes_linear_time():
+    for evil in ("1" * 200_000, "-" * 200_000, "\\boxed{" * 50_000, "<answer>" * 50_000, "1,/" * 90_000):
+        start = time.process_time()
+        for place in ("number", "boxed", "tag", "marker", "line"):
+            answer_finder(place)(evil)
+        text.numeric()(problem("1"), evil)
+        assert time.process_time() - start < 2.0
+
+
+def test_code_is_the_last_closed_block():
+    assert last_code_block("a\n```python\nx\n```\nb\n```\ny\n  z\n```\n") == "y\n  z\n"
+    assert last_code_block("x = 1") == "x = 1"
+    assert last_code_block("```python\nx\n```\n```\ncut off") == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "response", "args", "value"),
+    [
+        ("2", "2\n", {}, 1),
+        ("2", "2.0", {}, 0),
+        ("Paris", "paris", {}, 0),
+        ("Paris", " paris ", {"ignore_case": True}, 1),
+        ("7", RESPONSE, {"answer_in": "tag"}, 1),
+        ("7", "", {"answer_in": "tag"}, 0),
+        ("", "", {}, 0),
+    ],
+)
+def test_exact(right, response, args, value):
+    assert text.exact(**args)(problem(right), response) == value
+
+
+@pytest.mark.parametrize(
+    ("right", "response", "args", "value"),
+    [
+        ("1234.5", "it is 1,234.50", {}, 1),
+        ("0.5", "1/2", {}, 1),
+        ("0.5", "50%", {}, 1),
+        ("50%", "0.5", {}, 1),
+        ("-3", "-3.0", {}, 1),
+        ("3", "-3", {}, 0),
+        ("$18", "18", {}, 1),
+        ("3.14159", "3.14", {"tolerance": 0.01}, 1),
+        ("3.14159", "3.2", {"tolerance": 0.01}, 0),
+        ("1000", "1009", {"relative": 0.01}, 1),
+        ("1000", "1011", {"relative": 0.01}, 0),
+        ("0.1", "0.10000000000000001", {}, 0),
+        ("2", "1/0", {}, 0),
+        ("2", "9" * 100_000, {}, 0),
+        ("2", "none", {}, 0),
+        ("18", RESPONSE, {"answer_in": "marker", "marker": "is"}, 0),
+    ],
+)
+def test_numeric(right, response, args, value):
+    assert text.numeric(**args)(problem(right), response) == value
+
+
+@pytest.mark.parametrize(("characters", "value"), [(0, 1), (10, 1), (15, 0.75), (30, 0), (99, 0)])
+def test_length(characters, value):
+    assert text.length(target=10, limit=30)(problem(""), "x" * characters) == value
+
+
+def test_rewards_add_up_by_weight(make):
+    task = make(
+        {"name": "exact", "args": {"answer_in": "number"}},
+        {"name": "length", "weight": -0.5, "args": {"target": 4, "limit": 8}},
+        {"name": "format", "weight": 0.25, "args": {"pattern": "[a-z ]*[0-9]+"}},
+        {"name": f"{HERE}:brevity", "weight": 2, "args": {"scale": 3}, "label": "short"},
+    )
+    asked = task.problem("train", 0)
+    wanted = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0}
+    response = "x" * (5 - len(asked.answer)) + " " + asked.answer
+    assert task.reward(asked, response) == {"reward": 1.0 - 0.25 + 0.25 + 1.0, **wanted}
+    assert task.reports == []
+    assert task.extracted_answer(asked, "first 3, then 12") == "12"
+
+
+def test_many_responses_keep_their_order_and_are_computed_in_parallel(make):
+    task = make({"name": f"{HERE}:everything"}, {"name": f"{HERE}:where"}, reward_workers=2)
+    problems = [task.problem("train", i % 3) for i in range(60)]
+    right = [i % 7 == 0 for i in range(60)]
+    found = task.rewards(
+        [(each, each.answer if good else "no") for each, good in zip(problems, right, strict=True)]
+    )
+    assert [parts["everything"] for parts in found] == [float(good) for good in right]
+    processes = {parts["where"] for parts in found}
+    assert len(processes) <= 2 and os.getpid() not in processes
+
+
+def test_a_functions_keywords_are_what_it_names(make):
+    assert make({"name": f"{HERE}:anything"}).reward(problem("1"), "x")["anything"] == 4
+
+
+FAILURES = {
+    "raise": "raised KeyError('a bug')",
+    "exit": "ended its worker process",
+    "die": "ended its worker process",
+    "hang": "took more than 1 seconds (task.reward_timeout)",
+    "spin": "took more than 1 seconds (task.reward_timeout)",
+    "text": 'it returned "1", not a number',
+    "nan": "returned nan",
+    "nothing": "it returned a NoneType, not a number",
+}
+
+
+def test_a_reward_that_fails_counts_as_zero_and_is_counted_and_reported(make):
+    task = make(
+        {"name": f"{HERE}:moody", "weight": 2}, {"name": "length", "args": {"target": 9, "limit": 10}},
+        reward_timeout=1.0, reward_errors="zero", reward_workers=1,
+    )  # fmt: skip
+    asked = task.problem("train", 0)
+    texts = ["fine", *FAILURES, "fine"]
+    start = time.monotonic()
+    found = task.rewards([(asked, each) for each in texts])
+    assert time.monotonic() - start < 60
+    good, bad = {"reward": 3.0, "moody": 1.0, "length": 1.0, "errors": 0.0}, {
+        "reward": 1.0, "moody": 0.0, "length": 1.0, "errors": 1.0
+    }  # fmt: skip
+    assert found == [good, *[bad] * len(FAILURES), good]
+    for (name, what), report in zip(FAILURES.items(), task.reports, strict=True):
+        prompt = json.dumps(asked.messages[0]["content"])
+        assert report.startswith("task.rewards.0 (moody): ") and what in report
+        assert f'problem {asked.id}, prompt {prompt}, response "{name}"' in report and "\n" not in report
+
+
+def test_reports_end_where_they_would_be_noise(make):
+    task = make({"name": f"{HERE}:moody"}, reward_errors="zero")
+    task.rewards([(task.problem("train", 0), "raise")] * 30)
+    assert len(task.reports) == combined._REPORTED + 1 and "only counted" in task.reports[-1]
+
+
+def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
+    task = make({"name": f"{HERE}:moody"})
+    asked = task.problem("train", 0)
+    with pytest.raises(UserError) as caught:
+        task.rewards([(asked, "fine"), (asked, "raise " + "x" * 1000)])
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600
+    prompt = json.dumps(asked.messages[0]["content"])
+    assert message.startswith("task.rewards.0 (moody): raised KeyError('a bug'); problem path.jsonl:")
+    for part in (f'prompt {prompt}, response "raise xxx', "task.reward_errors: zero"):
+        assert part in message
+
+
+def test_a_catastrophic_pattern_is_bounded(make):
+    task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5, reward_errors="zero")
+    found = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
+    assert [(parts["format"], parts["errors"]) for parts in found] == [(0.0, 1.0), (1.0, 0.0)]
+
+
+def test_a_worker_is_used_again_and_the_run_is_not_its_parent_for_long(make):
+    task = make({"name": f"{HERE}:calls_so_far"}, reward_workers=1)
+    asked = task.problem("train", 0)
+    assert [task.reward(asked, "x")["calls_so_far"] for _ in range(3)] == [1, 2, 3]
+
+
+def test_code(make):
+    rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3", "assert add(1, -1) == 0"]}]
+    task = make(
+        {"name": "code"},
+        {"name": "code", "label": "share", "args": {"partial": True, "seconds": 0.5}},
+        rows=rows,
+    )
+    asked = task.problem("train", 0)
+    good, half = "def add(a, b): return a + b", "def add(a, b): return a + abs(b)"
+    forged = "print('all tests passed')\nimport os; os._exit(0)"
+    blocks = [f"Here:\n```python\n{code}\n```\nDone." for code in (good, half, forged)]
+    found = task.rewards([(asked, block) for block in blocks])
+    assert [(parts["code"], parts["share"]) for parts in found] == [(1, 1), (0, 0.5), (0, 0)]
+
+
+@pytest.mark.slow
+def test_math(make):
+    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing, and is over in"
+    " time."""
+    pytest.importorskip("math_verify")
+    rows = [{"prompt": "half", "answer": "\\frac{1}{2}"}]
+    task = make({"name": "math"}, rows=rows, reward_timeout=3.0, reward_errors="zero", reward_workers=1)
+    asked = task.problem("train", 0)
+    right = ["$\\frac{2}{4}$", "The answer is \\boxed{0.5}", "0.50"]
+    wrong = ["$\\frac{1}{3}$", "", "\\boxed{", "__import__('os').system('true')", "\\boxed{2 +}"]
+    found = task.rewards([(asked, each) for each in right + wrong])
+    assert [parts["math"] for parts in found] == [1.0] * len(right) + [0.0] * len(wrong)
+    assert [parts["errors"] for parts in found] == [0.0] * len(found)
+    start = time.monotonic()
+    hard = task.reward(asked, "$9^{9^{9^{9^{9}}}}$")
+    assert hard["math"] == 0.0 and time.monotonic() - start < 20
+    assert task.reward(asked, "0.5")["math"] == 1.0
+    assert task.extracted_answer(asked, right[1]) == "0.5"
+
+
+@pytest.mark.slow
+def test_reasoning_gym(tmp_path):
+    """The environment's own score; string_insertion's evaluates the answer as Python."""
+    pytest.importorskip("reasoning_gym")
+    section = {"name": "reasoning_gym", "args": {"environment": "string_insertion"}, "reward_workers": 1}
+    task = configured_task(TaskConfig.model_validate(section), 0)
+    try:
+        asked = task.problem("train", 5)
+        assert asked == ReasoningGym(0, "string_insertion").problem("train", 5)
+        heldout = {task.problem("heldout", i).messages[-1]["content"] for i in range(20)}
+        assert not heldout & {task.problem("train", i).messages[-1]["content"] for i in range(20)}
+        assert "<answer>" in asked.messages[0]["content"]
+        mark = tmp_path / "escaped"
+        evil = f"<answer>[open({str(mark)!r}, 'w').write('x')]</answer>"
+        ours = f"<answer>[__import__('os').kill({os.getpid()}, 9)]</answer>"
+        texts = [f"<answer>{asked.answer}</answer>", "none", evil, ours]
+        found = task.rewards([(asked, each) for each in texts])
+        assert found[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0}
+        assert found[1]["score"] == 0.0 and found[2]["score"] < 1.0 and not mark.exists()
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ({"name": "exactly"}, ["task.rewards.0.name: unknown reward 'exactly'", "did you mean 'exact'?"]),
+        ({"name": "exact", "args": {"answer": "tag"}}, ["task.rewards.0.args.answer:", "no such argument"]),
+        ({"name": "exact", "args": {"answer_in": "head"}}, ["task.rewards.0.args.answer_in:", "'head'"]),
+        ({"name": "numeric", "args": {"tolerance": -1}}, ["task.rewards.0.args.tolerance:", "-1"]),
+        ({"name": "length", "args": {"target": 5}}, ["task.rewards.0.args.limit: must be set"]),
+        ({"name": "length", "args": {"target": 5, "limit": 5}}, ["task.rewards.0.args.limit: 5"]),
+        ({"name": "format", "args": {"pattern": "(a"}}, ["task.rewards.0.args.pattern: is no regular"]),
+        ({"name": "code"}, ["path.jsonl:1: there is no column 'tests'", "task.rewards.0"]),
+        ({"name": "code", "args": {"seconds": 0}}, ["task.rewards.0.args.seconds:"]),
+        ({"name": "task"}, ["task.rewards.0.name: task dataset has no reward of its own"]),
+        ({"name": ":f"}, ["task.rewards.0.name: write a function as module:function"]),
+        (
+            {"name": "no_such_module:f"},
+            ["task.rewards.0.name: no_such_module:f: importing", "ModuleNotFound"],
+        ),
+        ({"name": f"{HERE}:absent"}, ["task.rewards.0.name:", f"{HERE} has no absent"]),
+        ({"name": f"{HERE}:NOT_A_FUNCTION"}, ["task.rewards.0.name:", "is a int, not a function"]),
+        ({"name": f"{HERE}:no_response"}, ["task.rewards.0.name:", "takes no keyword `response`"]),
+        ({"name": f"{HERE}:too_many"}, ["task.rewards.0.name:", "cannot be called", "'what'"]),
+        ({"name": f"{HERE}:brevity", "args": {"scal": 3}}, ["task.rewards.0.name:", "'scal'"]),
+    ],
+)
+def test_a_reward_that_cannot_be_is_one_error_at_the_start(make, reward, says):
+    with pytest.raises(ConfigError) as caught:
+        make(reward)
+    assert "\n" not in str(caught.value)
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_dataset_needs_a_reward_and_numbers_where_numbers_are_judged(make):
+    with pytest.raises(ConfigError, match=r"^task.rewards: task dataset has no reward of its own; list"):
+        make()
+    rows = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "two"}]
+    with pytest.raises(ConfigError, match=r"path.jsonl:2: the answer 'two' is not a number, which task"):
+        make({"name": "numeric"}, rows=rows)
+    bad = [{"prompt": "a", "answer": "", "tests": ["assert f(x) == 1"]}]
+    with pytest.raises(ConfigError, match=r"jsonl:1: 'tests': .* is not of the form"):
+        make({"name": "code"}, rows=bad)
+
+
+def test_a_missing_package_names_its_extra(make, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    gym = TaskConfig(name="reasoning_gym", args={"environment": "leg_counting"})
+    hub = TaskConfig(name="dataset", args={"hub": "some/name"})
+    for says, call in (
+        ("'rljax[math]'", lambda: make({"name": "math"})),
+        ("'rljax[reasoning-gym]'", lambda: configured_task(gym, 0)),
+        ("'rljax[datasets]'", lambda: configured_task(hub, 0)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert f"install the extra (pip install {says})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "task.args.environment: must be set for reasoning_gym"),
+        ({"environment": "leg_count"}, "did you mean 'leg_counting'?"),
+        ({"environment": "leg_counting", "config": {"animals": 3}}, "task.args.config.animals:"),
+        ({"environment": "leg_counting", "config": {"min_animals": 0}}, "leg_counting refuses"),
+        ({"environment": "leg_counting", "tag": "<a>"}, "task.args.tag: should be a name"),
+    ],
+)
+def test_an_environment_that_cannot_be(args, says):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError) as caught:
+        configured_task(TaskConfig(name="reasoning_gym", args=args), 0)
+    assert says in str(caught.value)
+
+
+def test_workers_end_when_the_task_is_garbage(make, monkeypatch):
+    ended = []
+    real = CheckerPool.__init__
+
+    def remember(self, *args):
+        real(self, *args)
+        ended.append(self.close)
+
+    monkeypatch.setattr(CheckerPool, "__init__", remember)
+    task = make({"name": f"{HERE}:anything"})
+    assert task.reward(problem("1"), "x")["anything"] == 4 and ended[0].alive
+    task.close()
+    assert not ended[0].alive

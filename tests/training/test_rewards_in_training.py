@@ -1,0 +1,82 @@
+"""Datasets, mixtures and rewards of a config, through whole runs."""
+
+import json
+
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import UserError
+from rljax.training.loop import run
+
+from .tiny_run import train, write_config
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 2} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def task(problems, **section):
+    """A mixture: sums from a file, judged by three rewards, and the quickstart's task with its own."""
+    rewards = [
+        {"name": "numeric", "weight": 2.0},
+        {"name": "length", "weight": 0.5, "args": {"target": 0, "limit": 200}},
+        {"name": "tests.tasks.reward_functions:brevity", "args": {"scale": 1}},
+    ]
+    parts = [
+        {"name": "dataset", "args": {"path": str(problems), "difficulty": "level"}, "rewards": rewards},
+        {"name": "chain_arithmetic", "args": {"max_terms": 3}},
+    ]
+    return "task=" + json.dumps({"name": "mixture", "mixture": parts, **section})
+
+
+COMMON = (
+    "warm_start=null",
+    "evaluation.every=1",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=2",
+)
+
+
+def without_times(metrics):
+    return [
+        {k: v for k, v in line.items() if not k.startswith("time/") and "per_second" not in k}
+        for line in metrics
+    ]
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems):
+    whole = train(tmp_path / "whole", task(problems), *COMMON)
+    (tmp_path / "parts").mkdir()
+    train(tmp_path / "parts", task(problems), *COMMON, "training.steps=1")
+    resumed = train(tmp_path / "parts", task(problems), *COMMON)
+    assert without_times(resumed) == without_times(whole)
+    for line in whole[1:]:
+        assert 0 < line["reward/length"] <= 1 and line["reward/brevity"] > 0
+        assert line["reward/errors"] == 0 and 0 <= line["reward/format"] <= 1
+        assert line["evaluation/length"] > 0
+    assert whole[1]["reward/length"] != whole[2]["reward/length"]
+
+
+def refused(directory, *overrides):
+    with pytest.raises(UserError) as caught:
+        run(load_config(write_config(directory), [*COMMON, *overrides]))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, monkeypatch):
+    monkeypatch.setattr("rljax.training.loop.TrainingRun.compile", lambda self: pytest.fail("it compiles"))
+    long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "task.problems=5")
+    assert long.startswith("rollout.max_prompt_length: 8, but ") and "sums.jsonl:" in long
+    dataset = {"name": "dataset", "args": {"path": str(problems)}}
+    assert "has no reward of its own" in refused(tmp_path, f"task={json.dumps(dataset)}")
+    bad = {**dataset, "rewards": [{"name": "tests.tasks.reward_functions:absent"}]}
+    assert "has no absent" in refused(tmp_path, f"task={json.dumps(bad)}")
+    solved = {**dataset, "rewards": [{"name": "numeric"}]}
+    no_solutions = refused(tmp_path, f"task={json.dumps(solved)}", "warm_start={steps: 1}")
+    assert "no worked solutions" in no_solutions
