@@ -12,7 +12,8 @@ from tests.training.tiny_run import write_config
 @pytest.fixture
 def run(tmp_path):
     """A run directory as far as its config."""
-    config = load_config(write_config(tmp_path), ["speculation={drafter: srt, run_ahead_below: 2}"])
+    overrides = ["speculation={drafter: srt, run_ahead_below: 2}", "training.pack_length=112"]
+    config = load_config(write_config(tmp_path), overrides)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
     return tmp_path / "run"
@@ -28,9 +29,9 @@ def test_a_runs_own_config_is_what_it_is_evaluated_with(run):
 
 
 def test_overrides_reach_what_training_would_refuse(run):
-    overrides = ["rollout.max_response_length=200", "engine.cache_buckets=null", "evaluation.samples=4"]
+    overrides = ["rollout.max_response_length=100", "engine.cache_buckets=null", "evaluation.samples=4"]
     config = evaluation_config(run, None, overrides)
-    assert config.rollout.max_response_length == 200  # a packed row of the run holds 256 with the prompt
+    assert config.rollout.max_response_length == 100  # a packed row of the run holds 48 after the prompt
     assert config.evaluation.samples == 4
 
 
