@@ -219,7 +219,9 @@ def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
 
 def test_a_catastrophic_pattern_is_bounded(make):
     task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5, reward_errors="zero")
+    start = time.monotonic()
     found = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
+    assert time.monotonic() - start < 20
     assert [(parts["format"], parts["errors"]) for parts in found] == [(0.0, 1.0), (1.0, 0.0)]
 
 
@@ -266,7 +268,7 @@ def test_math(make):
 @pytest.mark.slow
 def test_reasoning_gym(tmp_path):
     """The environment's own score; string_insertion's evaluates the answer as Python."""
-    pytest.importorskip("reasoning_gym")
+    create_dataset = pytest.importorskip("reasoning_gym").create_dataset
     section = {"name": "reasoning_gym", "args": {"environment": "string_insertion"}, "reward_workers": 1}
     section["sandbox"] = SANDBOX
     task = configured_task(TaskConfig.model_validate(section), 0)
@@ -278,11 +280,12 @@ def test_reasoning_gym(tmp_path):
         assert "<answer>" in asked.messages[0]["content"]
         mark = tmp_path / "escaped"
         evil = f"<answer>[open({str(mark)!r}, 'w').write('x')]</answer>"
-        ours = f"<answer>[__import__('os').kill({os.getpid()}, 9)]</answer>"
-        texts = [f"<answer>{asked.answer}</answer>", "none", evil, ours]
-        found = task.rewards([(asked, each) for each in texts])
+        found = task.rewards([(asked, each) for each in (f"<answer>{asked.answer}</answer>", "none", evil)])
         assert found[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0}
         assert found[1]["score"] == 0.0 and found[2]["score"] < 1.0 and not mark.exists()
+        direct = create_dataset("string_insertion", seed=0, size=1)
+        direct.score_answer(f"[open({str(mark)!r}, 'w').write('x')]", direct[0])
+        assert mark.exists()  # so it is what the sandbox prevents
     finally:
         task.close()
 

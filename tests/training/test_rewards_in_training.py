@@ -50,8 +50,9 @@ def without_times(metrics):
 
 @pytest.mark.slow
 def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
     whole = train(tmp_path / "whole", task(problems), *COMMON)
-    (tmp_path / "parts").mkdir()
     train(tmp_path / "parts", task(problems), *COMMON, "training.steps=1")
     resumed = train(tmp_path / "parts", task(problems), *COMMON)
     assert without_times(resumed) == without_times(whole)
