@@ -6,9 +6,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.algorithms.registry import ALGORITHMS
+from rljax.engine.executables import ExecutablePool
 from tests.training.tiny_run import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
 _OTHERS = {
@@ -18,6 +19,16 @@ _OTHERS = {
     "reinforce++-baseline": ("loss/kl",),
     "corrected": ("correction/ratio_mean", "loss/entropy"),
 }
+
+
+POOL = ExecutablePool()  # what the runs share, such as the engine, is compiled once
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_pool():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rljax.training.loop.ExecutablePool", lambda *_: POOL)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +53,9 @@ def run(directory, cache, name, *overrides):
         f"algorithm.name={name}",
         f"algorithm.kl_coefficient={coefficient}",
         "algorithm.dynamic_sampling=false",
+        "algorithm.overlong_buffer=40",  # nearly untrained, only lengths differ in reward
         "training.minibatches_per_step=2",
+        "training.rows_per_microbatch=1",
         *overrides,
     )
 
