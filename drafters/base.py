@@ -85,7 +85,7 @@ class Drafts:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What a look from the host brought.
+    """What a look from the host brought, or what a tool answered: then nothing of it was drafted.
 
     Attributes:
       requests: int32 [n].
@@ -207,6 +207,13 @@ class DeviceDrafter(Drafter, Protocol):
 
     def advance(self, result: "DecodeResult") -> None:
         """Slots have sampled tokens."""
+
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """The first counts[i] of tokens[i], int32 [n, T], which nobody sampled, stand in slot slots[i] behind
+        the first sizes[i] of prompt and response: what `advance` told beyond these was not kept.
+        """
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         """Only `slots` go on, in that order, in a state of `batch`."""

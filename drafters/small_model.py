@@ -134,6 +134,12 @@ class SmallModelDrafter:
         slots = np.flatnonzero(counts)
         self._companion.advance(slots, result.tokens[slots], counts[slots])
 
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        self._companion.rewind(slots, sizes)
+        self._companion.advance(slots, tokens, counts)
+
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._companion.compact(slots)
 

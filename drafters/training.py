@@ -38,8 +38,8 @@ from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
+from rljax.training.accumulation import TrainState
 from rljax.training.optimizer import make_optimizer
-from rljax.training.update import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

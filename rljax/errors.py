@@ -16,6 +16,10 @@ class CheckpointError(UserError):
     """A model checkpoint or run checkpoint that cannot be read as asked."""
 
 
+class RunDirectoryError(UserError):
+    """A file of a run directory that cannot be read or written."""
+
+
 class TokenizerError(UserError):
     """A tokenizer directory that cannot be read, or that does not fit the policy."""
 

@@ -25,10 +25,10 @@ def op_rows(op: str, implementations: Sequence[str], quick: bool) -> list[Row]:
     module = importlib.import_module(f"kernel_benchmarks.{op}")
     bandwidth = copy_bandwidth(64 if quick else 2048)
     rate = matrix_rate(512 if quick else 8192)
-    calls, repeats = (1, 1) if quick else (20, 15)
+    calls, repeats, most_sets = (1, 1, 1) if quick else (32, 15, 16)
     rows = []
     for case in module.cases(quick):
-        timed = Timed(case, chosen_functions(case, implementations, quick))
+        timed = Timed(case, chosen_functions(case, implementations, quick), most_sets)
         seconds = timed.seconds(calls, repeats)
         for name, refusal in timed.refused.items():
             print(f"{op}, {case.name}: {name} left out: {refusal}")

@@ -21,6 +21,11 @@ def _parser() -> argparse.ArgumentParser:
         "--print-config", action="store_true", help="print the config with overrides and defaults, and stop"
     )
     parser.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="resume a run also as another experiment; sessions.jsonl notes what changed",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key of the config, such as training.steps=3"
     )
     return parser
@@ -39,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # JAX takes seconds to import: not before the config is known to be right.
         from rljax.training.loop import run
 
-        run(config)
+        run(config, **({"allow_changes": True} if arguments.allow_changes else {}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -172,7 +172,7 @@ def test_sections_are_immutable(config_file):
         ("rollout.stop=abc", 'rollout.stop: should be a list, got "abc"'),
         ("rollout.stop=['']", 'rollout.stop.0: should be text that is not empty, got ""'),
         ("engine.batch_buckets=[1, x]", 'engine.batch_buckets.1: should be a whole number, got "x"'),
-        ("algorithm.name=ppo", "algorithm.name: should be 'grpo' or 'dapo', got \"ppo\""),
+        ("algorithm.name=pppo", "algorithm.name: should be 'grpo', 'dr_grpo', 'dapo', "),
         ("kernels.compaction=pallas", "kernels.compaction.0: should be 'xla', 'mosaic_gpu', "),
         ("kernels.compaction=[xla, 1]", "kernels.compaction.1: should be 'xla', 'mosaic_gpu', "),
         ("kernels.compaction=3", "kernels.compaction: should be a list, got 3"),
@@ -393,7 +393,7 @@ def test_help_lists_every_key_with_its_reason():
                 assert field.description and " ".join(field.description.split()) in " ".join(text.split())
 
     check(ExperimentConfig, "")
-    assert "[0.2, dapo: 0.28]" in text
+    assert "[0.2, dapo: 0.28, gspo:" in text
     assert "[required]" in text
 
 

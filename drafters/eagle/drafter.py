@@ -215,6 +215,16 @@ class EagleDrafter:
         counts = self._slots.advance(result)
         self._collect(result.states, counts)
 
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Its states are not handed out: the slots are begun again, and their responses not trained on."""
+        self._slots.forget(slots)
+        for slot in slots:
+            request = self._requests.get(slot)
+            self._states.pop(request, None)
+            self._tokens.pop(request, None)
+
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._slots.compact(slots, batch)
         kept = dict(enumerate(slots))

@@ -84,6 +84,14 @@ class HeadSlots:
             counts[row] = len(prompt) - 1
         return self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
 
+    def forget(self, slots: Sequence[int]) -> None:
+        """Nothing is known of `slots` until they sample again."""
+        for _, _, counts in self._visits:
+            counts[list(slots)] = 0
+        missed = np.zeros(len(self._state.lengths), bool)
+        missed[list(slots)] = True
+        self._forget(missed)
+
     def insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Prefilled row rows[i] goes into slot slots[i]."""
         for _, _, counts in self._visits:  # of the requests that were there before

@@ -32,7 +32,7 @@ from rljax.models.attention import MASKED, scale_queries
 from rljax.models.numerics import Numerics, log_normalizer, row_max
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
-from rljax.training.update import TrainState, apply_gradients
+from rljax.training.accumulation import TrainState, apply_gradients
 
 Metrics = dict[str, Array]
 

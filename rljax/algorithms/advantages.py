@@ -1,7 +1,8 @@
-"""Group-relative advantages: the baseline of a response is how its siblings fared on the same prompt.
+"""Advantages of whole responses, and what scales them: how a response fared against a baseline.
 
-GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300, section 4.1.2. DAPO (arXiv 2503.14476, Eq. 9) uses the
-same.
+Here the baseline is made of the response's siblings on the same prompt. GRPO: Shao et al., "DeepSeekMath",
+arXiv 2402.03300, section 4.1.2. DAPO (arXiv 2503.14476, Eq. 9) uses the same, RLOO the siblings without the
+response itself. Advantages of single tokens: `returns.py`; all together: `estimation.py`.
 """
 
 from typing import Literal
@@ -43,3 +44,49 @@ def group_relative_advantages(
         centred = centred / (std + epsilon)
     equal = jnp.all(rewards == rewards[:, :1], axis=1, keepdims=True)
     return jnp.where(equal, 0.0, centred)
+
+
+def leave_one_out_advantages(
+    rewards: ArrayLike, normalization: Literal["std", "none"] = "none", epsilon: float = 1e-6
+) -> Array:
+    """How much better than its siblings each response did (RLOO).
+
+        A[p, i] = R[p, i] - 1 / (G - 1) sum_{j != i} R[p, j] = G / (G - 1) (R[p, i] - mean_j R[p])
+
+    The baseline does not depend on the response that it is compared with, so the policy gradient stays
+    unbiased. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back
+    to Basics", arXiv 2402.14740, section 3.2.
+
+    Args and returns: see `group_relative_advantages`, whose advantages these are but for the factor. A group
+    of one has advantage 0.
+    """
+    advantages = group_relative_advantages(rewards, normalization, epsilon)
+    group = advantages.shape[1]
+    return advantages * (group / max(group - 1, 1))
+
+
+def whiten(advantages: Array, mask: Array, epsilon: float = 1e-6) -> Array:
+    """Advantages of the whole batch with mean 0 and standard deviation 1 over its tokens.
+
+        A'[t] = (A[t] - mean A) / (std A + epsilon),    over all t of the mask
+
+    REINFORCE++: Hu et al., arXiv 2501.03262 ("global advantage normalization"), and implementations of PPO.
+    One scale for the whole batch: a group whose rewards hardly differ is not blown up, as by its own standard
+    deviation. The standard deviation is the sample one. Advantages that are all equal become exactly 0.
+
+    Args:
+      advantages: float32 [N, L]; outside the mask anything.
+      mask: bool [N, L], True at response tokens.
+
+    Returns:
+      float32 [N, L], 0 outside the mask.
+    """
+    if advantages.shape != mask.shape:
+        raise ValueError(f"advantages {advantages.shape} and mask {mask.shape} differ in shape")
+    count = jnp.sum(mask.astype(jnp.float32))
+    inside = jnp.where(mask, advantages, 0.0)
+    centred = jnp.where(mask, inside - jnp.sum(inside) / jnp.maximum(count, 1.0), 0.0)
+    std = jnp.sqrt(jnp.sum(centred**2) / jnp.maximum(count - 1.0, 1.0))
+    lowest = jnp.min(jnp.where(mask, advantages, jnp.inf))
+    highest = jnp.max(jnp.where(mask, advantages, -jnp.inf))
+    return jnp.where(lowest == highest, 0.0, centred / (std + epsilon))

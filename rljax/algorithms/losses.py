@@ -1,7 +1,8 @@
-"""The clipped policy loss of GRPO and DAPO, and the weights that average it over tokens.
+"""The clipped policy loss, by ratios of tokens or of responses, and the weights that average it over tokens.
 
-GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3. DAPO: Yu et al., arXiv 2503.14476, Eq. 8, 10 and
-12.
+PPO: Schulman et al., arXiv 1707.06347, Eq. 7. GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3.
+DAPO: Yu et al., arXiv 2503.14476, Eq. 8, 10 and 12. Dr. GRPO: Liu et al., arXiv 2503.20783. GSPO: Zheng et
+al., arXiv 2507.18071, Eq. 5-7.
 
 Averaging is a weight on every token, fixed on the host before the mini-batch is cut into micro-batches. The
 loss is then a plain weighted sum: micro-batch losses, gradients and metrics add up to those of the
@@ -16,14 +17,24 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+from rljax.algorithms.segments import segment_means
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
-def aggregation_weights(response_lengths: ArrayLike, mode: Aggregation) -> np.ndarray:
-    """The weight of one token of each response; over all tokens of the mini-batch the weights sum to 1.
+def aggregation_weights(
+    response_lengths: ArrayLike, mode: Aggregation, max_length: int | None = None
+) -> np.ndarray:
+    """The weight of one token of each response.
 
         w[i] = 1 / sum_j |o_j|      "token_mean", DAPO Eq. 12: every token counts the same
         w[i] = 1 / (N |o_i|)        "sequence_mean", GRPO Eq. 3: every response counts the same
+        w[i] = 1 / (N max_length)   "constant", Dr. GRPO: every token counts the same in every mini-batch
+
+    Over all tokens of the mini-batch the first two sum to 1, and the third to the mean length over the
+    largest: a response's gradient is then a sum over its tokens, and its scale does not depend on how long
+    it or the others happened to be. (Dr. GRPO, section 3.2, has no 1 / |o_i|; its implementation divides by
+    the generation budget, as here.)
 
     DAPO writes its mean over the tokens of one group, under an expectation over prompts; here, as in its
     public implementation, it is over all tokens of the mini-batch. GRPO's groups are equally large, so its
@@ -32,7 +43,8 @@ def aggregation_weights(response_lengths: ArrayLike, mode: Aggregation) -> np.nd
 
     Args:
       response_lengths: int [N], tokens in each response of the *mini-batch*.
-      mode: "token_mean" or "sequence_mean".
+      mode: "token_mean", "sequence_mean" or "constant".
+      max_length: the longest response that the rollout allows; only "constant" reads it.
 
     Returns:
       float32 [N].
@@ -49,46 +61,57 @@ def aggregation_weights(response_lengths: ArrayLike, mode: Aggregation) -> np.nd
         weights = np.full(lengths.shape, 1.0 / lengths.sum())
     elif mode == "sequence_mean":
         weights = 1.0 / (present.sum() * np.maximum(lengths, 1))
+    elif mode == "constant":
+        if max_length is None or max_length < lengths.max():
+            raise ValueError(f"max_length: {max_length}, expected at least the longest, {lengths.max()}")
+        weights = np.full(lengths.shape, 1.0 / (present.sum() * max_length))
     else:
-        raise ValueError(f'mode: {mode!r}, expected "token_mean" or "sequence_mean"')
+        raise ValueError(f'mode: {mode!r}, expected "token_mean", "sequence_mean" or "constant"')
     return np.where(present, weights, 0.0).astype(np.float32)
 
 
 def policy_loss(
     logprobs: Array,
-    rollout_logprobs: Array,
+    proximal_logprobs: Array,
     advantages: Array,
     mask: Array,
     weights: Array,
     clip_low: float,
     clip_high: float,
+    segment_ids: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """The clipped surrogate, to be minimised.
 
-        r[t] = pi(o_t) / pi_rollout(o_t)
+        r[t] = pi(o_t) / pi_proximal(o_t)                                       per token, or with segment_ids
+        r[t] = exp(mean over the response of t of log pi(o) / pi_proximal(o))   GSPO Eq. 7
         loss = -sum_t w[t] min(r[t] A[t], clip(r[t], 1 - clip_low, 1 + clip_high) A[t])
 
     A token whose ratio has left the interval in the direction that its advantage rewards has a gradient of
     exactly 0. clip_high > clip_low is DAPO's clip-higher (Eq. 10): unlikely tokens may grow, so entropy does
-    not collapse. All arrays have one shape [...].
+    not collapse. GSPO's ratio is the geometric mean of its tokens', whose logarithm is smaller by far: its
+    clip range is, too. With "sequence_mean" weights the sum over a response's tokens is GSPO's Eq. 5,
+    gradient included. All arrays have one shape [...].
 
     Args:
       logprobs: under the policy being trained; the only argument to differentiate.
-      rollout_logprobs: under the distribution that the rollout sampled from.
-      advantages: of the response that the token belongs to.
+      proximal_logprobs: under the policy that this one must stay near: that of the rollout, or of the
+        training pass before the step's first update (`rollout_correction`).
+      advantages: of the response that the token belongs to, or of the token.
       mask: bool, True at response tokens. Whatever else the arrays hold outside it, NaN too, has no effect.
       weights: from `aggregation_weights`, laid out by token.
       clip_low, clip_high: how far the ratio may leave 1 on either side.
+      segment_ids: int32; given, arrays are [R, T], packed rows, and the ratio is that of a whole response: of
+        the tokens of the mask with one id in a row.
 
     Returns:
       The loss [], and metrics [] which are weighted sums as well, so that they add over micro-batches:
         ratio_mean: of r, 1 when on-policy.
         clip_fraction_low, clip_fraction_high: share of tokens without gradient, below and above the interval.
-        rollout_kl: KL(rollout || policy) from the rollout's samples, by (r - 1) - log r.
+        rollout_kl: KL(proximal || policy) from the rollout's samples, by (r - 1) - log r of tokens.
     """
     arrays = {
         "logprobs": logprobs,
-        "rollout_logprobs": rollout_logprobs,
+        "proximal_logprobs": proximal_logprobs,
         "advantages": advantages,
         "mask": mask,
         "weights": weights,
@@ -101,9 +124,10 @@ def policy_loss(
 
     # Selected before the exponential: a NaN or an overflow at a masked position would survive multiplication
     # by 0.
-    log_ratio = jnp.where(mask, logprobs - rollout_logprobs, 0.0)
+    token_log_ratio = jnp.where(mask, logprobs - proximal_logprobs, 0.0)
     advantages = jnp.where(mask, advantages, 0.0)
     weights = jnp.where(mask, weights, 0.0)
+    log_ratio = token_log_ratio if segment_ids is None else segment_means(token_log_ratio, mask, segment_ids)
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     objective = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
@@ -116,6 +140,6 @@ def policy_loss(
         "ratio_mean": weighted_sum(ratio),
         "clip_fraction_low": weighted_sum(jnp.where((advantages < 0) & (ratio < 1.0 - clip_low), 1.0, 0.0)),
         "clip_fraction_high": weighted_sum(jnp.where((advantages > 0) & (ratio > 1.0 + clip_high), 1.0, 0.0)),
-        "rollout_kl": weighted_sum(jnp.expm1(log_ratio) - log_ratio),
+        "rollout_kl": weighted_sum(jnp.expm1(token_log_ratio) - token_log_ratio),
     }
     return loss, metrics

@@ -41,6 +41,25 @@ class RolloutConfig(Section):
         lt=1,
         description="Drop tokens less likely than this times the likeliest; 0 is off. Follows confidence.",
     )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divide positive logits of tokens that the response has, multiply negative ones; 1.0 is"
+        " off. Raise (1.05) when responses run into loops.",
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="What a token's logit loses for every time that the response has it; 0 is off. Grows"
+        " with a loop.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="What a token's logit loses once the response has it; 0 is off. Asks for other words.",
+    )
     max_prompt_length: Count = Field(
         512, description="Longest prompt in tokens; raise when the task's prompts do not fit."
     )

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from rljax.algorithms.registry import ALGORITHMS, OVERLONG_SHARE
 from rljax.config.keys import KEYS, Key
-from rljax.config.learning import OVERLONG_SHARE, PRESETS
 from rljax.config.yaml_dialect import Dumper
 
 
@@ -41,9 +41,9 @@ def _default_text(key: Key) -> str:
         return text
     if key.leaf == "overlong_buffer":
         return f"{text}, dapo: max_response_length / {OVERLONG_SHARE}"
-    for preset, values in PRESETS.items():
-        if values.get(key.leaf, default) != default:
-            text += f", {preset}: {_yaml_scalar(values[key.leaf])}"
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.settings.get(key.leaf, default) != default:
+            text += f", {name}: {_yaml_scalar(algorithm.settings[key.leaf])}"
     return text
 
 

@@ -1,103 +1,10 @@
-"""Keys of learning: the algorithm and its presets, the optimizer, and the update."""
+"""Keys of learning: the optimizer and the update."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rljax.config.section import Count, CountOrOff, Section
-
-# What the papers set, as the default of every key that the config leaves out. GRPO: DeepSeekMath, arXiv
-# 2402.03300, section 4.2 and Eq. 3-4; DAPO: arXiv 2503.14476, section 4.1. DAPO's overlong buffer (4,096 of
-# 20,480 tokens) is a share of the response length, which ExperimentConfig fills in.
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "advantage_normalization": "std",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": "sequence_mean",
-        "kl_coefficient": 0.04,
-        "kl_estimator": "k3",
-        "overlong_buffer": 0,
-        "overlong_penalty": 1.0,
-        "dynamic_sampling": False,
-        "dynamic_sampling_max_rounds": 10,
-    },
-    "dapo": {"clip_high": 0.28, "aggregation": "token_mean", "kl_coefficient": 0.0, "dynamic_sampling": True},
-}
-OVERLONG_SHARE = 5
-
-
-def _preset_field(key: str, **field: Any) -> Any:
-    return Field(PRESETS["grpo"][key], **field)
-
-
-class AlgorithmConfig(Section):
-    """The policy gradient. The name only chooses defaults for the keys below it; a key that is set wins."""
-
-    name: Literal["grpo", "dapo"] = Field(
-        "grpo",
-        description="Which paper's settings are the defaults. dapo adds clip-higher, token mean and"
-        " dynamic sampling.",
-    )
-    advantage_normalization: Literal["std", "none"] = _preset_field(
-        "advantage_normalization",
-        description="Divide a group's centred rewards by their standard deviation, or not (Dr. GRPO): none"
-        " keeps easy and hard prompts from weighing too much.",
-    )
-    clip_low: float = _preset_field(
-        "clip_low",
-        gt=0,
-        le=1,
-        description="Ratios below 1 - clip_low get no gradient. Lower it when updates overshoot.",
-    )
-    clip_high: float = _preset_field(
-        "clip_high",
-        gt=0,
-        description="Ratios above 1 + clip_high get no gradient. Raise it when entropy collapses"
-        " (clip-higher).",
-    )
-    aggregation: Literal["token_mean", "sequence_mean"] = _preset_field(
-        "aggregation",
-        description="Every token of the batch weighs the same, or every response does. token_mean lets"
-        " long ones count.",
-    )
-    kl_coefficient: float = _preset_field(
-        "kl_coefficient",
-        ge=0,
-        description="Weight of the KL penalty towards the policy as it was before RL; 0 keeps no reference"
-        " and saves a pass.",
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = _preset_field(
-        "kl_estimator",
-        description="k1 is unbiased and noisy, k2 biased with the right gradient, k3 unbiased and positive.",
-    )
-    overlong_buffer: CountOrOff = _preset_field(
-        "overlong_buffer",
-        description="The last this many tokens before max_response_length cost reward, linearly; 0 is off."
-        " Set when cut-off responses make rewards noisy.",
-    )
-    overlong_penalty: float = _preset_field(
-        "overlong_penalty",
-        ge=0,
-        description="Reward lost at the full length. Match it to the size of the task's reward.",
-    )
-    dynamic_sampling: bool = _preset_field(
-        "dynamic_sampling",
-        description="Replace groups whose rewards are all equal (no gradient) with fresh ones until the"
-        " batch is full. Costs rollouts, and pays when many groups are too easy or too hard.",
-    )
-    dynamic_sampling_max_rounds: Count = _preset_field(
-        "dynamic_sampling_max_rounds",
-        description="Rounds of rollouts before dynamic sampling gives up with an error. Raise for very"
-        " hard or very easy tasks.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("name"), str):
-            return {**PRESETS.get(data["name"], {}), **data}
-        return data
 
 
 class OptimizerConfig(Section):

@@ -22,6 +22,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
       ConfigError: one line that names the key or the file, and what would be right.
     """
+    return make_config(read_mapping(path), overrides, str(path))
+
+
+def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What stands in a config's YAML file, not yet checked; raises as `load_config` does."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -33,8 +38,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, got {_shown(data)}")
+    return data
+
+
+def make_config(data: dict[str, Any], overrides: Sequence[str], source: str) -> ExperimentConfig:
+    """The experiment in a mapping, which this changes, with overrides; `source` is what errors call it."""
     for override in overrides:
-        _apply_override(data, override, str(path))
+        _apply_override(data, override, source)
     _open_empty_sections(data)
     try:
         return ExperimentConfig.model_validate(data)

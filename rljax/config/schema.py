@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rljax.algorithms.registry import OVERLONG_SHARE
+from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
     DEVICE_DRAFTERS,
     MAX_NODES,
@@ -14,10 +16,12 @@ from rljax.config.decoding import (
     RolloutConfig,
     SpeculationConfig,
 )
-from rljax.config.learning import OVERLONG_SHARE, AlgorithmConfig, OptimizerConfig, TrainingConfig
+from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
-from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.config.task import TaskConfig
+from rljax.config.tools import ToolsConfig
+from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
 
 
@@ -48,11 +52,29 @@ class CheckpointConfig(Section):
         description="Steps between checkpoints; 0 saves only at the end. Lower where machines are taken"
         " away.",
     )
-    keep: Count = Field(2, description="Newest checkpoints kept. Raise to compare policies along the run.")
+    keep: Count = Field(
+        2, description="Newest checkpoints kept. Raise to have more to go back to when a disk fails."
+    )
+    keep_every: CountOrOff = Field(
+        0,
+        description="Keep checkpoints of every so many steps for good, where checkpoint.every makes one; 0 is"
+        " none. Set it to compare policies along the run.",
+    )
+    keep_best: CountOrOff = Field(
+        0,
+        description="Keep so many with the highest held-out reward, and make one at every evaluation; 0 is"
+        " none. Set it where long runs get worse in the end.",
+    )
+    on_failure: Literal["stop", "go_on"] = Field(
+        "stop",
+        description="When a checkpoint cannot be written, on a full disk for example: stop with an error, or"
+        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while; what"
+        " is killed meanwhile loses more.",
+    )
 
 
 class EvaluationConfig(Section):
-    """Reward on held-out problems, before, during and after training."""
+    """Held-out problems before, during and after training, and in scripts/evaluate.py."""
 
     every: CountOrOff = Field(
         0,
@@ -64,6 +86,33 @@ class EvaluationConfig(Section):
         description="Held-out problems each time; 0 turns evaluation off. The error of the mean falls with"
         " the root.",
     )
+    samples: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1,
+        description="Responses to each, n. Raise for pass@k and maj@k, or where single ones say little.",
+    )
+    pass_at: Buckets = Field(
+        (),
+        description="The k of pass@k and maj@k, ascending, at most samples; empty is powers of two up to it.",
+    )
+    success: str | None = Field(
+        None,
+        min_length=1,
+        description="Part of the task's reward that is 1 where a response passes; null is correct, where"
+        " there is such a part, else the whole reward.",
+    )
+    by_difficulty: bool = Field(
+        False, description="Report every group of difficulty as well, to see where a policy gains."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        if any(a >= b for a, b in itertools.pairwise(self.pass_at)):
+            raise ValueError(f"evaluation.pass_at: {list(self.pass_at)} must ascend, without repeats")
+        if self.pass_at and self.pass_at[-1] > self.samples:
+            raise ValueError(
+                f"evaluation.pass_at: {self.pass_at[-1]} is more than evaluation.samples {self.samples}"
+            )
+        return self
 
 
 class ExperimentConfig(Section):
@@ -84,6 +133,7 @@ class ExperimentConfig(Section):
     warm_start: WarmStartConfig | None = None
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -93,6 +143,7 @@ class ExperimentConfig(Section):
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -127,7 +178,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
             " a group of one always has equal rewards, so no batch would ever fill"
         )
-    if group < 2:
+    if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
             " set at least 2"
@@ -154,6 +205,20 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
+    if config.checkpoint.keep_best and not (config.evaluation.every and config.evaluation.problems):
+        yield (
+            "checkpoint.keep_best: needs evaluation.every and evaluation.problems above 0; the best by"
+            " held-out reward are kept"
+        )
+    penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+    if config.tools is not None and penalties != (1.0, 0.0, 0.0):
+        yield (
+            "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"
+            " paused response has decoded behind its call would stay counted"
+        )
+    for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
+        if stop in config.tools.closing.replace("{name}", name):
+            yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -22,20 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rljax.engine import kv_cache
-from rljax.engine.draft_tree import DraftTree, all_rows, with_root
+from rljax.engine.draft_tree import all_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import KVCache
-from rljax.engine.placement import cache_shardings
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.visits import Assignment
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
-from rljax.sharding import constrain
 
 CATCH_UP_WIDTHS = (1, 16)
 """Tokens of a slot in a pass that catches up: after a chain that came true, and after plain decoding."""
@@ -101,23 +96,8 @@ class CompanionEngine(DecodeEngine):
     def _extend(
         self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
     ) -> KVCache:
-        batch, width = tokens.shape
-        order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-        chain = DraftTree(tokens=tokens[:, 1:], parents=order[:, 1:] - 2, valid=order[:, 1:] > 0)
-        rooted, rows = with_root(chain, tokens[:, 0]), all_rows(batch, width)
-        _, entries = transformer.forward(
-            params,
-            self.config,
-            rows.gather(tokens)[:, None],
-            rows.gather(lengths[:, None] + order)[:, None],
-            TreeAttention(cache, lengths, rooted, rows, self.numerics),
-            rope,
-            self.numerics,
-        )
-        cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
-        if self.mesh is not None:
-            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
-        return cache
+        rows = all_rows(*tokens.shape)
+        return self._programs.extend(params, cache, tokens, lengths, counts, rows, rope)
 
 
 class Companion:
@@ -260,6 +240,14 @@ class Companion:
         """Room for `length` positions a slot; `draft` does it when the target has grown."""
         while self._state.cache.length < length:
             self._state = self.engine.grow(self._state)
+
+    def rewind(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        """Of each of `slots` only so many tokens count: what was told beyond them is taken back."""
+        self._settle()
+        slots = np.asarray(slots, np.int32)
+        self._sizes[slots] = np.where(self._sizes[slots] > 0, sizes, 0)
+        self._lengths[slots] = np.minimum(self._lengths[slots], np.maximum(self._sizes[slots] - 1, 0))
+        self._chains[slots] = -1
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing is known of `slots` any more: their requests are over."""

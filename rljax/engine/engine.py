@@ -22,12 +22,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine import kv_cache
+from rljax.engine import appending, kv_cache
+from rljax.engine.appending import AppendedChunk, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.placement import decode_state_shardings
-from rljax.engine.programs import Programs, compact, insert
+from rljax.engine.programs import Programs, compact, insert, with_slots
 from rljax.engine.sampling import SamplingParams
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
@@ -149,6 +150,7 @@ class DecodeEngine:
             remaining=jnp.zeros(batch, jnp.int32),
             active=jnp.zeros(batch, bool),
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
+            counts=jnp.zeros((batch, self.config.vocab_size), jnp.int32) if self.sampling.penalizes else None,
         )
         if self.mesh is None:
             return state
@@ -296,6 +298,30 @@ class DecodeEngine:
         )
         return program(*args)
 
+    def append(
+        self, params: Params, state: DecodeState, continuations: Sequence[Continuation]
+    ) -> DecodeState:
+        """Tokens that are not sampled, behind those of slots, which then decode on. Consumes `state`.
+
+        The state must have room for all of them and for one more: `grow` it first. A slot that should wait
+        until then is stopped by `free_resource`: what it has stays where it is, and moves with `compact` and
+        `grow`.
+        """
+        for each in continuations:
+            end = each.length + len(each.tokens)
+            if len(each.tokens) < 2 or end > state.cache.length:
+                raise ValueError(f"cannot append up to position {end} of {state.cache.length}: {each}")
+        for chunk, rows in appending.chunks(state.batch, continuations):
+            state = self._append(params, state, chunk, rows)
+        return state
+
+    def _append(
+        self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows
+    ) -> DecodeState:
+        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (chunk, rows)))
+        key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
+        return self.pool.get(key, self._programs.append, args, donate_argnums=(1,))(*args)
+
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
@@ -326,6 +352,18 @@ class DecodeEngine:
             key = ("compact", state.batch, batch, state.cache.length, *self._key)
             state = self.pool.get(key, self._programs.placed(compact), args)(*args)
             slots = list(range(len(slots)))
+        return state
+
+    def widen(self, state: DecodeState, slots: int) -> DecodeState:
+        """The same slots, and free ones behind them, in the smallest batch bucket that holds `slots`."""
+        while state.batch < self.buckets.batch_for(slots):
+            batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
+
+            def widen(state: DecodeState, batch: int = batch) -> DecodeState:
+                return with_slots(state, batch)
+
+            key = ("widen", state.batch, batch, state.cache.length, *self._key)
+            state = self.pool.get(key, self._programs.placed(widen), (state,))(state)
         return state
 
     def warm_up(self, params: Params, slots: int, prompt_length: int, late_inserts: bool = False) -> None:
@@ -367,3 +405,13 @@ class DecodeEngine:
                     handed_out = length if self.hidden_layers is not None else prefix.cache.length
                     prefixes[rows, handed_out] = prefix
         return list(prefixes.values())
+
+    def warm_up_append(self, params: Params, slots: int) -> None:
+        """Compiles every program that `append` to up to `slots` slots can need."""
+        for length in self.buckets.cache:
+            for batch in self.buckets.batch:
+                if batch > self.buckets.batch_for(slots):
+                    continue
+                state, nothing = self.init_state(batch, length), appending.empty_chunk(batch)
+                for rows in appending.ROWS:
+                    state = self._append(params, state, nothing, appending.node_rows(nothing, rows))

@@ -9,17 +9,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
 from rljax.engine import kv_cache
-from rljax.engine.draft_tree import DraftTree, NodeRows, with_root
+from rljax.engine.appending import AppendedChunk
+from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
-from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.sampling import SamplingParams, penalized_logits, sample
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
-from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.state import DecodeState, Prefix, counted
 from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.engine.visits import pack
@@ -114,6 +116,7 @@ class Programs:
             params, state.tokens[:, None], state.lengths[:, None], attention, rope
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = penalized_logits(logits, state.counts, self.sampling)
         tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
         active = state.active
         remaining = jnp.where(active, state.remaining - 1, state.remaining)
@@ -127,6 +130,7 @@ class Programs:
             remaining=remaining,
             active=active & ~ended,
             noise_keys=state.noise_keys,
+            counts=counted(state.counts, tokens[:, None], active[:, None]),
         )
         new_state = self._constrain(new_state)
         states = None if states is None else states[:, 0]
@@ -190,6 +194,7 @@ class Programs:
             rope,
         )
         logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         sampled, logprobs = sample_nodes(
             self.verification,
             logits,
@@ -221,6 +226,7 @@ class Programs:
             remaining=state.remaining - count,
             active=state.active & ~(takes_part & ended),
             noise_keys=state.noise_keys,
+            counts=counted(state.counts, tokens, order < count[:, None]),
         )
         new_state = self._constrain(new_state)
         kept = order < count[:, None]
@@ -232,6 +238,57 @@ class Programs:
         if states is not None:
             states = jnp.take_along_axis(rows.scatter(states[:, 0]), path[:, :, None, None], axis=1)
         return new_state, packed, states
+
+    def extend(
+        self,
+        params: Params,
+        cache: KVCache,
+        tokens: Array,
+        lengths: Array,
+        counts: Array,
+        rows: NodeRows,
+        rope: Array,
+    ) -> KVCache:
+        """Writes the keys and values of known tokens: a verifying pass over chains that need no verifying.
+
+        Args:
+          tokens: int32 [B, W], that stand behind the first `lengths`.
+          lengths: int32 [B], entries that `cache` has.
+          counts: int32 [B], how many of `tokens` to write.
+          rows: which of them are computed: at least those.
+        """
+        batch, width = tokens.shape
+        order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+        chain = DraftTree(tokens=tokens[:, 1:], parents=order[:, 1:] - 2, valid=order[:, 1:] > 0)
+        _, entries = transformer.forward(
+            params,
+            self.config,
+            rows.gather(tokens)[:, None],
+            rows.gather(lengths[:, None] + order)[:, None],
+            TreeAttention(cache, lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
+            rope,
+            self.numerics,
+        )
+        cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
+        if self.mesh is not None:
+            cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
+        return cache
+
+    def append(
+        self, params: Params, state: DecodeState, rope: Array, chunk: AppendedChunk, rows: NodeRows
+    ) -> DecodeState:
+        takes_part = chunk.counts > 0
+        lengths = jnp.where(takes_part, chunk.lengths, state.lengths)
+        return self._constrain(
+            DecodeState(
+                cache=self.extend(params, state.cache, chunk.tokens, lengths, chunk.counts, rows, rope),
+                tokens=jnp.where(takes_part, chunk.following, state.tokens),
+                lengths=lengths + chunk.counts,
+                remaining=jnp.where(takes_part, chunk.remaining, state.remaining),
+                active=jnp.where(takes_part, chunk.complete, state.active),
+                noise_keys=state.noise_keys,
+            )
+        )
 
     def draft(
         self, columns: int, with_proposal: bool
@@ -259,6 +316,16 @@ class Programs:
         return active if self.mesh is None else constrain(active, slot_sharding(self.mesh))
 
 
+def node_counts(counts: Array | None, tree: RootedTree, rows: NodeRows) -> Array | None:
+    """What stands before each computed node's sample, itself included: int32 [R, V]. Node 0 was counted when
+    it was sampled.
+    """
+    if counts is None:
+        return None
+    above = rows.gather(tree.ancestors) & (jnp.arange(tree.tokens.shape[1]) > 0)[None]  # [R, M]
+    return counted(counts[rows.slots], tree.tokens[rows.slots], above)
+
+
 def insert(
     prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
 ) -> DecodeState:
@@ -269,6 +336,7 @@ def insert(
         remaining=state.remaining.at[slots].set(remaining, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
         noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
+        counts=None if state.counts is None else state.counts.at[slots].set(0, mode="drop"),
     )
 
 
@@ -280,4 +348,14 @@ def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
         remaining=state.remaining[slots],
         active=state.active[slots] & present,
         noise_keys=state.noise_keys[slots],
+        counts=None if state.counts is None else state.counts[slots],
     )
+
+
+def with_slots(state: DecodeState, batch: int) -> DecodeState:
+    """The same slots and free ones behind them."""
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, batch - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+    return jax.tree.map(pad, state)

@@ -1,14 +1,17 @@
 """What is sampled: one logits transform, one choice under the noise, one log-probability.
 
-`transform_logits` is the only place where temperature, top-k, top-p and min-p are applied, in that order:
-sampling, verification, drafting and the trainer's log-probabilities all call it, or its parts
-`scaled_logits` and `kept_from`, so they cannot disagree about the distribution.
+`penalized_logits` applies the penalties, then `transform_logits` temperature, top-k, top-p and min-p, in that
+order, and nothing else does: sampling, verification, drafting and the trainer's log-probabilities all call
+them, or the parts `scaled_logits` and `kept_from`, so they cannot disagree about the distribution.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
 from jax import Array, lax
 
 from rljax.kernels.noisy_argmax import noisy_argmax
@@ -25,22 +28,36 @@ class SamplingParams:
       top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 2020); 1 keeps
         all.
       min_p: drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0 keeps all.
+      repetition_penalty: positive logits of tokens that the response has are divided by it, negative ones
+        multiplied (CTRL, Keskar et al., 2019, section 4.1); 1 is off.
+      frequency_penalty: what a token's logit loses for every time that the response has it; 0 is off.
+      presence_penalty: what it loses if the response has it at all; 0 is off.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self):
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise ValueError(f"need top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, got {self}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on what the response already has."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     def filters(self, vocab_size: int) -> bool:
         """Whether anything of a vocabulary of this size may be left out."""
@@ -52,6 +69,59 @@ def _running_sum(x: Array) -> Array:
     each other).
     """
     return lax.associative_scan(jnp.add, x, axis=-1)
+
+
+def penalized_logits(logits: Array, counts: Array | None, params: SamplingParams) -> Array:
+    """Logits [..., V] under the penalties: repetition, then frequency and presence.
+
+    Args:
+      counts: int32 [..., V], how often each token stands in the response so far; the prompt does not count.
+        None where nothing is penalized.
+
+    The frequency penalty is rounded to 8 significant bits. Its product with a count is then exact, and the
+    logits have the same bits whether a compiler fuses it with the subtraction or not.
+    """
+    if not params.penalizes:
+        return logits
+    present = counts > 0
+    if params.repetition_penalty != 1.0:
+        weaker, stronger = logits * (1.0 / params.repetition_penalty), logits * params.repetition_penalty
+        logits = jnp.where(present, jnp.where(logits > 0, weaker, stronger), logits)
+    if params.frequency_penalty != 0.0:
+        rounded = np.float32(ml_dtypes.bfloat16(params.frequency_penalty))
+        logits = logits - counts.astype(jnp.float32) * rounded
+    return (
+        logits
+        if params.presence_penalty == 0.0
+        else logits - jnp.where(present, params.presence_penalty, 0.0)
+    )
+
+
+@struct.dataclass
+class Responses:
+    """Which targets of packed rows were sampled, and for which response.
+
+    Attributes:
+      segment_ids: int32 [R, T].
+      mask: bool [R, T], the target is a sampled token.
+    """
+
+    segment_ids: Array
+    mask: Array
+
+    def counts(self, targets: Array, columns: Array, vocab_size: int) -> Array:
+        """What `penalized_logits` wants to know at some columns: int32 [R, C, V].
+
+        Args:
+          targets: int32 [R, T].
+          columns: int32 [C].
+        """
+        before = jnp.arange(targets.shape[1])[None] < columns[:, None]  # [C, T]
+        same = self.segment_ids[:, columns, None] == self.segment_ids[:, None]
+        counted = (before[None] & same & self.mask[:, None]).astype(jnp.int32)
+        rows = jnp.arange(len(targets))[:, None, None]
+        nothing = jnp.zeros((len(targets), len(columns), vocab_size), jnp.int32)
+        return nothing.at[rows, jnp.arange(len(columns))[None, :, None], targets[:, None]].add(counted)
 
 
 def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) -> Array:
@@ -102,18 +172,21 @@ def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Arr
     return (chosen - log_normalizer(transformed, numerics))[..., 0]
 
 
-def entropy(transformed: Array, numerics: Numerics) -> Array:
-    """Entropy of transformed logits [..., V], undifferentiated: float32 [...].
+def entropy(transformed: Array, numerics: Numerics, differentiable: bool = False) -> Array:
+    """Entropy of transformed logits [..., V]: float32 [...]. Without a gradient, unless it is asked for.
 
         H = log sum_v e^x[v] - sum_v x[v] e^x[v] / sum_v e^x[v]
 
     The exponentials are those of the log-softmax beside it, and both sums are products, so the entropy costs
     next to nothing.
     """
-    transformed = lax.stop_gradient(transformed)
-    x = transformed - jnp.max(transformed, axis=-1, keepdims=True)
+    if not differentiable:
+        transformed = lax.stop_gradient(transformed)
+    x = transformed - lax.stop_gradient(jnp.max(transformed, axis=-1, keepdims=True))
     terms = jnp.exp(x)
     total = row_sum(terms, numerics)
+    if differentiable:
+        x = jnp.where(terms > 0, x, 0.0)  # before the product: the gradient of -inf times 0 is NaN
     weighted = row_sum(jnp.where(terms > 0, x * terms, 0.0), numerics)
     return (jnp.log(total) - weighted / total)[..., 0]
 

@@ -20,8 +20,14 @@ from jax import Array, lax
 from rljax.engine.draft_tree import DraftTree
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.noise import gumbel_rows, threefry2x32
-from rljax.engine.sampling import SamplingParams, first_maximum, token_logprobs, transform_logits
-from rljax.engine.state import DecodeState
+from rljax.engine.sampling import (
+    SamplingParams,
+    first_maximum,
+    penalized_logits,
+    token_logprobs,
+    transform_logits,
+)
+from rljax.engine.state import DecodeState, counted
 from rljax.engine.verification import Rule
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -108,15 +114,17 @@ class SelfDrafting:
             return (step < limits) & ~ended
 
         def more(carry):
-            step, _, _, ended, _ = carry
+            step, _, _, _, ended, _ = carry
             return drafting(step, ended).any()
 
         def body(carry):
-            step, cache, last, ended, drafts = carry
+            step, cache, counts, last, ended, drafts = carry
             going = drafting(step, ended)
             positions = state.lengths + jnp.minimum(step, limits)  # what has ended computes along behind it
             cache, logits = self._forward(params, cache, last, positions, rope)
+            logits = penalized_logits(logits, counts, self.sampling)
             tokens, logprobs, margins, transformed = self._choose(logits, keys, positions + 1)
+            counts = counted(counts, tokens[:, None], going[:, None])
             for eos in self.eos_token_ids:
                 ended |= tokens == eos
             new = SelfDrafts(
@@ -130,7 +138,7 @@ class SelfDrafting:
                 new = new.replace(
                     proposal=lax.dynamic_update_slice(drafts.proposal, q[:, None], (0, step, 0))
                 )
-            return step + 1, cache, jnp.where(going, tokens, last), ended, new
+            return step + 1, cache, counts, jnp.where(going, tokens, last), ended, new
 
         shape = (batch, self.columns)
         nothing = SelfDrafts(
@@ -139,8 +147,8 @@ class SelfDrafting:
             margins=jnp.zeros(shape, jnp.float32),
             proposal=jnp.zeros((batch, self.columns + 1, vocab_size)) if self.with_proposal else None,
         )
-        start = (jnp.int32(0), state.cache, state.tokens, jnp.zeros(batch, bool), nothing)
-        _, cache, _, _, drafts = lax.while_loop(more, body, start)
+        start = (jnp.int32(0), state.cache, state.counts, state.tokens, jnp.zeros(batch, bool), nothing)
+        _, cache, _, _, _, drafts = lax.while_loop(more, body, start)
         return state.replace(cache=cache), drafts
 
     def _forward(

@@ -1,5 +1,6 @@
 """What decoding carries on the device."""
 
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
@@ -17,6 +18,7 @@ class DecodeState:
       remaining: int32 [B], response tokens the slot may still sample.
       active: bool [B], decoding; an inactive slot computes along and changes nothing.
       noise_keys: uint32 [B, 2], see `rljax/engine/noise.py`.
+      counts: int32 [B, V], how often each token was sampled in the response; None unless sampling penalizes.
     """
 
     cache: KVCache
@@ -25,6 +27,7 @@ class DecodeState:
     remaining: Array
     active: Array
     noise_keys: Array
+    counts: Array | None = None
 
     @property
     def batch(self) -> int:
@@ -47,3 +50,10 @@ class Prefix:
     last_tokens: Array
     lengths: Array
     states: Array | None = None
+
+
+def counted(counts: Array | None, tokens: Array, sampled: Array) -> Array | None:
+    """`counts` [B, V] with those of `tokens` [B, T] that were `sampled` [B, T]."""
+    if counts is None:
+        return None
+    return counts.at[jnp.arange(len(tokens))[:, None], tokens].add(sampled.astype(jnp.int32), mode="drop")

@@ -18,6 +18,16 @@ _READS_STREAM = ("q", "k", "v", "gate", "up", "lm_head")
 _WRITES_STREAM = ("o", "down", "embed")
 
 
+def grown_config(config: ModelConfig, hidden_size: int, mlp_size: int, num_layers: int) -> ModelConfig:
+    """The config of a policy that `grow` has made larger; raises as it does."""
+    sizes = {"hidden_size": hidden_size, "mlp_size": mlp_size, "num_layers": num_layers}
+    for name, size in sizes.items():
+        if size < getattr(config, name):
+            raise ValueError(f"cannot grow to {name} {size} from {getattr(config, name)}")
+    wider = hidden_size / config.hidden_size
+    return dataclasses.replace(config, norm_epsilon=config.norm_epsilon / wider, **sizes)
+
+
 def grow(
     params: Params, config: ModelConfig, hidden_size: int, mlp_size: int, num_layers: int, seed: int
 ) -> tuple[Params, ModelConfig]:
@@ -29,12 +39,8 @@ def grow(
     Raises:
       ValueError: a size below the present one.
     """
-    sizes = {"hidden_size": hidden_size, "mlp_size": mlp_size, "num_layers": num_layers}
-    for name, size in sizes.items():
-        if size < getattr(config, name):
-            raise ValueError(f"cannot grow to {name} {size} from {getattr(config, name)}")
+    grown = grown_config(config, hidden_size, mlp_size, num_layers)
     wider = hidden_size / config.hidden_size
-    grown = dataclasses.replace(config, norm_epsilon=config.norm_epsilon / wider, **sizes)
     new = init_params(grown, seed)
 
     def larger(name: str, old: Array, fresh: Array) -> Array:

@@ -90,6 +90,16 @@ class Tokenizer:
         """Token ids of text. Special tokens written out in it are recognised; none are added unless asked."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of text that nobody vouches for: special tokens written out in it are just text."""
+        return self._plain_backend.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids beyond the vocabulary (padding of the embedding) decode to nothing."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -8,6 +8,8 @@ than plain decoding yields, nothing is drafted: EfficientRollout's toggle (secti
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.rollout.pass_choice import PassTimes
@@ -39,6 +41,14 @@ class ChainAcceptance:
     @property
     def rate(self) -> float:
         return (self._accepted + _PRIOR_ACCEPTANCE * _PRIOR_DRAFTS) / (self._judged + _PRIOR_DRAFTS)
+
+    def state(self) -> np.ndarray:
+        """What a checkpoint keeps: float64 [2], drafts judged and accepted."""
+        return np.asarray([self._judged, self._accepted], np.float64)
+
+    def load_state(self, state: np.ndarray) -> None:
+        """Takes up what `state` returned."""
+        self._judged, self._accepted = map(float, state)
 
 
 class WorthStarting:

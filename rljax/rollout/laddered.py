@@ -70,10 +70,7 @@ class Laddered:
         self.begin()
 
     def begin(self) -> None:
-        for drafter, own in self._own.items():
-            judged, accepted = np.sum(list(own.values()), axis=0).tolist()
-            self._history.record(drafter, judged, accepted)
-        self._own = {}
+        self._record_rollout()
         self._ladders: dict[int, Ladder] = {}  # by cache length
         self._drafter: str | None = None
         self._window, self._reason = 0, ""
@@ -99,6 +96,13 @@ class Laddered:
         watched = self._watched(drafted.proposal, active.requests)
         choice = Choice(watched, drafted.found, drafted.rows, self._reason, 0.0, 0.0)
         return state, dataclasses.replace(choice, seconds=drafted.seconds)
+
+    def _record_rollout(self) -> None:
+        """The rollout that is over goes into the history."""
+        for drafter, own in self._own.items():
+            judged, accepted = np.sum(list(own.values()), axis=0).tolist()
+            self._history.record(drafter, judged, accepted)
+        self._own = {}
 
     def _climb(self, length: int, active: ActiveSlots) -> None:
         """Chooses for the responses that still run."""
@@ -174,6 +178,7 @@ class Laddered:
         """Acceptance is counted draft by draft; times are measured by whoever measures all of them."""
 
     def state(self) -> dict[str, np.ndarray]:
+        self._record_rollout()  # checkpoints are made between rollouts
         return self._history.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -259,12 +259,14 @@ class Toggled:
         """The proposer is credited with what was accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
-        return self._ladder.state()
+        return self._ladder.state() | {"toggle_judged": np.asarray(self._judged, np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        own = self._ladder.state().keys()
-        if own <= state.keys():
-            self._ladder.load_state({name: state[name] for name in own})
+        self._ladder.load_state(state)
+        if "toggle_judged" in state:
+            drafted, accepted = state["toggle_judged"].tolist()
+            self._judged = (drafted, accepted)
+        own = self.state().keys()
         return {name: array for name, array in state.items() if name not in own}
 
 

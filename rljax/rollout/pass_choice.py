@@ -149,6 +149,15 @@ class Calibration:
         self._accepted += np.bincount(bins, accepted, _PROBABILITY_BINS)
         self._total += np.bincount(bins, minlength=_PROBABILITY_BINS)
 
+    def state(self) -> np.ndarray:
+        """What a checkpoint keeps: float64 [2, bins], nodes accepted and nodes verified."""
+        return np.stack([self._accepted, self._total])
+
+    def load_state(self, state: np.ndarray) -> None:
+        """Takes up what `state` returned; what has another number of bins says nothing here."""
+        if state.shape == (2, _PROBABILITY_BINS):
+            self._accepted, self._total = state.astype(np.float64)
+
 
 def time_passes(
     engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int

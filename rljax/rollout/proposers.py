@@ -5,7 +5,8 @@
     DeviceProposer    lets a drafter with slots of its own on the device draft trees
 
 What costs time is promised before it is drafted (`promise`), from what was accepted so far and from what
-drafting and passes took; what came of it is credited afterwards (`credit`).
+drafting and passes took; what came of it is credited afterwards (`credit`). What was accepted goes into
+checkpoints; times do not: the machine that goes on may be another one, or busier, and warming up takes them.
 """
 
 import dataclasses
@@ -141,6 +142,12 @@ class Proposer(Protocol):
     def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Of its nodes [n, N]: which were verified, and which of these accepted."""
 
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps: what was accepted so far. Names hold no slash."""
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes up its own part of what `state` returned, and returns the rest."""
+
 
 def make_proposer(name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> Proposer:
     """The proposer for this kind of drafter."""
@@ -228,6 +235,12 @@ class HostProposer:
     def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         self._calibration.add(bins[verified], accepted[verified])
 
+    def state(self) -> dict[str, np.ndarray]:
+        return {f"calibration_of_{self.name}": self._calibration.state()}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return _take(state, {f"calibration_of_{self.name}": self._calibration.load_state})
+
 
 class _OnDevice:
     """What drafts on the device, and so takes its time.
@@ -252,6 +265,19 @@ class _OnDevice:
     def forget(self) -> None:
         self._calibration.forget()
         self._acceptance.forget()
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            f"calibration_of_{self.name}": self._calibration.state(),
+            f"chains_of_{self.name}": self._acceptance.state(),
+        }
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        own = {
+            f"calibration_of_{self.name}": self._calibration.load_state,
+            f"chains_of_{self.name}": self._acceptance.load_state,
+        }
+        return _take(state, own)
 
 
 class SelfProposer(_OnDevice):
@@ -325,6 +351,15 @@ class SelfProposer(_OnDevice):
         self._calibration.add(bins[judged], accepted[judged])
         self.judged = (self.judged[0] + int(verified.sum()), self.judged[1] + int(taken.sum()))
 
+    def state(self) -> dict[str, np.ndarray]:
+        return super().state() | {f"drafts_of_{self.name}": np.asarray(self.judged, np.int64)}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return _take(super().load_state(state), {f"drafts_of_{self.name}": self._load_judged})
+
+    def _load_judged(self, judged: np.ndarray) -> None:
+        self.judged = (int(judged[0]), int(judged[1]))
+
 
 class DeviceProposer(_OnDevice):
     """Trees from a drafter that follows the slots on the device."""
@@ -395,6 +430,16 @@ class DeviceProposer(_OnDevice):
         tried = verified.any(axis=1)
         self._acceptance.add(int(np.minimum(taken + 1, self._depth)[tried].sum()), int(taken.sum()))
         self._calibration.add(bins[verified], accepted[verified])
+
+
+def _take(
+    state: dict[str, np.ndarray], own: dict[str, Callable[[np.ndarray], None]]
+) -> dict[str, np.ndarray]:
+    """Hands the named arrays to whom they belong, where they are there, and returns the rest."""
+    for name, load in own.items():
+        if name in state:
+            load(state[name])
+    return {name: array for name, array in state.items() if name not in own}
 
 
 def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: Calibration) -> Proposal:

@@ -15,7 +15,7 @@ class Request:
     Attributes:
       prompt_ids: the prompt's token ids, not empty. Requests with the same tuple share one prefill.
       noise_key: uint32 [2], from `rljax.engine.noise.request_key`: the request's identity.
-      max_response: response tokens at most.
+      max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
     """
 
@@ -35,6 +35,8 @@ class Completion:
       finish_reason: "eos", "length" (its max_response is reached) or "stop" (a stop string appeared).
       drafted: draft nodes that were verified for it.
       accepted: how many of its tokens came from them.
+      own: bool [n], which tokens the policy sampled; the others are tools' answers, with logprobs of 0. None
+        without tools: all of them.
     """
 
     response_ids: np.ndarray
@@ -42,6 +44,12 @@ class Completion:
     finish_reason: FinishReason
     drafted: int = 0
     accepted: int = 0
+    own: np.ndarray | None = None
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return len(self.response_ids) if self.own is None else int(self.own.sum())
 
 
 @dataclasses.dataclass
@@ -49,7 +57,7 @@ class DecodeStatistics:
     """Where decoding spent itself.
 
     Attributes:
-      tokens: response tokens kept.
+      tokens: response tokens sampled and kept.
       steps: forward passes.
       rows: tokens computed by them: of plain steps the batch bucket.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
@@ -67,6 +75,12 @@ class DecodeStatistics:
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
+      tool_calls: calls of tools that were answered.
+      tool_errors: how many of them with an error.
+      tool_seconds: that they took, one by one.
+      tool_tokens: of answers in responses.
+      tool_waiting_seconds: that decoding waited for answers.
+      running: of each rollout, how many requests ran when, see `RunningRequests.points`.
     """
 
     tokens: int = 0
@@ -87,6 +101,12 @@ class DecodeStatistics:
     idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    tool_seconds: float = 0.0
+    tool_tokens: int = 0
+    tool_waiting_seconds: float = 0.0
+    running: list[list[tuple[float, float]]] = dataclasses.field(default_factory=list)
 
     @property
     def occupancy(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.engine.appending import Continuation
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import Assignment, DecodeResult
@@ -23,11 +24,18 @@ from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
 from rljax.rollout.proposers import ActiveSlots
 from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.rollout.running import RunningRequests
 from rljax.rollout.speculation import Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
+from rljax.rollout.tool_turns import ToolTurns
+from rljax.tools.markup import ToolCall
+from rljax.tools.use import ToolUse
 
 OnProgress = Callable[[int, int], None]
 """Called at every look from the host with (tokens sampled, requests finished)."""
+
+OnFinished = Callable[[int, Completion], None]
+"""Called with each request's place in the list and its response, as soon as that has ended."""
 
 _REFILL_SHARE = 8  # with requests waiting, look when an eighth of the slots is free
 
@@ -41,6 +49,7 @@ class Scheduler:
       stop_strings: see `StopStrings`; None for none.
       speculator: decodes with drafts; None for plain decoding.
       overlap: draft for one half of the slots while the device verifies the other.
+      tools: what responses may call; None for nothing.
     """
 
     def __init__(
@@ -50,17 +59,23 @@ class Scheduler:
         stop_strings: StopStrings | None = None,
         speculator: Speculator | None = None,
         overlap: bool = False,
+        tools: ToolUse | None = None,
     ) -> None:
         self.engine = engine
         self.max_slots = max_slots
         self.stop_strings = stop_strings
         self.speculator = speculator
         self.overlap = overlap
+        self.tools = tools
         # With drafts: of training rollouts, which checkpoints keep; the order decides what is drafted from.
         self.lengths = ResponseLengths() if speculator is None else speculator.lengths
 
     def run(
-        self, params: Params, requests: Sequence[Request], on_progress: OnProgress | None = None
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Completions in the order of `requests`.
 
@@ -68,6 +83,7 @@ class Scheduler:
           params: weights from `engine.load_params`.
           requests: what to sample.
           on_progress: see `OnProgress`.
+          on_finished: see `OnFinished`.
 
         Raises:
           ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than
@@ -82,7 +98,7 @@ class Scheduler:
                     f"a request of {len(request.prompt_ids)} + {request.max_response} tokens exceeds the "
                     f"largest cache bucket, {limit}"
                 )
-        return _Run(self, params, requests, on_progress).finish()
+        return _Run(self, params, requests, on_progress, on_finished).finish()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +118,7 @@ class _Run:
         params: Params,
         requests: Sequence[Request],
         on_progress: OnProgress | None,
+        on_finished: OnFinished | None,
     ) -> None:
         self.engine = scheduler.engine
         self.max_slots = scheduler.max_slots
@@ -114,8 +131,10 @@ class _Run:
         upcoming = () if self.run_ahead is None else self.run_ahead.upcoming
         self.wanted = len(requests)  # the others are only sampled ahead
         self.requests = requests = [*requests, *upcoming]
-        self.on_progress = on_progress
+        self.on_progress, self.on_finished = on_progress, on_finished
         self.statistics = DecodeStatistics()
+        self.turns = None if scheduler.tools is None else ToolTurns(scheduler.tools, self.statistics)
+        self.running_over_time = RunningRequests()
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests[: self.wanted]):
             by_prompt.setdefault(request.prompt_ids, []).append(index)
@@ -139,6 +158,12 @@ class _Run:
         return [slot for slot, request in enumerate(self.slots) if request is not None]
 
     @property
+    def decoding(self) -> list[int]:
+        """Slots with a request that does not wait for a tool."""
+        paused = () if self.turns is None else self.turns.paused
+        return [slot for slot in self.busy if self.slots[slot] not in paused]
+
+    @property
     def running(self) -> list[int]:
         """Slots with a request that is wanted now."""
         return [slot for slot in self.busy if self.slots[slot] < self.wanted]
@@ -155,31 +180,38 @@ class _Run:
                 if under_way is None:
                     state = self.compact(state)
                 state = self.fill_ahead(state)
+                if self.turns is not None:
+                    state = self.answer(state, alone=under_way is None and not self.decoding)
+                    if under_way is None and not self.decoding:
+                        continue
                 if self.speculator is not None and not self.waiting:
                     self.speculator.spare(len(self.running))
                 if self.overlap:
                     state, under_way = self.alternate(state, under_way)
                 else:
+                    decoding = self.decoding
                     state, result = self.decode(state)
-                    state = self.collect(state, result, self.busy)
+                    state = self.collect(state, result, decoding)
             if under_way is not None:  # over requests that were only sampled ahead
                 self.collect(state, self.speculator.finish(under_way), under_way.active.slots)
             if self.wanted < len(self.requests):
                 ahead = range(self.wanted, len(self.requests))
                 self.run_ahead.keep([(self.requests[index], self.tokens[index]) for index in ahead])
-        completions = [
-            Completion(
-                response_ids=np.asarray(self.tokens[index], np.int32),
-                logprobs=np.asarray(self.logprobs[index], np.float32),
-                finish_reason=self.reasons[index],
-                **self.draft_counts(index),
-            )
-            for index in range(self.wanted)
-        ]
+            self.statistics.running.append(self.running_over_time.points())
+        completions = [self.completion(index) for index in range(self.wanted)]
         if self.speculator is None:
             for request, completion in zip(self.requests, completions, strict=True):
                 self.lengths.learn(request.prompt_ids, len(completion.response_ids))
         return completions, self.statistics
+
+    def completion(self, index: int) -> Completion:
+        return Completion(
+            response_ids=np.asarray(self.tokens[index], np.int32),
+            logprobs=np.asarray(self.logprobs[index], np.float32),
+            finish_reason=self.reasons[index],
+            own=None if self.turns is None else self.turns.own(index, len(self.tokens[index])),
+            **self.draft_counts(index),
+        )
 
     def draft_counts(self, index: int) -> dict[str, int]:
         if self.speculator is None:
@@ -191,7 +223,7 @@ class _Run:
         """The next tokens of every slot, and the time for it."""
         until_active = self.look_when_active(state)
         if self.speculator is not None:
-            return self.speculator.decode(self.params, state, self.active(self.busy), until_active)
+            return self.speculator.decode(self.params, state, self.active(self.decoding), until_active)
         start = time.perf_counter()
         state, result = self.engine.generate(self.params, state, until_active=until_active)
         self.statistics.device_seconds += time.perf_counter() - start
@@ -204,8 +236,9 @@ class _Run:
         takes over what that one brought.
         """
         taken = () if under_way is None else under_way.active.slots
-        idle = [slot for slot in self.busy if slot not in taken]
-        half = idle[: -(-len(self.busy) // 2)]
+        decoding = self.decoding
+        idle = [slot for slot in decoding if slot not in taken]
+        half = idle[: -(-len(decoding) // 2)]
         following = None
         if half and (under_way is None or not self.compacts_to(state)):
             state, following = self.speculator.start(self.params, state, self.active(half))
@@ -213,9 +246,9 @@ class _Run:
             state = self.collect(state, self.speculator.finish(under_way), under_way.active.slots)
         elif following is None:  # nobody is under way: a plain step of all slots
             until_active = self.look_when_active(state)
-            active = self.active(self.busy)
+            active = self.active(decoding)
             state, result = self.speculator.decode_plainly(self.params, state, active, until_active)
-            state = self.collect(state, result, self.busy)
+            state = self.collect(state, result, decoding)
         return state, following
 
     def active(self, slots: Sequence[int]) -> ActiveSlots:
@@ -224,17 +257,18 @@ class _Run:
         requests = np.asarray([self.slots[slot] for slot in slots], np.int32)
         positions = [len(self.requests[i].prompt_ids) + len(self.tokens[i]) for i in requests]
         wanted = requests < self.wanted
-        standing_by = len(self.running) - int(wanted.sum())
+        decoding = sum(self.slots[slot] < self.wanted for slot in self.decoding)
+        standing_by = decoding - int(wanted.sum())
         return ActiveSlots(slots, requests, np.asarray(positions, np.int32), wanted, standing_by)
 
     def look_when_active(self, state: DecodeState) -> int:
         """How few active slots are a reason to look: enough free ones to refill, or a smaller bucket to move
         to.
         """
-        active = len(self.busy)
+        active = len(self.decoding)
         if self.waiting:
             return active - max(1, len(self.slots) // _REFILL_SHARE)
-        if active > len(self.running):
+        if len(self.busy) > len(self.running):
             return active - 1  # it may be a wanted one that ends
         smaller = [bucket for bucket in self.engine.buckets.batch if bucket < min(active, state.batch)]
         return smaller[-1] if smaller else 0
@@ -313,6 +347,7 @@ class _Run:
     def collect(self, state: DecodeState, result: DecodeResult, slots: Sequence[int]) -> DecodeState:
         """Takes over what was sampled in `slots`, frees those of ended responses, makes room for the rest."""
         statistics = self.statistics
+        self.running_over_time.add(len(self.running))
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.visits += 1
@@ -330,18 +365,21 @@ class _Run:
             known = len(tokens)
             tokens.extend(sampled.tolist())
             logprobs.extend(result.logprobs[slot][: len(sampled)].tolist())
-            end = None if self.stop_strings is None else self.stop_strings.find(tokens, known)
+            end, call = self.find_end(index, known)
             if end is not None:
                 del tokens[end:], logprobs[end:]
                 if result.active[slot]:
                     stopped.append(slot)
             kept.append(len(tokens) - known)
+            if call is not None and index < self.wanted and end < self.requests[index].max_response:
+                self.turns.call(index, call)
+                continue
             if end is None and result.active[slot]:
                 continue
             if tokens[-1] in self.engine.eos_token_ids:
                 self.reasons[index] = "eos"
             else:
-                self.reasons[index] = "length" if end is None else "stop"
+                self.reasons[index] = "length" if end is None or call is not None else "stop"
             self.slots[slot] = None
             self.finished += index < self.wanted
         wanted = int(np.asarray(kept)[requests < self.wanted].sum())
@@ -350,9 +388,60 @@ class _Run:
         if self.speculator is not None:
             ended = np.asarray([self.slots[slot] is None for slot in slots], bool)
             self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32), ended)
+        if self.on_finished is not None:
+            for slot, index in zip(slots, requests.tolist(), strict=True):
+                if self.slots[slot] is None and index < self.wanted:
+                    self.on_finished(index, self.completion(index))
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
         return self.grow(self.engine.free_resource(state, stopped) if stopped else state, result, slots)
+
+    def find_end(self, index: int, known: int) -> tuple[int | None, ToolCall | None]:
+        """Where a stop string or a call ends what a request has sampled behind its first `known` tokens, if
+        one does; and the call.
+        """
+        tokens, first, call = self.tokens[index], 0, None
+        if self.turns is not None:
+            first, call = self.turns.begin(index), self.turns.find(index, tokens, known)
+        end = None if self.stop_strings is None else self.stop_strings.find(tokens, known, first)
+        if call is not None and (end is None or call.end < end):
+            return call.end, call
+        return end, None
+
+    def answer(self, state: DecodeState, alone: bool) -> DecodeState:
+        """Responses go on behind the answers that their tools have given, or end where these do not fit."""
+        slot_of = {index: slot for slot, index in enumerate(self.slots)}
+        answers = self.turns.answers(alone)
+        if not answers:
+            return state
+        slots, sizes, appended, continuations = [], [], [], []
+        for index, ids in answers:
+            request, tokens = self.requests[index], self.tokens[index]
+            begin, slot = len(tokens), slot_of[index]
+            size = len(request.prompt_ids) + begin
+            if begin + len(ids) >= request.max_response:
+                ids, self.reasons[index], self.slots[slot] = [], "length", None
+                self.finished += 1
+            else:
+                left = request.max_response - begin - len(ids)
+                continuations.append(Continuation(slot, size - 1, [tokens[-1], *ids], left))
+                self.turns.answered(index, begin, begin + len(ids))
+                tokens.extend(ids)
+                self.logprobs[index].extend([0.0] * len(ids))
+            slots.append(slot)
+            sizes.append(size)
+            appended.append(ids)
+        length = max((each.length + len(each.tokens) for each in continuations), default=0)
+        while state.cache.length < length:
+            state = self.engine.grow(state)
+        state = self.engine.append(self.params, state, continuations)
+        if self.speculator is not None:
+            indices = [index for index, _ in answers]
+            ended = [self.slots[slot] is None for slot in slots]
+            self.speculator.append(slots, indices, sizes, appended, ended)
+        if self.on_progress is not None:
+            self.on_progress(self.statistics.tokens, self.finished)
+        return state
 
     def compact(self, state: DecodeState) -> DecodeState:
         """Moves to the smallest batch bucket once nothing waits; what is sampled ahead takes what room is
@@ -380,7 +469,8 @@ class _Run:
         """Moves to the next cache bucket once a response has filled this one; what is sampled ahead ends
         there.
         """
-        busy = [slot for slot in slots if self.slots[slot] is not None]
+        paused = () if self.turns is None else self.turns.paused
+        busy = [slot for slot in slots if self.slots[slot] is not None and self.slots[slot] not in paused]
         full = [slot for slot in busy if result.lengths[slot] >= state.cache.length]
         if any(self.slots[slot] < self.wanted for slot in full):
             return self.engine.grow(state)

@@ -154,18 +154,46 @@ class Speculator:
         self._choice: Choice | None = None  # the last one
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
-        coupled = self.engine.verification == "coupled"
         start = time.perf_counter()
+        self._ask_all("begin", self._as_drafters_know(requests, wanted))
+        for drafter in self._on_device:
+            drafter.start(batch)
+        statistics.host_seconds += time.perf_counter() - start
+
+    def _as_drafters_know(self, requests: Sequence[Request], wanted: int) -> list[DraftRequest]:
+        coupled = self.engine.verification == "coupled"
         known = []
         for index, request in enumerate(requests):
             ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
             key = request.noise_key if coupled else None
             trainable = request.training and index < wanted
             known.append(DraftRequest(request.prompt_ids, key, ahead, trainable))
-        self._ask_all("begin", known)
-        for drafter in self._on_device:
-            drafter.start(batch)
-        statistics.host_seconds += time.perf_counter() - start
+        return known
+
+    def admit(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
+        """Requests have joined those that are decoded, between two calls of `decode`.
+
+        Drafters begin anew, and are told what was sampled so far: enough for all but those that follow slots
+        on the device (`DeviceDrafter`).
+
+        Args:
+          requests: all that are decoded from now on.
+          tokens: what was sampled of each so far.
+        """
+        start = time.perf_counter()
+        self._drafted = np.zeros(len(requests), np.int64)
+        self._accepted = np.zeros(len(requests), np.int64)
+        self._patience, self._plain_requests = 1, set()
+        self._ask_all("begin", self._as_drafters_know(requests, len(requests)))
+        under_way = np.asarray([i for i, own in enumerate(tokens) if len(own)], np.int32)
+        if len(under_way):
+            counts = np.asarray([len(tokens[i]) for i in under_way], np.int32)
+            known = np.zeros((len(under_way), counts.max()), np.int32)
+            for row, i in enumerate(under_way):
+                known[row, : counts[row]] = tokens[i]
+            none = np.zeros_like(counts)
+            self._ask_all("observe", Sampled(under_way, known, counts, none, none, none.astype(bool)))
+        self._statistics.host_seconds += time.perf_counter() - start
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """What drafters on the device want to know of prefilled prompts, for `insert`."""
@@ -309,6 +337,29 @@ class Speculator:
         self._ask_all("observe", Sampled(requests, tokens, counts, *self._last, ended))
         self._statistics.host_seconds += time.perf_counter() - start
 
+    def append(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[int],
+        sizes: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+    ) -> None:
+        """Tokens that nobody sampled now stand behind the first sizes[i] of request requests[i], in slot
+        slots[i], or the response is complete.
+        """
+        start = time.perf_counter()
+        counts = np.asarray([len(own) for own in tokens], np.int32)
+        padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
+        for row, own in enumerate(tokens):
+            padded[row, : len(own)] = own
+        for drafter in self._on_device:
+            drafter.append(slots, sizes, padded, counts)
+        nothing = np.zeros_like(counts)
+        requests = np.asarray(requests, np.int32)
+        self._ask_all("observe", Sampled(requests, padded, counts, nothing, nothing, np.asarray(ended, bool)))
+        self._statistics.host_seconds += time.perf_counter() - start
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
         self._ask_all("learn", outcomes)
@@ -344,11 +395,15 @@ class Speculator:
         return {f"speculation/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the drafters', and what decides the order of requests."""
+        """What a checkpoint keeps: the drafters', what was accepted of their drafts, what the manager has
+        learned, and what decides the order of requests.
+        """
         state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
         for prefix, (name, drafter) in self._state_prefixes().items():
             own = ask_for(name, drafter, "state", usable_state)
             state |= {prefix + key: array for key, array in own.items()}
+        for proposer in self.proposers:
+            state |= proposer.state()
         return state | self.manager.state() | self.lengths.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -356,6 +411,8 @@ class Speculator:
         others left there is kept for them.
         """
         state = self.manager.load_state(self.lengths.load_state(state))
+        for proposer in self.proposers:
+            state = proposer.load_state(state)
         if self.run_ahead is not None:
             state = self.run_ahead.load_state(state)
         for prefix, (name, drafter) in self._state_prefixes().items():

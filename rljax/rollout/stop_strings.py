@@ -24,16 +24,17 @@ class StopStrings:
         # A character takes at most four byte-level tokens.
         self._window = 4 * max((len(string) for string in strings), default=0)
 
-    def find(self, response_ids: Sequence[int], start: int) -> int | None:
+    def find(self, response_ids: Sequence[int], start: int, first: int = 0) -> int | None:
         """Tokens up to and including the one that completes a stop string, or None.
 
         Args:
           response_ids: the response so far.
           start: tokens known to hold none.
+          first: the first token that counts.
         """
         if not self._strings:
             return None
-        begin = max(0, start - self._window)
+        begin = max(first, start - self._window)
         if not self._contains(response_ids[begin:]):
             return None
         for end in range(start + 1, len(response_ids) + 1):

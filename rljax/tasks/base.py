@@ -43,7 +43,12 @@ class Problem:
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of problems and the judge of their responses."""
+    """A source of problems and the judge of their responses.
+
+    A task may also have a method `extracted_answer(problem, response_text) -> str | None`, the answer that a
+    response gives in a form in which equal answers are equal texts: the votes of maj@k. Without one
+    `rljax.tasks.answers.last_answer` looks for it.
+    """
 
     def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` (from 0, without end) of a split: at every call the same one."""

@@ -35,9 +35,8 @@ import re
 import string
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
-from rljax.errors import ConfigError
+from rljax.tasks.arguments import checked
 from rljax.tasks.base import Problem, Split, is_heldout, problem_random
 
 MODULUS = 100
@@ -80,12 +79,12 @@ class ChainArithmetic:
         format_weight: float = 0.1,
     ):
         self.seed = seed
-        self.max_terms = _checked("max_terms", max_terms, int, 2, 1 + len(TERM_NAMES))
-        self.tail_exponent = _checked("tail_exponent", tail_exponent, float, 0.0, 10.0)
-        self.max_number = _checked("max_number", max_number, int, 1, MODULUS - 1)
-        self.demonstration_noise = _checked("demonstration_noise", demonstration_noise, float, 0.0, 1.0)
-        self.rechecks = _checked("rechecks", rechecks, float, 0.0, 0.95)
-        self.format_weight = _checked("format_weight", format_weight, float, 0.0, 1.0)
+        self.max_terms = checked("max_terms", max_terms, int, 2, 1 + len(TERM_NAMES))
+        self.tail_exponent = checked("tail_exponent", tail_exponent, float, 0.0, 10.0)
+        self.max_number = checked("max_number", max_number, int, 1, MODULUS - 1)
+        self.demonstration_noise = checked("demonstration_noise", demonstration_noise, float, 0.0, 1.0)
+        self.rechecks = checked("rechecks", rechecks, float, 0.0, 0.95)
+        self.format_weight = checked("format_weight", format_weight, float, 0.0, 1.0)
         self._cumulative = list(
             itertools.accumulate(n**-self.tail_exponent for n in range(2, self.max_terms + 1))
         )
@@ -119,11 +118,15 @@ class ChainArithmetic:
           format_weight * format.
         """
         text = response_text.rstrip()
-        _, marker, tail = text.rpartition(ANSWER_MARKER)
-        correct = bool(marker) and _ANSWER.fullmatch(tail) is not None and int(tail) == int(problem.answer)
+        correct = self.extracted_answer(problem, text) == problem.answer
         well_formed = _WELL_FORMED.fullmatch(text) is not None
         reward = (1.0 - self.format_weight) * correct + self.format_weight * well_formed
         return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        """The one or two digits behind the last marker, as two; None if there is anything else."""
+        _, marker, tail = response_text.rstrip().rpartition(ANSWER_MARKER)
+        return f"{int(tail):02d}" if marker and _ANSWER.fullmatch(tail) else None
 
     def _prompt(self, first: int, terms: Sequence[int]) -> str:
         named = (f"{name}{self._term_text(term)}" for name, term in zip(TERM_NAMES, terms, strict=False))
@@ -157,13 +160,3 @@ class ChainArithmetic:
 
 def _total_text(total: int) -> str:
     return f"{total % MODULUS:02d}"
-
-
-def _checked(name: str, value: Any, kind: type, low: float, high: float) -> Any:
-    """Returns an argument as `kind`, or says in one line what it may be."""
-    accepted = (int, float) if kind is float else (int,)
-    # `not low <= value` rather than `value < low`: NaN must fail as well.
-    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
-        noun = "a number" if kind is float else "an integer"
-        raise ConfigError(f"task.args.{name}: must be {noun} from {low:g} to {high:g}, not {value!r}")
-    return kind(value)

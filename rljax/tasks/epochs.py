@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered, judge
 
@@ -22,6 +23,9 @@ class EpochTask:
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
         return self._task.reward(problem, response_text)
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        return extracted_answer(self._task, problem, response_text)
 
     def finite_problems(self) -> list[Problem]:
         return getattr(self._task, "finite_problems", list)()

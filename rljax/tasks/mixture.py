@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rljax.config import MixtureConfig
+from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task, problem_random
 from rljax.tasks.judging import Answered, judge
 
@@ -55,6 +56,11 @@ class Mixture:
             for i, reward in zip(own, judge(task, inner) if inner else [], strict=True):
                 found[i] = reward
         return found
+
+    def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
+        """That of the problem's task; see `rljax/tasks/answers.py`."""
+        prefix = next(prefix for prefix in self._tasks if problem.id.startswith(f"{prefix}/"))
+        return extracted_answer(self._tasks[prefix], _without(prefix, problem), response_text)
 
     def finite_problems(self) -> list[Problem]:
         """The problems of those tasks that have finitely many."""

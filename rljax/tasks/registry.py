@@ -13,11 +13,13 @@ from rljax.tasks.epochs import EpochTask
 from rljax.tasks.mixture import Mixture
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards.combined import RewardedTask
+from rljax.tasks.tool_arithmetic import ToolArithmetic
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
     "dataset": Dataset,
     "reasoning_gym": ReasoningGym,
+    "tool_arithmetic": ToolArithmetic,
 }
 
 Report = Callable[[str], None]

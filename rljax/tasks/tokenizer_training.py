@@ -6,6 +6,7 @@ the form that Qwen uses.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,7 +76,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -87,6 +87,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    # Last, and whole: who finds this file finds a tokenizer, wherever an earlier process was killed.
+    partial = directory / ".tokenizer.json.tmp"
+    tokenizer.save(str(partial))
+    os.replace(partial, directory / "tokenizer.json")
     return tokenizer
 
 

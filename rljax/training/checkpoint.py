@@ -2,16 +2,18 @@
 
     checkpoints/20/arrays/           the train state, as Orbax writes it
     checkpoints/20/host_arrays.npz   arrays of the host, if there are any
-    checkpoints/20/checkpoint.json   written last: leaves, host state, and every file's size and CRC-32
+    checkpoints/20/checkpoint.json   written last: leaves, host state, score, and every file's size and CRC-32
 
 A checkpoint without its `checkpoint.json` was never finished (the process was killed, the disk was full): it
 does not count and is cleared away by the next save. What Orbax alone would not notice, `restore` does before
 it reads an array: a flipped bit comes back as a wrong weight without a word, and a cut file as pages of
-TensorStore's internals. Older checkpoints are deleted only after a newer one is complete.
+TensorStore's internals. Older checkpoints are deleted only after a newer one is complete, and only those that
+`rljax/training/retention.py` does not keep.
 """
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -27,6 +29,7 @@ import orbax.checkpoint as ocp
 
 from rljax.errors import CheckpointError
 from rljax.training.durable_files import sync_directory, write_durably
+from rljax.training.retention import Retention
 
 _SEAL = "checkpoint.json"
 _ARRAYS = "arrays"
@@ -39,18 +42,18 @@ logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not 
 
 
 class RunCheckpoints:
-    """The newest `keep` checkpoints of one run, in one directory that only one process writes to.
+    """The checkpoints of one run, in one directory that only one process writes to.
 
-    Attributes:
+    Args:
       directory: created by the first save.
-      keep: complete checkpoints left after a save.
+      keep, keep_every, keep_best: which complete ones are left after a save; see `Retention`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int):
-        if keep < 1:
-            raise ValueError(f"keep: {keep}; at least the newest checkpoint must stay")
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int, keep_every: int = 0, keep_best: int = 0
+    ) -> None:
         self.directory = Path(directory).absolute()
-        self.keep = keep
+        self._retention = Retention(keep, keep_every, keep_best)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._thread: threading.Thread | None = None
         self._saving: int | None = None
@@ -62,6 +65,7 @@ class RunCheckpoints:
         train_state: Any,
         host_state: Mapping[str, Any],
         host_arrays: Mapping[str, np.ndarray] | None = None,
+        score: float | None = None,
     ) -> None:
         """Starts saving and returns as soon as the caller may change or donate the arrays.
 
@@ -74,6 +78,7 @@ class RunCheckpoints:
           train_state: any pytree of arrays; names of leaves are their paths in it.
           host_state: what else the run needs to go on (data position, counters), as JSON values; read now.
           host_arrays: arrays of any size by name, such as a drafter's history; not to be changed afterwards.
+          score: how good the policy is, larger is better, for `keep_best`; None is not known.
 
         Raises:
           CheckpointError: this or the last save could not be written; older checkpoints stay usable.
@@ -93,6 +98,7 @@ class RunCheckpoints:
         seal = {
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "host_state": json.loads(host_json),
+            "score": None if score is None or not math.isfinite(score) else score,
         }
         self._saving = step
         path = self.directory / str(step)
@@ -129,7 +135,9 @@ class RunCheckpoints:
         """Step of the newest complete checkpoint; None when there is none."""
         return max(self.steps(), default=None)
 
-    def restore(self, template_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+    def restore(
+        self, template_state: Any, step: int | None = None, partial: bool = False
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Reads a checkpoint, bit for bit, into the template's tree.
 
         Args:
@@ -137,6 +145,7 @@ class RunCheckpoints:
             `jax.eval_shape`, which takes no memory). Leaves with a sharding come back with it, whatever mesh
             they were saved from; uncommitted ones on the default device, uncommitted; NumPy ones as NumPy.
           step: which one; None is the newest complete.
+          partial: the template may lack leaves, which are not read.
 
         Returns:
           (step, state, host_state).
@@ -152,7 +161,8 @@ class RunCheckpoints:
         path = self.directory / str(step)
         template = _named_leaves(template_state)
         seal = self._read_seal(path)
-        _check_leaves(path, seal["leaves"], {name: _describe(leaf) for name, leaf in template.items()})
+        saved = {name: leaf for name, leaf in seal["leaves"].items() if not partial or name in template}
+        _check_leaves(path, saved, {name: _describe(leaf) for name, leaf in template.items()})
         self._check_files(path, seal["files"])
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
@@ -161,6 +171,7 @@ class RunCheckpoints:
                     args=ocp.args.PyTreeRestore(
                         item=dict.fromkeys(template, 0),
                         restore_args={name: _restore_args(leaf) for name, leaf in template.items()},
+                        partial_restore=partial,
                     ),
                 )
             except Exception as error:
@@ -186,6 +197,11 @@ class RunCheckpoints:
             self._thread.join()
             self._thread = None
         self._raise_failure()
+
+    def check(self) -> None:
+        """A CheckpointError when the last save has failed; does not wait for one that is under way."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
 
     def close(self) -> None:
         """Waits as `wait` does and gives Orbax's threads back."""
@@ -213,7 +229,8 @@ class RunCheckpoints:
             seal["files"] = {str(file.relative_to(path)): _fingerprint(file) for file in files}
             write_durably(path / _SEAL, json.dumps(seal, indent=1).encode())
             sync_directory(path.parent)
-            for old in self.steps()[: -self.keep]:
+            scores = {step: self._score(step) for step in self.steps()}
+            for old in sorted(scores.keys() - self._retention.kept(scores)):
                 _delete(self.directory / str(old))
         except BaseException as error:
             self._failure = error
@@ -250,6 +267,12 @@ class RunCheckpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / _SEAL}: damaged; {self._way_out(path)}") from error
         return seal
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return json.loads((self.directory / str(step) / _SEAL).read_bytes()).get("score")
+        except (OSError, ValueError, AttributeError):
+            return None  # damaged: `restore` says so to whoever asks for it
 
     def _check_files(self, path: Path, files: dict[str, list[int]]) -> None:
         for name, (size, crc) in files.items():

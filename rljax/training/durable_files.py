@@ -7,10 +7,14 @@ from pathlib import Path
 def write_durably(path: Path, content: bytes) -> None:
     """Puts content in a file so that a crash leaves the old or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk needs every byte
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     sync_directory(path.parent)
 

@@ -1,8 +1,8 @@
 """The training loop: from a config to a finished run. Read it from top to bottom.
 
-A step rolls out groups of responses with the current policy, rewards them, and updates the policy on them:
-GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), as `algorithm` says. A run that is started again continues
-from its newest checkpoint, with the same numbers.
+A step rolls out groups of responses with the current policy, rewards them, and updates the policy on them
+(`learner.py`), by GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. A run that
+is started again continues from its newest checkpoint, with the same numbers.
 """
 
 import functools
@@ -12,60 +12,76 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from drafters.base import Drafter, Outcome
-from drafters.registry import make_drafters, rehearse_drafters, states_read
-from rljax.algorithms.advantages import group_relative_advantages
+from drafters.base import Outcome
+from drafters.registry import make_drafters
 from rljax.algorithms.dynamic_sampling import DynamicSampler
-from rljax.algorithms.losses import aggregation_weights
-from rljax.algorithms.reward_shaping import soft_overlong_punishment
-from rljax.config import ExperimentConfig, check_devices
-from rljax.engine.buckets import make_buckets
-from rljax.engine.engine import DecodeEngine
+from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.engine.sampling import SamplingParams
-from rljax.errors import ConfigError, Interrupted
-from rljax.kernels.switch import KernelChoice
-from rljax.models.numerics import Numerics
+from rljax.errors import CheckpointError, Interrupted
+from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
-from rljax.rollout.calibration import calibration_key, load_calibration
+from rljax.reports import write_report_of_run
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
-from rljax.rollout.manager import strategy_choice
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
-from rljax.rollout.roofline import Roofline
-from rljax.rollout.run_ahead import RunAhead
-from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
-from rljax.rollout.stop_strings import StopStrings
-from rljax.sharding import make_mesh, row_multiple
+from rljax.rollout.summary import reward_spread, summarize_rollout
+from rljax.rollout.tool_turns import tool_metrics
+from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
+from rljax.tracking import Trackers
 from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
+from rljax.training.learner import Learner
 from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import PackedBatch, TrainingSequence, build_batch, pack_sequences
-from rljax.training.policy import grown_policy, make_policy
+from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
 
-def run(config: ExperimentConfig) -> None:
-    """Trains as `config` says, resuming `config.run_dir` if it holds a checkpoint."""
+def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
+    """Trains as `config` says, resuming `config.run_dir` if it holds a checkpoint.
+
+    Args:
+      config: the experiment.
+      allow_changes: go on also where that changes the experiment of the run that is resumed.
+
+    Raises:
+      UserError: what the user can mend, in one line.
+      Interrupted: a signal asked to stop; what was finished is saved.
+    """
     check_devices(config.mesh, jax.device_count())
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()
-    directory = RunDirectory(config.run_dir)
-    directory.write_config(config)
-    checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
-    try:
-        with Progress() as progress:
-            TrainingRun(config, directory, checkpoints, progress, start).train()
-    finally:
-        checkpoints.close()
+    progress, directory = Progress(), RunDirectory(config.run_dir)
+    with directory.locked(), StopRequest(progress.message, first=None) as stop:
+        changes = directory.begin(config, allow_changes)
+        checkpoints = open_checkpoints(directory, config.checkpoint)
+        try:
+            with progress:
+                for change in changes:
+                    progress.message(f"changed since the last start: {change}")
+                training = TrainingRun(config, directory, checkpoints, progress, start, stop)
+                with training.trackers:
+                    training.train()
+        except KeyboardInterrupt:
+            if stop.signal is None or stop.insisted:
+                raise
+            step = checkpoints.latest_step()
+            where = "before the first checkpoint" if step is None else f"at step {step}, which is saved"
+            raise Interrupted(f"stopped {where}", stop.signal) from None
+        finally:
+            checkpoints.close()
+
+
+def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCheckpoints:
+    """A run's checkpoints, kept as its config says."""
+    kept = (config.keep, config.keep_every, config.keep_best)
+    return RunCheckpoints(directory.checkpoints_path, *kept)
 
 
 class TrainingRun:
@@ -78,65 +94,36 @@ class TrainingRun:
         checkpoints: RunCheckpoints,
         progress: Progress,
         start: float,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config, self.directory, self.start = config, directory, start
+        self.stop = StopRequest(progress.message) if stop is None else stop
         self.checkpoints, self.progress = checkpoints, progress
+        self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
-        kernels = KernelChoice(**config.kernels.model_dump())
-        if mesh is not None:
-            kernels = kernels.on_mesh()
-        self.numerics = Numerics(engine.row_invariant, config.policy.compute_dtype, kernels)
+        self.numerics = make_numerics(config, mesh)
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         task = checked_task(config, progress.message)
-        speculation = config.speculation
-        drafters = make_drafters(speculation)
+        check_success(task, "heldout", config.evaluation)
+        drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
         progress.message(f"policy: {num_params(policy.config):,} parameters")
+        check_policy(config, policy, task)
         if config.warm_start is not None:
-            policy = warm_start(config, policy, task, self.numerics, self.pool, mesh, progress)
+            shared = (self.numerics, self.pool, mesh, progress)
+            policy = warm_start(config, policy, task, *shared, directory.warm_start_path, self.stop)
         if config.policy.growth is not None:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
-        sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
-        self.engine = DecodeEngine(
-            policy.config,
-            self.numerics,
-            sampling,
-            make_buckets(
-                engine.max_slots,
-                rollout.max_prompt_length + rollout.max_response_length,
-                engine.row_invariant,
-                engine.batch_buckets,
-                engine.cache_buckets,
-                row_multiple(mesh),
-                speculation.verify_buckets if drafters else (),
-                speculation.max_drafts,
-            ),
-            policy.eos_token_ids,
-            engine.decode_steps_per_visit,
-            self.pool,
-            mesh,
-            engine.verification,
-            states_read(drafters, policy.config, policy.tokenizer),
-        )
-        self.speculator, self.run_ahead = None, None
-        if drafters:
-            if speculation.run_ahead_below:
-                self.run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
-            self.speculator = Speculator(
-                self.engine,
-                drafters,
-                speculation.max_batch,
-                self.run_ahead,
-                strategies=strategy_choice(speculation, config.seed, self.roofline(drafters)),
-            )
-        stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        self.engine, self.speculator = scheduler.engine, scheduler.speculator
+        self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self.collector = Collector(
             task,
             policy.tokenizer,
-            Scheduler(self.engine, engine.max_slots, stop, self.speculator, speculation.overlap),
+            scheduler,
             config.seed,
             rollout.max_prompt_length,
             rollout.max_response_length,
@@ -148,85 +135,57 @@ class TrainingRun:
         self.trainer = Trainer(
             policy.config,
             self.numerics,
-            sampling,
+            sampling_params(config),
             config.algorithm,
             config.training,
             optimizer,
             self.pool,
             mesh,
         )
-        self.state = self.trainer.init(policy.params)
-        self.reference = None
-        if config.algorithm.kl_coefficient > 0:
-            self.reference = self.trainer.place(jax.tree.map(jnp.copy, policy.params))
+        self.learner = Learner(config, policy.config, self.numerics, self.trainer, self.pool, policy.params)
+        self.state = self.learner.init(policy.params)
         self.step = 0
         self.data_position = 0  # the next training problem
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
-    def roofline(self, drafters: dict[str, Drafter]) -> Roofline | None:
-        """The device's constants, where the rollout manager predicts from them."""
-        speculation = self.config.speculation
-        if speculation.choice != "roofline":
-            return None
-        key = calibration_key(
-            self.engine.config,
-            self.engine.numerics,
-            drafters["quantized"].format,
-            self.config.mesh.num_devices,
-        )
-        found = load_calibration(speculation.calibration_dir, key)
-        if found is None:
-            raise ConfigError(
-                f"speculation.choice: roofline finds no constants of this policy and device in"
-                f" {speculation.calibration_dir}; run scripts/calibrate.py with this config first"
-            )
-        return found.roofline
-
     def train(self) -> None:
-        config, progress = self.config, self.progress
+        config = self.config
         self.resume()
+        self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
+        self.trackers.begin()
         self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
-        with StopRequest(progress.message) as stop:
+        with self.stop.finish_first("this step"):
             while self.step < config.training.steps:
-                stopped_by = self.advance(stop)
+                stopped_by = self.advance(self.stop)
                 if stopped_by is not None and self.step < config.training.steps:
                     self.checkpoints.wait()
                     raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
-        self.checkpoints.wait()
+            self.checkpoints.wait()
         self.report()
 
     def compile(self, late_inserts: bool = False) -> None:
         """Every program that the run needs; `late_inserts`: see `DecodeEngine.warm_up`."""
-        config = self.config
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        self.engine.warm_up(
-            params,
-            config.engine.max_slots,
-            config.rollout.max_prompt_length,
-            late_inserts or self.run_ahead is not None,
-        )
-        if self.speculator is not None:
-            rehearse_drafters(config.speculation)
-            self.speculator.warm_up(params, config.rollout.max_prompt_length)
-        self.trainer.warm_up(self.state, reference=self.reference is not None)
+        warm_up(self.collector.scheduler, params, self.config, late_inserts)
+        self.learner.warm_up(self.state)
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:
         """One step, with all that is due after it: progress, evaluation, metrics, checkpoint.
 
         Returns the signal that asked to stop, if one came before the state was saved.
         """
-        config = self.config
-        self.progress.stage("train", config.training.steps, completed=self.step)
+        config, progress = self.config, self.progress
+        progress.stage("train", config.training.steps, completed=self.step)
         if self.speculator is not None:
             self.speculator.decisions.take()  # those of evaluation are nobody's
         metrics = self.training_step()
         decisions = [] if self.speculator is None else self.speculator.decisions.take()
         self.step += 1
-        self.progress.step(
+        progress.step(
             self.step,
             {
                 "reward": metrics["reward/mean"],
@@ -241,15 +200,30 @@ class TrainingRun:
         if self.speculator is not None:
             self.directory.append_decisions(self.step, decisions)
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
+        score = metrics.get("evaluation/reward")
+        due = due or (config.checkpoint.keep_best and score is not None)
         stopped_by = stop.signal
-        if last or due or stopped_by is not None:
-            drafter = self.drafter_state if self.speculator is None else self.speculator.state()
-            self.checkpoints.save(self.step, self.state, {"data_position": self.data_position}, drafter)
+        try:
+            self.checkpoints.check()
+            if last or due or stopped_by is not None:
+                self.save(score)
+        except CheckpointError as error:
+            if config.checkpoint.on_failure == "stop" or last or stopped_by is not None:
+                raise
+            progress.message(f"warning: {error}; the run goes on, and the next one is tried as usual")
         return stopped_by
+
+    def save(self, score: float | None) -> None:
+        """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""
+        drafter = self.drafter_state if self.speculator is None else self.speculator.state()
+        host_state = {"data_position": self.data_position, "seed": self.config.seed}
+        self.checkpoints.save(self.step, self.state, host_state, drafter, score)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         elapsed = time.perf_counter() - self.start
-        self.directory.append_metrics({"step": self.step} | metrics | {"time/elapsed": elapsed})
+        line = {"step": self.step} | metrics | {"time/elapsed": elapsed}
+        self.directory.append_metrics(line)
+        self.trackers.write(line)
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
@@ -257,6 +231,9 @@ class TrainingRun:
             self.directory.truncate_after(-1)
             return
         self.step, self.state, host_state = self.checkpoints.restore(self.state)
+        if "data_position" not in host_state:
+            path = self.checkpoints.directory / str(self.step)
+            raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
         self.data_position = host_state["data_position"]
         drafter_state = self.checkpoints.host_arrays(self.step)
         if self.speculator is None:
@@ -264,29 +241,33 @@ class TrainingRun:
         else:
             self.speculator.load_state(drafter_state)
         self.directory.truncate_after(self.step)
-        self.progress.message(f"resumed from step {self.step}")
+        seed = host_state.get("seed", self.config.seed)
+        before = "" if seed == self.config.seed else f", which was reached with seed {seed}"
+        self.progress.message(f"resumed from step {self.step}{before}")
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def training_step(self) -> dict[str, Any]:
         start = time.perf_counter()
         groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
-        minibatches, padding = self.minibatches(groups)
-        scoring_start = time.perf_counter()
-        references = self.reference_logprobs(minibatches)
-        update_start = time.perf_counter()
-        update_metrics = self.update(minibatches, references)
+        update_metrics = self.learn(groups)
         end = time.perf_counter()
+        summary = summarize_rollout(
+            sampled,
+            statistics.running,
+            self.config.rollout.max_response_length,
+            self.config.tracking.samples_per_step,
+            self.collector.tokenizer.decode,
+        )
+        self.directory.append_rollout(self.step + 1, summary)
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
+            **({} if self.config.tools is None else tool_metrics(statistics)),
             **update_metrics,
-            "update/padding": padding,
             "engine/compilations": self.pool.compilations,
             "time/rollout": timing.decode,
             "time/reward": timing.reward,
-            "time/logprobs": update_start - scoring_start,
-            "time/update": end - update_start,
             "time/step": end - start,
         }
 
@@ -333,74 +314,21 @@ class TrainingRun:
     def show_rollout(self, total: int, tokens: int, finished: int) -> None:
         self.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")
 
-    def minibatches(self, groups: list[Group]) -> tuple[list[list[PackedBatch]], float]:
-        """The step's responses as mini-batches of packed micro-batches, and the share of padding."""
-        config = self.config
-        algorithm, training = config.algorithm, config.training
-        rewards = np.stack([group.reward for group in groups])  # [P, G]
-        completions = [completion for group in groups for completion in group.completions]
-        lengths = np.asarray([len(completion.response_ids) for completion in completions])
-        if algorithm.overlong_buffer:
-            rewards = rewards + soft_overlong_punishment(
-                lengths,
-                config.rollout.max_response_length,
-                algorithm.overlong_buffer,
-                algorithm.overlong_penalty,
-            ).reshape(rewards.shape)
-        advantages = np.asarray(
-            group_relative_advantages(
-                jnp.asarray(rewards, jnp.float32), normalization=algorithm.advantage_normalization
-            )
-        ).reshape(-1)
-        prompts = [group.prompt_ids for group in groups for _ in group.completions]
-        order = np.random.default_rng((config.seed, self.step)).permutation(len(completions))
-        minibatches, tokens, positions = [], 0, 0
-        for part in np.array_split(order, training.minibatches_per_step):
-            weights = aggregation_weights(lengths[part], algorithm.aggregation)
-            sequences = [
-                TrainingSequence(
-                    prompts[i],
-                    completions[i].response_ids,
-                    completions[i].logprobs,
-                    advantage=float(advantages[i]),
-                    weight=float(weight),
-                )
-                for i, weight in zip(part, weights, strict=True)
-            ]
-            packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
-            ranges = packing.microbatches(training.rows_per_microbatch, self.trainer.row_multiple)
-            minibatches.append([build_batch(sequences, packing, rows) for rows in ranges])
-            tokens += int(packing.lengths.sum())
-            positions += ranges[-1].stop * training.pack_length
-        return minibatches, 1.0 - tokens / positions
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """All of the step's updates, and their metrics."""
 
-    def reference_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[np.ndarray] | None]:
-        if self.reference is None:
-            return [None] * len(minibatches)
-        return [self.trainer.score(self.reference, minibatch) for minibatch in minibatches]
+        def show(number: int) -> None:
+            self.progress.update("update", f"{number}")
 
-    def update(
-        self, minibatches: list[list[PackedBatch]], references: list[list[np.ndarray] | None]
-    ) -> dict[str, float]:
-        """All of the step's updates; metrics averaged over them, but the mismatch is the first one's: only
-        that one still has the weights of the rollout, where a row-invariant engine shows 0.
-        """
-        collected: list[dict[str, float]] = []
-        for epoch in range(self.config.training.epochs_per_step):
-            for number, (minibatch, reference) in enumerate(zip(minibatches, references, strict=True), 1):
-                self.progress.update("update", f"{epoch * len(minibatches) + number}")
-                self.state, metrics = self.trainer.update(self.state, minibatch, reference)
-                collected.append(metrics)
-        first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
-        return {
-            name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]
-        } | first
+        self.state, metrics = self.learner.learn(self.state, groups, self.step, show)
+        return metrics
 
     # -- evaluation and the end ------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward on held-out problems, sampled as in training."""
-        problems = self.config.evaluation.problems
+        """Mean rewards on held-out problems, sampled as in training, and what `evaluation` adds to them."""
+        evaluation = self.config.evaluation
+        problems, samples = evaluation.problems, evaluation.samples
         if problems == 0:
             return {}
         self.progress.stage("evaluate", 1)
@@ -408,12 +336,14 @@ class TrainingRun:
             self.engine.load_params(self.state.params),
             "heldout",
             range(problems),
-            1,
+            samples,
             EVALUATION,
             0,  # the same noise at every evaluation: differences come from the policy
-            functools.partial(self.show_rollout, problems),
+            functools.partial(self.show_rollout, problems * samples),
         )
-        metrics = {f"evaluation/{name}": value for name, value in _mean_rewards(groups).items()}
+        means = _mean_rewards(groups)
+        means |= group_metrics(groups, self.collector.task, self.collector.tokenizer, evaluation)
+        metrics = {f"evaluation/{name}": value for name, value in means.items()}
         self.progress.message(
             f"step {self.step}: reward {metrics['evaluation/reward']:.3f} on {problems} held-out problems"
         )
@@ -429,6 +359,8 @@ class TrainingRun:
                 f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
                 f"{after['evaluation/reward']:.3f} at step {after['step']}"
             )
+        if self.config.tracking.report:
+            write_report_of_run(self.directory.path, self.progress.message)
         self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
 
 
@@ -452,13 +384,16 @@ def _rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.asarray([len(completion.response_ids) for completion in completions])
+    lengths = np.asarray([completion.own_tokens for completion in completions])
     means = _mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),
+        **reward_spread(sampled),
         **{f"reward/{name}": value for name, value in means.items()},
         "response_length/mean": float(lengths.mean()),
+        "response_length/p50": float(np.percentile(lengths, 50)),
         "response_length/p75": float(np.percentile(lengths, 75)),
+        "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": int(lengths.max()),
         "response_length/truncated": float(
             np.mean([completion.finish_reason == "length" for completion in completions])

@@ -10,21 +10,27 @@ from rljax.errors import ConfigError
 
 
 def learning_rate_schedule(
-    *, learning_rate: float, schedule: str, warmup_steps: int, total_updates: int
+    *,
+    learning_rate: float,
+    schedule: str,
+    warmup_steps: int,
+    total_updates: int,
+    section: str = "optimizer",
 ) -> optax.Schedule:
     """The learning rate of update n = 0, 1, ...
 
     Over the first `warmup_steps` updates it rises linearly to `learning_rate`, from a first step that is
     small but not 0, since an update at rate 0 is wasted. It then stays ("constant"), or falls to 0 at
-    `total_updates` along a line ("linear") or half a cosine ("cosine").
+    `total_updates` along a line ("linear") or half a cosine ("cosine"). Errors name keys of the config's
+    `section`.
     """
     if schedule not in _FALL:
         raise ConfigError(
-            f'optimizer.schedule: {schedule!r} is unknown; use "constant", "linear" or "cosine"'
+            f'{section}.schedule: {schedule!r} is unknown; use "constant", "linear" or "cosine"'
         )
     if schedule != "constant" and warmup_steps >= total_updates:
         raise ConfigError(
-            f"optimizer.warmup_steps: {warmup_steps} must be less than the {total_updates} updates of the"
+            f"{section}.warmup_steps: {warmup_steps} must be less than the {total_updates} updates of the"
             f" run; the {schedule} schedule falls after warm-up"
         )
 
@@ -57,6 +63,7 @@ def make_optimizer(
     weight_decay: float,
     clip_norm: float,
     total_updates: int,
+    section: str = "optimizer",
 ) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a schedule.
 
@@ -69,14 +76,16 @@ def make_optimizer(
       weight_decay: decoupled; each update also subtracts rate * weight_decay * weight from matrices.
       clip_norm: gradients with a larger global norm are scaled down to it.
       total_updates: optimiser updates in the whole run, where falling schedules end.
+      section: of the config, which errors name.
     """
     if name != "adamw":
-        raise ConfigError(f'optimizer.name: {name!r} is unknown; use "adamw"')
+        raise ConfigError(f'{section}.name: {name!r} is unknown; use "adamw"')
     rate = learning_rate_schedule(
         learning_rate=learning_rate,
         schedule=schedule,
         warmup_steps=warmup_steps,
         total_updates=total_updates,
+        section=section,
     )
     inner = optax.chain(
         optax.clip_by_global_norm(clip_norm),

@@ -153,6 +153,8 @@ class TrainingSequence:
         where it was not sampled, as in the warm start.
       advantage: of every token of the response.
       weight: of every token of the response in the loss (`aggregation_weights`).
+      own: bool [L], which tokens of the response the policy sampled; the others (a tool's answer) are read,
+        not learned. None: all of them.
     """
 
     prompt_ids: ArrayLike
@@ -160,6 +162,7 @@ class TrainingSequence:
     rollout_logprobs: ArrayLike | None
     advantage: float
     weight: float
+    own: ArrayLike | None = None
 
     @property
     def length(self) -> int:
@@ -180,10 +183,12 @@ class PackedBatch:
       positions: int32 [R, T], from 0 in every segment.
       segment_ids: int32 [R, T], from 1 in every row; 0 is padding.
       targets: int32 [R, T], the next token of the segment; 0 at its last position.
-      response_mask: bool [R, T], the target is a response token.
+      response_mask: bool [R, T], the target is a response token that the policy sampled.
       rollout_logprobs: float32 [R, T].
       advantages: float32 [R, T].
       weights: float32 [R, T].
+      old_logprobs: float32 [R, T], of the targets under the training pass before the step's first update;
+        None where the rollout's serve for them (`rljax/algorithms/rollout_correction.py`).
     """
 
     tokens: jax.Array | np.ndarray
@@ -194,6 +199,15 @@ class PackedBatch:
     rollout_logprobs: jax.Array | np.ndarray
     advantages: jax.Array | np.ndarray
     weights: jax.Array | np.ndarray
+    old_logprobs: jax.Array | np.ndarray | None = None
+
+
+def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
+    """Where the predictions of each response stand: its row, and its positions there."""
+    return [
+        (int(row), slice(int(start) + len(sequence.prompt_ids) - 1, int(start) + sequence.length - 1))
+        for sequence, row, start in zip(sequences, packing.row, packing.start, strict=True)
+    ]
 
 
 def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int]) -> PackedBatch:
@@ -245,4 +259,10 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
             floats["rollout_logprobs"][predicting] = sequence.rollout_logprobs
         floats["advantages"][predicting] = sequence.advantage
         floats["weights"][predicting] = sequence.weight
+        if sequence.own is not None:
+            if len(sequence.own) != num_response:
+                raise ValueError(f"sequence {i}: own is of {len(sequence.own)}, not of {num_response} tokens")
+            response_mask[predicting] = sequence.own
+            for values in floats.values():
+                values[predicting] = np.where(sequence.own, values[predicting], 0.0)
     return PackedBatch(**ints, response_mask=response_mask, **floats)

@@ -45,31 +45,37 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
       task: whose texts the tokenizer is trained on.
       directory: where a tokenizer that is made is kept.
     """
+    if config.policy.path is None and not (directory / "tokenizer.json").exists():
+        problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
+        texts = [problem.messages[-1]["content"] for problem in problems]
+        texts += [problem.solution for problem in problems if problem.solution is not None]
+        train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
+    model_config, tokenizer, source, eos_token_ids = policy_parts(config, directory)
+    if config.policy.path is not None:
+        params = load_params(source, model_config, dtype="float32")
+    else:
+        params = init_params(model_config, config.seed)
+    return Policy(model_config, params, tokenizer, source, eos_token_ids)
+
+
+def policy_parts(
+    config: ExperimentConfig, directory: Path
+) -> tuple[ModelConfig, Tokenizer, Path, tuple[int, ...]]:
+    """`make_policy`'s policy without its weights, in the order of `Policy`'s attributes. The tokenizer must
+    be there already.
+    """
     if config.policy.path is not None:
         path = Path(config.policy.path)
         model_config = load_model_config(path)
         tokenizer = Tokenizer.load(path)
         tokenizer.check_fits(model_config)
-        eos_token_ids = load_generation_config(path).eos_token_ids
-        params = load_params(path, model_config, dtype="float32")
-        return Policy(model_config, params, tokenizer, path, eos_token_ids)
-    if not (directory / "tokenizer.json").exists():
-        problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
-        texts = [problem.messages[-1]["content"] for problem in problems]
-        texts += [problem.solution for problem in problems if problem.solution is not None]
-        train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
+        return model_config, tokenizer, path, load_generation_config(path).eos_token_ids
     tokenizer = Tokenizer.load(directory)
     shape = config.policy.shape
     vocab_size = -(-tokenizer.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
     model_config = ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
-    return Policy(
-        model_config,
-        init_params(model_config, config.seed),
-        tokenizer,
-        directory,
-        (tokenizer.eos_token_id,),
-    )
+    return model_config, tokenizer, directory, (tokenizer.eos_token_id,)
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
@@ -79,3 +85,26 @@ def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
     except ValueError as error:
         raise ConfigError(f"policy.growth: {error}") from error
     return dataclasses.replace(policy, params=params, config=config)
+
+
+def check_policy(config: ExperimentConfig, policy: Policy, task: Task) -> None:
+    """What would otherwise turn up only when everything is compiled.
+
+    Raises:
+      UserError: the policy is not made for sequences as long as the config's, its tokenizer has no chat
+        template that takes the task's prompts, or the first of these is too long.
+    """
+    rollout = config.rollout
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    if policy.config.max_positions < longest:
+        raise ConfigError(
+            f"policy: it is made for sequences of {policy.config.max_positions} tokens, less than"
+            f" rollout.max_prompt_length + max_response_length = {longest}"
+        )
+    problem = task.problem("train", 0)
+    tokens = len(policy.tokenizer.encode_chat(problem.messages))
+    if tokens > rollout.max_prompt_length:
+        raise ConfigError(
+            f"rollout.max_prompt_length: {rollout.max_prompt_length}, but the prompt of problem"
+            f" {problem.id} has {tokens} tokens"
+        )

@@ -146,12 +146,12 @@ class Progress:
         """Says that a step is finished.
 
         Args:
-          step: its number; the first is 1.
+          step: its number; the first is 1. Several may be finished at once.
           metrics: shown in this order; "reward" and "tokens_per_second" have a form of their own.
         """
         stage, now = self._current(), self._clock()
         seconds = now - stage.step_began
-        stage.recent.append(seconds)
+        stage.recent.append(seconds / max(step - stage.done, 1))
         stage.busy_seconds += seconds
         stage.done, stage.step_began = step, now
         stage.metrics, stage.activity = dict(metrics), ""

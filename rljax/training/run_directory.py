@@ -3,31 +3,38 @@
     config.yaml      the resolved config, rewritten atomically
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
     decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
-    sessions.jsonl   a line a process that worked on the run: when, with which command, commit and machine
+    rollouts.jsonl   a line a step: lengths, requests over time, samples (`rljax.rollout.summary`)
+    sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
+                     changes to the config
+    tokenizer/       of a policy that is made on the spot (`rljax.training.policy`)
+    warm_start/      a warm start that is under way (`rljax.training.warm_start`)
     checkpoints/     written by `rljax.training.checkpoint`
+    .lock            held by the process that works on the run
 
 JSON has no NaN and no infinities. In a metrics line such a value is null, and the line's extra key
 `nonfinite` says which keys were what, as in `{"step": 3, "entropy": null, "nonfinite": {"entropy": "nan"}}`:
 every JSON reader can read the file, and `RunDirectory.read_metrics` gives the floats back.
 """
 
+import contextlib
 import datetime
+import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rljax.config import ExperimentConfig, load_config, to_yaml
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
+from rljax.training.config_changes import Change, config_changes
 from rljax.training.durable_files import write_durably
 
-# A run that is continued may go on for longer, be saved or evaluated on another rhythm, and have been moved.
-_MAY_CHANGE = ("run_dir", "training.steps", "checkpoint", "evaluation")
-# And its drafts may come from elsewhere, where they change no token.
-_MAY_CHANGE_IF_COUPLED = ("speculation",)
+# Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
+_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _NONFINITE = "nonfinite"
 
 Metrics = dict[str, Any]
@@ -41,6 +48,7 @@ class RunDirectory:
       config_path: the resolved config.
       metrics_path: one JSON object a line.
       decisions_path: of the rollout manager, likewise.
+      rollouts_path: of what rollouts leave for the report, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -50,35 +58,99 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.decisions_path = self.path / "decisions.jsonl"
+        self.rollouts_path = self.path / "rollouts.jsonl"
         self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
+        self.warm_start_path = self.path / "warm_start"
+        self._changes: list[Change] = []
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run_dir: cannot create {self.path}: {error.strerror}") from error
 
-    def write_config(self, config: ExperimentConfig) -> None:
-        """Writes the resolved config; a ConfigError when the directory holds a different experiment."""
-        if self.config_path.exists():
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from working on the run; the lock goes with the process, however it ends.
+
+        Raises:
+          ConfigError: another process has it.
+        """
+        with _writing(self.path / ".lock"):
+            lock = open(self.path / ".lock", "ab")  # noqa: SIM115
+        with lock:
             try:
-                held = load_config(self.config_path)
-            except ConfigError as error:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by children
+            except BlockingIOError:
                 raise ConfigError(
-                    f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
-                ) from error
-            coupled = config.engine.verification == "coupled"
-            may_change = _MAY_CHANGE + (_MAY_CHANGE_IF_COUPLED if coupled else ())
-            old, new = dict(_flat(held.model_dump())), dict(_flat(config.model_dump()))
-            for name in [*new, *(old.keys() - new.keys())]:
-                if old.get(name) != new.get(name) and not _is_one_of(name, may_change):
-                    raise ConfigError(
-                        f"{name}: is {new.get(name)!r}, but the run in {self.path} has {old.get(name)!r};"
-                        " choose another run_dir, or set it back to resume that run"
-                    )
-        write_durably(self.config_path, to_yaml(config).encode())
+                    f"run_dir: another process works on the run in {self.path}; let it end, or choose another"
+                ) from None
+            except OSError:
+                pass  # a file system without locks: the user has to know
+            yield
+
+    def begin(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
+        """A process is about to work on the run. A new one gets its config now; that of one that goes on is
+        only compared: `write_config` replaces it once there is something to go on from.
+
+        A start that failed before its first line of metrics, at a path that was mistyped for example, does
+        not bind the next one: where the config is another, the old one goes, with the tokenizer.
+
+        Args, Returns, Raises: as `write_config`.
+        """
+        if not self._has_progress() and any(not each.harmless for each in self._compare(config)):
+            with _writing(self.config_path):
+                for name in _TOKENIZER:
+                    (self.path / "tokenizer" / name).unlink(missing_ok=True)
+                self.config_path.unlink()
+        if not self.config_path.exists():
+            return self.write_config(config)
+        return self._compare(config, allow_changes)
+
+    def write_config(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
+        """Writes the resolved config, and returns what differs from the one that was there.
+
+        Args:
+          config: of the run that begins or goes on.
+          allow_changes: whether it may be another experiment than the one that the directory holds.
+
+        Raises:
+          ConfigError: it is another one, and may not be.
+        """
+        self._changes = self._compare(config, allow_changes)
+        with _writing(self.config_path):
+            write_durably(self.config_path, to_yaml(config).encode())
+        return self._changes
+
+    def _has_progress(self) -> bool:
+        """Whether there is anything that another start could lose."""
+        started = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return started or self.checkpoints_path.exists() or self.warm_start_path.exists()
+
+    def _compare(self, config: ExperimentConfig, allow_changes: bool = True) -> list[Change]:
+        if not self.config_path.exists():
+            return []
+        try:
+            held = load_config(self.config_path)
+        except ConfigError as error:
+            raise ConfigError(
+                f"run_dir: {self.path} holds a run with an unreadable config ({error}); choose another"
+            ) from error
+        changes = config_changes(held, config)
+        others = [change for change in changes if not change.harmless]
+        if others and not allow_changes:
+            first = others[0]
+            more = ", ".join(map(str, others[1:]))
+            raise ConfigError(
+                f"{first.name}: is {first.new!r}, but the run in {self.path} has {first.old!r}"
+                + (f" (and {more})" if more else "")
+                + "; choose another run_dir, set it back to resume that run, or go on with --allow-changes"
+            )
+        return changes
 
     def record_session(self, step: int) -> None:
-        """Notes who works on the run from `step` on: date, command, commit and machine."""
+        """Notes who works on the run from `step` on: date, command, commit, machine, and what `write_config`
+        found changed.
+        """
         session = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
@@ -86,14 +158,25 @@ class RunDirectory:
             "commit": git_commit(),
             "machine": machine_facts(),
         }
+        if self._changes:
+            session["changed"] = {change.name: [change.old, change.new] for change in self._changes}
         lines = [*self.read_sessions(), session]
-        write_durably(self.sessions_path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        with _writing(self.sessions_path):
+            write_durably(self.sessions_path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """What `record_session` noted, oldest first."""
         if not self.sessions_path.exists():
             return []
-        return [json.loads(line) for line in self.sessions_path.read_text(encoding="utf-8").splitlines()]
+        sessions = []
+        for number, line in enumerate(self.sessions_path.read_bytes().splitlines(), start=1):
+            try:
+                sessions.append(json.loads(line))
+            except ValueError as error:
+                raise RunDirectoryError(
+                    f"{self.sessions_path}:{number}: not a line of JSON; delete the line to go on"
+                ) from error
+        return sessions
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds a line and waits until it is on disk.
@@ -115,8 +198,17 @@ class RunDirectory:
         """The decisions of every step that has some, oldest first."""
         return [(line["step"], line["decisions"]) for _, line in _complete_lines(self.decisions_path)]
 
+    def append_rollout(self, step: int, summary: Mapping[str, Any]) -> None:
+        """Adds what a step's rollout leaves for the report (`rljax/rollout/summary.py`)."""
+        _append_line(self.rollouts_path, {"step": step, **summary})
+
+    def read_rollouts(self) -> list[dict[str, Any]]:
+        """What `append_rollout` added, oldest first."""
+        return [line for _, line in _complete_lines(self.rollouts_path)]
+
     def truncate_after(self, step: int) -> int:
-        """Drops, atomically, the lines after `step` and a half-written last line, of metrics and decisions.
+        """Drops, atomically, the lines after `step` and a half-written last line, of all files that have a
+        line a step.
 
         Args:
           step: that of the checkpoint a run is resumed from; -1 empties the files for a run that starts over.
@@ -124,14 +216,14 @@ class RunDirectory:
         Returns:
           How many complete lines of metrics were dropped.
         """
-        _truncate_lines(self.decisions_path, step)
-        return _truncate_lines(self.metrics_path, step)
+        dropped = {name: _truncate_lines(self.path / name, step) for name in _BY_STEP}
+        return dropped[self.metrics_path.name]
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Adds a line of JSON and waits until it is on disk."""
     raw = json.dumps(line, allow_nan=False).encode() + b"\n"
-    with open(path, "ab+") as file:
+    with _writing(path), open(path, "ab+") as file:
         size = file.tell()
         if size:
             file.seek(size - 1)
@@ -149,8 +241,21 @@ def _truncate_lines(path: Path, step: int) -> int:
         return 0
     lines = list(_complete_lines(path))
     kept = [raw for raw, line in lines if line["step"] <= step]
-    write_durably(path, b"".join(kept))
+    with _writing(path):
+        write_durably(path, b"".join(kept))
     return len(lines) - len(kept)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk, or one that refuses, is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path}: cannot be written ({error.strerror}); started again, the run goes on from its newest"
+            " checkpoint"
+        ) from error
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, Metrics]]:
@@ -167,23 +272,11 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, Metrics]]:
                 if not isinstance(line["step"], int):
                     raise TypeError
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
+                raise RunDirectoryError(
                     f"{path}:{number}: not a {path.stem} line (a JSON object with a step);"
                     " delete the line to go on"
                 ) from error
             yield raw, line
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _is_one_of(name: str, keys: Iterable[str]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def _jsonable(metrics: Mapping[str, Any]) -> Metrics:

@@ -9,7 +9,7 @@ The LM head and what follows it are an operation of their own (`rljax/kernels/to
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams
+from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -30,6 +30,7 @@ def score_packed(
     remat: bool = False,
     logprob_chunk: int = 1024,
     mesh: Mesh | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """How likely the targets of packed rows are under the sampling distribution, and its entropy.
 
@@ -44,21 +45,35 @@ def score_packed(
       logprob_chunk: tokens, over all rows, whose logits exist at once (in effect at least R, and at least 2:
         a lone row would be multiplied by another kernel, with other bits).
       mesh: devices that the arrays lie on; None for one.
+      entropy_gradient: make the entropy differentiable.
 
     Returns:
       logprobs of the targets, float32 [R, T]: -inf where a filter excludes the target; meaningless outside
       `batch.response_mask`. And the entropy in nats of the distribution at each position, float32 [R, T],
-      which is not differentiated.
+      which is not differentiated unless it is asked for.
     """
+    hidden = packed_hidden(params, config, batch, rope, numerics, remat, mesh)
+    lm_head = transformer.lm_head(params, config)
+    choice = numerics.kernels.token_logprobs
+    responses = Responses(batch.segment_ids, batch.response_mask) if sampling.penalizes else None
+    arguments = (batch.targets, sampling, numerics, logprob_chunk, mesh, choice, responses, entropy_gradient)
+    return token_logprobs(hidden, lm_head, *arguments)
+
+
+def packed_hidden(
+    params: Params,
+    config: ModelConfig,
+    batch: PackedBatch,
+    rope: Array,
+    numerics: Numerics,
+    remat: bool = False,
+    mesh: Mesh | None = None,
+) -> Array:
+    """Hidden states of packed rows after the final norm, [R, T, d]. Arguments as of `score_packed`."""
     attention = PackedAttention(batch.segment_ids, numerics)
     if mesh is not None:
         attention = ShardedAttention(attention, config, mesh)
     hidden, _ = transformer.forward(
         params, config, batch.tokens, batch.positions, attention, rope, numerics, remat
     )
-    if mesh is not None:
-        hidden = constrain(hidden, activation_sharding(mesh))
-
-    lm_head = transformer.lm_head(params, config)
-    choice = numerics.kernels.token_logprobs
-    return token_logprobs(hidden, lm_head, batch.targets, sampling, numerics, logprob_chunk, mesh, choice)
+    return hidden if mesh is None else constrain(hidden, activation_sharding(mesh))

@@ -1,21 +1,19 @@
-"""The update step: loss, gradients added up over micro-batches, optimizer.
+"""The update step of the policy: loss, gradients added up over micro-batches, optimizer.
 
-GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) through `rljax/algorithms`, and the supervised warm start,
-on one machinery. Every token carries its weight in the mini-batch, so losses, gradients and metrics are plain
-sums: micro-batches add up to the mini-batch however it was cut.
+The policy gradients of `rljax/algorithms` and the supervised warm start, on one machinery
+(`accumulation.py`). Every token carries its weight in the mini-batch, so losses, gradients and metrics are
+plain sums: micro-batches add up to the mini-batch however it was cut.
 
 Weights and optimizer state are float32; `Numerics.compute_dtype` says what the products are computed in.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax import Array
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
@@ -30,20 +28,11 @@ from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
-from rljax.sharding import (
-    batch_sharding,
-    constrain,
-    param_shardings,
-    replicated_sharding,
-    row_multiple,
-    shard_params,
-)
+from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple, shard_params
+from rljax.training.accumulation import Accumulation, Metrics, Sums, TrainState
 from rljax.training.packing import PackedBatch, build_batch, pack_sequences
 from rljax.training.scoring import score_packed
 
-Metrics = dict[str, Array]
-Sums = tuple[Params, Metrics]
-"""Gradients and metrics, added up over micro-batches."""
 Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
 """(params, batch) -> (logprobs [R, T], entropy [R, T])."""
 Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Metrics]]
@@ -52,21 +41,7 @@ Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Met
 TOKENS = "update/tokens"
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
 _MAXIMA = ("mismatch/logprob_abs_max",)  # at least 0; everything else is added up
-
-
-@struct.dataclass
-class TrainState:
-    """What an update changes, and a checkpoint keeps.
-
-    Attributes:
-      params: float32 weights.
-      optimizer_state: optax's.
-      updates: int32 [], updates so far.
-    """
-
-    params: Params
-    optimizer_state: optax.OptState
-    updates: Array
+WEIGHT = "update/weight"  # of all tokens, where that is not 1: means over tokens are divided by it at the end
 
 
 def policy_objective(
@@ -76,33 +51,42 @@ def policy_objective(
     reference_logprobs: Array | None,
     algorithm: AlgorithmConfig,
 ) -> tuple[Array, Metrics]:
-    """The loss of GRPO and DAPO on a micro-batch.
+    """The loss on a micro-batch.
 
-        loss = policy_loss + kl_coefficient * sum_t w[t] KL[t]
+        loss = policy_loss + kl_coefficient * sum_t w[t] KL[t] - entropy_coefficient * sum_t w[t] H[t]
 
     Args:
       logprobs, entropy: float32 [R, T], of the policy being trained.
-      batch: the micro-batch.
+      batch: the micro-batch. With `old_logprobs` the ratio is to these, and not to the rollout's; a token
+        that a sampling filter excludes there (-inf) is not learned from.
       reference_logprobs: float32 [R, T]; None leaves out the KL term. A token that a sampling filter excludes
         under either policy has no estimate and does not count.
-      algorithm: clip range, KL coefficient and estimator.
+      algorithm: ratio, clip range, coefficients and estimator.
 
     Returns:
       The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens,
       to be divided by `update/tokens`, `mismatch/logprob_abs_max` is a maximum over them; everything else is
-      weighted like the loss.
+      weighted like the loss, and where the weights do not sum to 1 over the mini-batch, `update/weight` is
+      what `policy/...` are to be divided by.
     """
-    mask = batch.response_mask
+    mask = learned = batch.response_mask
+    proximal_logprobs = batch.rollout_logprobs
+    if batch.old_logprobs is not None:
+        proximal_logprobs = batch.old_logprobs
+        learned = mask & jnp.isfinite(proximal_logprobs)
     loss, policy_metrics = policy_loss(
         logprobs,
-        batch.rollout_logprobs,
+        proximal_logprobs,
         batch.advantages,
-        mask,
+        learned,
         batch.weights,
         algorithm.clip_low,
         algorithm.clip_high,
+        batch.segment_ids if algorithm.ratio == "sequence" else None,
     )
     metrics = {"loss/policy": loss} | {f"policy/{name}": value for name, value in policy_metrics.items()}
+    if algorithm.aggregation == "constant":
+        metrics[WEIGHT] = jnp.sum(jnp.where(mask, batch.weights, 0.0))
     if reference_logprobs is not None:
         counts = mask & jnp.isfinite(logprobs) & jnp.isfinite(reference_logprobs)
         estimate = kl_estimate(
@@ -113,6 +97,10 @@ def policy_objective(
         kl = jnp.sum(jnp.where(counts, batch.weights * estimate, 0.0))
         metrics["loss/kl"] = kl
         loss = loss + algorithm.kl_coefficient * kl
+    if algorithm.entropy_coefficient > 0:
+        bonus = jnp.sum(jnp.where(mask, batch.weights * entropy, 0.0))
+        metrics["loss/entropy"] = bonus
+        loss = loss - algorithm.entropy_coefficient * bonus
     mismatch = jnp.where(mask, jnp.abs(logprobs - batch.rollout_logprobs), 0.0)
     metrics["mismatch/logprob_abs_mean"] = jnp.sum(mismatch)
     metrics["mismatch/logprob_abs_max"] = jnp.max(mismatch)
@@ -148,16 +136,6 @@ def gradients(
         return objective(*score(params, batch), batch, reference_logprobs)
 
     return jax.grad(loss, has_aux=True)(params)
-
-
-def apply_gradients(
-    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
-) -> tuple[TrainState, Array]:
-    """One update of the optimizer: the new state, and the norm of the gradients before clipping, []."""
-    changes, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
-    params = optax.apply_updates(state.params, changes)
-    norm = optax.tree.norm(gradients)
-    return TrainState(params, optimizer_state, state.updates + 1), norm
 
 
 class Trainer:
@@ -214,19 +192,26 @@ class Trainer:
             "logprob_chunk": training.logprob_chunk,
             "mesh": mesh,
         }
-        self._score = functools.partial(score_packed, sampling=sampling, **static)
+        self._score = functools.partial(
+            score_packed,
+            sampling=sampling,
+            entropy_gradient=algorithm.entropy_coefficient > 0,
+            **static,
+        )
         self._supervised_score = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._objective = functools.partial(policy_objective, algorithm=algorithm)
         self._key = (*static.values(), sampling, algorithm, training.pack_length)
+        self._corrects = algorithm.corrects_rollout
         self._pack_length = training.pack_length
         self._rows_per_microbatch = training.rows_per_microbatch
         self._rope = rope_table(config, training.pack_length)
-        self._replicated = self._shardings = None
+        replicated = shardings = None
         if mesh is not None:
-            self._replicated = replicated_sharding(mesh)
-            self._shardings = param_shardings(config, mesh)
-            self._rope = jax.device_put(self._rope, self._replicated)
+            replicated = replicated_sharding(mesh)
+            shardings = param_shardings(config, mesh)
+            self._rope = jax.device_put(self._rope, replicated)
         self._rope = jnp.asarray(self._rope)
+        self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
 
     # -- what the loop calls ---------------------------------------------------------------------------------
 
@@ -236,32 +221,30 @@ class Trainer:
 
     def init(self, params: Params) -> TrainState:
         """The state of the first update. `params` (any float dtype) are copied, and stay valid."""
-        args = (self.place(params),)
-        program = self.pool.get(("train_init", _dtype(params), self.optimizer, *self._key), self._init, args)
-        return program(*args)
+        return self._accumulation.init(self.place(params))
 
-    def warm_up(self, state: TrainState, reference: bool = False) -> None:
+    def warm_up(self, state: TrainState, reference: bool = False, score: bool = False) -> None:
         """Compiles, without running, all that `update` will need: nothing compiles after it.
 
         Args:
           state: from `init`; not consumed.
           reference: whether updates will come with reference_logprobs; then `score` is compiled too.
+          score: compile it anyway.
         """
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
             batch = self._put(build_batch([], nothing, range(rows)))
-            if reference:
+            if reference or score or self._corrects:
                 self._score_program((state.params, batch, self._rope))
-            reference_logprobs = batch.rollout_logprobs if reference else None
-            args = (state.params, batch, reference_logprobs, self._rope)
-            sums = self._zeros(args, self._policy_step, "policy")
-            self._gradient_program((*args, *sums), self._policy_step, "policy")
+            if self._corrects:
+                batch = batch.replace(old_logprobs=batch.rollout_logprobs)
+            inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
+            self._accumulation.compile(state, inputs, self._policy_step, _kind("policy", inputs))
             rows = rows // self.row_multiple // 2 * self.row_multiple
-        self._apply_program((state, sums[0]))
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Logprobs of the targets under the sampling distribution, float32 [R, T] a batch."""
-        args = [(params, self._put(batch), self._rope) for batch in batches]
+        args = [(params, self._put(batch.replace(old_logprobs=None)), self._rope) for batch in batches]
         logprobs = [self._score_program(each)(*each) for each in args]
         return [np.asarray(each) for each in logprobs]
 
@@ -275,15 +258,17 @@ class Trainer:
 
         Args:
           state: from `init` or an earlier update.
-          microbatches: the mini-batch, cut. Token weights must sum to 1 over all of them.
+          microbatches: the mini-batch, cut. Token weights must sum to 1 over all of them, unless the
+            algorithm's aggregation is "constant".
           reference_logprobs: [R, T] for every micro-batch, from `score` with the reference's params; None
             leaves out the KL term.
 
         Returns:
           The new state and the metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
-          `entropy` as the mean over response tokens, `mismatch/logprob_abs_mean` and `_max` (|policy -
-          rollout logprob|), `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`,
-          `policy/rollout_kl`, `gradient_norm` before clipping, `update/tokens`.
+          `loss/entropy` (with an entropy bonus), `update/weight` (with aggregation "constant"), `entropy` as
+          the mean over response tokens, `mismatch/logprob_abs_mean` and `_max` (|policy - rollout logprob|),
+          `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`, `policy/rollout_kl`,
+          `gradient_norm` before clipping, `update/tokens`.
         """
         if reference_logprobs is not None and len(reference_logprobs) != len(microbatches):
             raise ValueError(
@@ -312,57 +297,26 @@ class Trainer:
         microbatches: Sequence[PackedBatch],
         reference_logprobs: Sequence[ArrayLike] | None,
         step: Callable[..., Sums],
-        kind: str,
+        name: str,
     ) -> tuple[TrainState, dict[str, float]]:
-        if not microbatches:
-            raise ValueError("an update needs at least one micro-batch")
         references = [None] * len(microbatches) if reference_logprobs is None else reference_logprobs
-        sums = None
-        for batch, reference in zip(microbatches, references, strict=True):
-            if reference is not None:
-                reference = self._put(np.asarray(reference, np.float32))
-            args = (state.params, self._put(batch), reference, self._rope)
-            if sums is None:
-                sums = self._zeros(args, step, kind)
-            args += sums
-            sums = self._gradient_program(args, step, kind)(*args)
-        total, metrics = sums
-        state, norm = self._apply_program((state, total))(state, total)
-        return state, _finished(jax.device_get(metrics | {"gradient_norm": norm}))
-
-    # -- compiled programs -----------------------------------------------------------------------------------
+        inputs = [
+            (
+                self._put(batch),
+                None if reference is None else self._put(np.asarray(reference, np.float32)),
+                self._rope,
+            )
+            for batch, reference in zip(microbatches, references, strict=True)
+        ]
+        kind = _kind(name, inputs[0]) if inputs else (name,)
+        state, metrics = self._accumulation.update(state, inputs, step, kind)
+        return state, _finished(metrics)
 
     def _score_program(self, args: tuple) -> Callable[..., Array]:
         params, batch, _ = args
         return self.pool.get(("score", batch.tokens.shape, _dtype(params), *self._key), self._scoring, args)
 
-    def _gradient_program(self, args: tuple, step: Callable, kind: str) -> Callable[..., Sums]:
-        _, batch, reference, *_ = args
-        return self.pool.get(
-            ("gradients", kind, batch.tokens.shape, reference is not None, *self._key),
-            functools.partial(self._accumulate, step),
-            args,
-            donate_argnums=(4, 5),
-        )
-
-    def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
-        return self.pool.get(("apply", self.optimizer, *self._key), self._apply, args, donate_argnums=(0,))
-
-    def _zeros(self, args: tuple, step: Callable, kind: str) -> Sums:
-        """Where the gradients and metrics of `step(*args)` are added up."""
-        key = ("zeros", kind, args[2] is not None, *self._key)
-        if key not in self.pool:  # tracing for the shapes takes longer than an update
-            shapes = jax.eval_shape(step, *args)
-            self.pool.get(key, lambda: self._constrain_sums(_zeros_like(shapes)), ())
-        return self.pool.get(key, step, ())()
-
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
-
-    def _init(self, params: Params) -> TrainState:
-        # A copy even where the dtype is right: an update overwrites the state, not the caller's params.
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
-        state = TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
-        return self._constrain_state(state)
 
     def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
         return self._score(params, batch=batch, rope=rope)[0]
@@ -381,57 +335,24 @@ class Trainer:
 
         return gradients(params, batch, reference, score, supervised_objective)
 
-    def _accumulate(self, step: Callable[..., Sums], *args: Any) -> Sums:
-        *args, total, metrics = args
-        more, more_metrics = step(*args)
-        metrics = {
-            name: (jnp.maximum if name in _MAXIMA else jnp.add)(metrics[name], value)
-            for name, value in more_metrics.items()
-        }
-        return self._constrain_sums((jax.tree.map(jnp.add, total, more), metrics))
-
-    def _apply(self, state: TrainState, total: Params) -> tuple[TrainState, Array]:
-        state, norm = apply_gradients(state, total, self.optimizer)
-        return self._constrain_state(state), constrain(norm, self._replicated)
-
-    # -- where things lie on the mesh ------------------------------------------------------------------------
-
-    def _constrain_sums(self, sums: Sums) -> Sums:
-        if self.mesh is None:
-            return sums
-        total, metrics = sums
-        return constrain(total, self._shardings), constrain(metrics, self._replicated)
-
-    def _constrain_state(self, state: TrainState) -> TrainState:
-        """Optimizer moments lie where their weights do."""
-        if self.mesh is None:
-            return state
-        optimizer_state = optax.tree_map_params(
-            self.optimizer,
-            constrain,
-            state.optimizer_state,
-            self._shardings,
-            transform_non_params=lambda leaf: constrain(leaf, self._replicated),
-        )
-        return TrainState(
-            constrain(state.params, self._shardings),
-            optimizer_state,
-            constrain(state.updates, self._replicated),
-        )
-
 
 def _dtype(params: Params) -> str:
     return str(params["embed"].dtype)
 
 
-def _zeros_like(shapes):
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+def _kind(name: str, inputs: tuple) -> tuple:
+    """Names a step function and which of its inputs (batch, reference, RoPE table) are there."""
+    batch, reference, _ = inputs
+    return name, reference is not None, batch.old_logprobs is not None
 
 
 def _finished(metrics: dict[str, np.ndarray]) -> dict[str, float]:
     """Metrics combined over the mini-batch, as the numbers to report."""
-    tokens = max(float(metrics[TOKENS]), 1.0)
-    return {
-        name: float(value) / tokens if name in _TOKEN_SUMS else float(value)
-        for name, value in metrics.items()
-    }
+    tokens, weight = max(float(metrics[TOKENS]), 1.0), float(metrics.get(WEIGHT, 1.0))
+
+    def finished(name: str, value: float) -> float:
+        if name in _TOKEN_SUMS:
+            return value / tokens
+        return value / weight if name.startswith("policy/") and weight > 0 else value
+
+    return {name: finished(name, float(value)) for name, value in metrics.items()}

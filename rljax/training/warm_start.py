@@ -1,9 +1,11 @@
 """Supervised training on the task's own worked solutions before RL: the "cold start" of DeepSeek-R1
-(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it."""
+(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it. A warm
+start that is stopped or killed goes on from its last checkpoint in the run directory."""
 
 import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,18 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
+from rljax.tools.use import make_tool_use
+from rljax.training.accumulation import TrainState
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
 from rljax.training.progress import Progress
-from rljax.training.update import Trainer, TrainState
+from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
+_SAVED_EVERY = 100  # updates
 
 
 def warm_start(
@@ -32,8 +39,20 @@ def warm_start(
     pool: ExecutablePool,
     mesh,
     progress: Progress,
+    directory: Path,
+    stop: StopRequest,
 ) -> Policy:
-    """The policy after `config.warm_start`, trained or taken from the cache."""
+    """The policy after `config.warm_start`, trained or taken from the cache.
+
+    Args:
+      config: the experiment.
+      policy: to begin with.
+      task: whose worked solutions are learned.
+      numerics, pool, mesh: as of the run.
+      progress: shows it.
+      directory: for checkpoints while it is under way; gone after it.
+      stop: a signal lets the update end and be saved, and then stops.
+    """
     settings = config.warm_start
     cached = Path(settings.cache_dir) / _cache_key(config, policy)
     if cached.exists():
@@ -52,13 +71,30 @@ def warm_start(
         policy.config, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh
     )
     state = trainer.init(policy.params)
-    progress.stage("warm start", settings.steps, sparse=True)
-    next_problem = 0
-    for step in range(1, settings.steps + 1):
-        sequences, next_problem = _demonstrations(config, policy, task, next_problem)
-        state, metrics = _update(config, trainer, state, sequences)
-        progress.step(step, {"loss": metrics["loss/supervised"]})
+    done, next_problem = 0, 0
+    checkpoints = RunCheckpoints(directory, keep=1)
+    try:
+        if checkpoints.latest_step() is not None:
+            done, state, host_state = checkpoints.restore(state)
+            next_problem = host_state["next_problem"]
+        progress.stage("warm start", settings.steps, completed=done, sparse=True)
+        with stop.finish_first("this update"):
+            while done < settings.steps:
+                sequences, next_problem = _demonstrations(config, policy, task, next_problem)
+                state, metrics = _update(config, trainer, state, sequences)
+                done += 1
+                progress.step(done, {"loss": metrics["loss/supervised"]})
+                if (stop.signal is not None or done % _SAVED_EVERY == 0) and done < settings.steps:
+                    checkpoints.save(done, state, {"next_problem": next_problem})
+                if stop.signal is not None and done < settings.steps:
+                    checkpoints.wait()
+                    progress.message(f"warm start: {done} updates are saved")
+                    stop.check()
+    finally:
+        checkpoints.close()
     save_model(cached, policy.config, state.params, "float32", tokenizer_source=policy.tokenizer_directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    stop.check()
     return dataclasses.replace(policy, params=state.params)
 
 
@@ -73,8 +109,12 @@ def _update(
 def _demonstrations(
     config: ExperimentConfig, policy: Policy, task: Task, first: int
 ) -> tuple[list[TrainingSequence], int]:
-    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem."""
+    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem.
+
+    Tools' answers in them are read, not learned.
+    """
     pairs, tokens, index = [], 0, first
+    markup = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer).markup
     while tokens < config.warm_start.tokens_per_step:
         problem = task.problem("warm_start", index)
         index += 1
@@ -83,15 +123,19 @@ def _demonstrations(
                 f"warm_start: task {config.task.name} has no worked solutions; leave the section out"
             )
         prompt = policy.tokenizer.encode_chat(problem.messages)
-        response = [*policy.tokenizer.encode(problem.solution), policy.eos_token_ids[0]]
+        response, own = policy.tokenizer.encode(problem.solution), None
+        if markup is not None:
+            response, own = markup.encode_response(problem.solution)
+            own.append(True)
+        response.append(policy.eos_token_ids[0])
         if len(prompt) + len(response) > config.training.pack_length:
             continue
         tokens += len(prompt) + len(response)
-        pairs.append((prompt, response))
-    weight = 1.0 / sum(len(response) for _, response in pairs)
+        pairs.append((prompt, response, own))
+    weight = 1.0 / sum(len(response) if own is None else sum(own) for _, response, own in pairs)
     sequences = [
-        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight)
-        for prompt, response in pairs
+        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight, own=own)
+        for prompt, response, own in pairs
     ]
     return sequences, index
 
@@ -110,4 +154,6 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
         "training": config.training.model_dump(include={"pack_length"}),
         "model": dataclasses.asdict(policy.config),
     }
+    if config.tools is not None:
+        parts["tools"] = config.tools.model_dump()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

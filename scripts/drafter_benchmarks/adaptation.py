@@ -71,8 +71,7 @@ def adaptation_rows(
             for _ in range(slices):
                 trainer.slice(shared)
             rewards.append(float(np.mean([group.reward for group in groups])))
-            minibatches, _ = run.minibatches(groups)
-            run.update(minibatches, run.reference_logprobs(minibatches))
+            run.learn(groups)
             progress.step(step + 1, {"reward": rewards[-1]})
         heads["adapted"] = trainer.params
         updated, updated_heldout = (

@@ -1,4 +1,4 @@
-"""Log-probabilities in training: tokens of a micro-batch, scored, and with the gradient."""
+"""Log-probabilities in training: a micro-batch scored, and with the gradient, beside Tokamax's loss."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape
+from kernel_benchmarks.peers import tokamax_cross_entropy
 from rljax.engine.sampling import SamplingParams
 from rljax.kernels.switch import IMPLEMENTATIONS
 from rljax.kernels.token_logprobs import token_logprobs
@@ -35,23 +36,35 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
     def make(rng: np.random.Generator) -> tuple[Array, ...]:
         hidden = rng.standard_normal((1, tokens, policy.hidden), np.float32)
         lm_head = rng.standard_normal((policy.vocab, policy.hidden), np.float32) * np.float32(0.02)
+        lm_head = jnp.asarray(lm_head, jnp.bfloat16)
         targets = rng.integers(0, policy.vocab, (1, tokens), np.int32)
         return (
             jnp.asarray(hidden, jnp.bfloat16),
-            jnp.asarray(lm_head, jnp.bfloat16),
+            lm_head,
             jnp.asarray(targets),
+            lm_head.T,  # as Tokamax wants it
         )
 
     def by(implementation: str) -> Callable[..., tuple[Array, ...]]:
-        def score(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
+        def score(hidden: Array, lm_head: Array, targets: Array, *_: Array) -> tuple[Array, Array]:
             return token_logprobs(
                 hidden, lm_head, targets, _SAMPLING, _NUMERICS, _CHUNK, implementation=implementation
             )
 
-        def gradients(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, ...]:
+        def gradients(hidden: Array, lm_head: Array, targets: Array, *_: Array) -> tuple[Array, ...]:
             return jax.grad(lambda *args: jnp.sum(score(*args, targets)[0]), (0, 1))(hidden, lm_head)
 
         return gradients if gradient else score
+
+    def tokamax(
+        hidden: Array, lm_head: Array, targets: Array, transposed: Array
+    ) -> Array | tuple[Array, ...]:
+        del lm_head
+
+        def loss(hidden: Array, head: Array) -> Array:
+            return tokamax_cross_entropy(hidden[0], targets[0], head)
+
+        return (jax.grad(loss, (0, 1)) if gradient else loss)(hidden, transposed)
 
     product = 2 * tokens * policy.vocab * policy.hidden
     head = policy.vocab * policy.hidden * 2
@@ -59,7 +72,7 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
     return Case(
         name=f"{policy.name}, {tokens} tokens, {'with gradient' if gradient else 'scored'}",
         make=make,
-        functions={name: by(name) for name in IMPLEMENTATIONS},
+        functions={name: by(name) for name in IMPLEMENTATIONS} | {"tokamax": tokamax},
         # Scoring reads both matrices; the backward pass reads and writes them.
         bytes=(head + states) * (3 if gradient else 1),
         # Logits; and in the backward pass logits again, and two products.

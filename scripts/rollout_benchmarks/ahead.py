@@ -55,8 +55,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                     "own noise": decode(run, upcoming),
                     "other noise": decode(run, step_requests(run, step + 1, _OTHER_NOISE)),
                 }
-                minibatches, _ = run.minibatches(groups)
-                run.update(minibatches, run.reference_logprobs(minibatches))
+                run.learn(groups)
                 progress.step(step + 1, {"tokens_per_second": 0.0})
         lengths = {name: tokens / passes for name, (tokens, passes) in counts.items()}
         for name in ("own noise", "other noise"):

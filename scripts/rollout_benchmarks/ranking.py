@@ -42,8 +42,7 @@ def epoch_rows(config: ExperimentConfig, learning_rates: Sequence[float], epochs
                     epoch = (step + 1) // per_epoch
                     rows.append(_row(f"ranking/learning rate {rate:g}/epoch {epoch}", counts))
                     counts = {name: np.zeros(2, int) for name in _WAYS}
-                minibatches, _ = run.minibatches(groups)
-                run.update(minibatches, run.reference_logprobs(minibatches))
+                run.learn(groups)
                 progress.step(step + 1, {"tokens_per_second": 0.0})
     return rows
 

@@ -51,8 +51,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
                 for variant in between:
                     baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
             start = time.perf_counter()
-            minibatches, _ = run.minibatches(expected)
-            run.update(minibatches, run.reference_logprobs(minibatches))
+            run.learn(expected)
             jax.block_until_ready(run.state)
             updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})

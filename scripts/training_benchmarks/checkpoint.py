@@ -20,9 +20,9 @@ from rljax.benchmarking import Row, compare
 from rljax.config import OptimizerConfig
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
+from rljax.training.accumulation import TrainState, apply_gradients
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.optimizer import make_optimizer
-from rljax.training.update import TrainState, apply_gradients
 
 
 def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:

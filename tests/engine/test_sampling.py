@@ -10,9 +10,11 @@ from scipy import stats
 
 from rljax.engine import noise
 from rljax.engine.sampling import (
+    Responses,
     SamplingParams,
     entropy,
     first_maximum,
+    penalized_logits,
     sample,
     token_logprobs,
     transform_logits,
@@ -237,3 +239,51 @@ def test_first_maximum_is_argmax():
     np.testing.assert_array_equal(first_maximum(jnp.asarray(x)), np.argmax(x, axis=-1))
     x[1, 1, 4] = np.nan
     assert 0 <= int(first_maximum(jnp.asarray(x))[1, 1]) < 17
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function, **_: function], ids=["jitted", "not"])
+def test_penalties_by_hand(wrap):
+    """Repetition, then frequency and presence; a token that the response does not have is left alone."""
+    logits = jnp.asarray([[3.0, -1.0, 2.0, -4.0]])
+    counts = jnp.asarray([[2, 1, 0, 0]], jnp.int32)
+    penalized = wrap(penalized_logits, static_argnums=2)
+    for params, expected in [
+        (SamplingParams(repetition_penalty=2.0), [1.5, -2.0, 2.0, -4.0]),
+        (SamplingParams(frequency_penalty=0.5), [2.0, -1.5, 2.0, -4.0]),
+        (SamplingParams(presence_penalty=0.25), [2.75, -1.25, 2.0, -4.0]),
+        (
+            SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=1.0),
+            [-0.5, -3.5, 2, -4],
+        ),
+        (SamplingParams(frequency_penalty=-1.0), [5.0, 0.0, 2.0, -4.0]),
+    ]:
+        np.testing.assert_array_equal(penalized(logits, counts, params), [expected])
+    assert penalized_logits(logits, None, SamplingParams()) is logits
+
+
+def test_the_frequency_penalty_is_rounded_to_exact_products():
+    """0.1 has no short binary form: what is subtracted is exact for any count below 65,536."""
+    counts = jnp.asarray([[1, 7, 1000, 65_535]], jnp.int32)
+    taken = -penalized_logits(jnp.zeros((1, 4)), counts, SamplingParams(frequency_penalty=0.1))
+    one = float(taken[0, 0])
+    assert one == pytest.approx(0.1, rel=2**-8)
+    assert taken[0].tolist() == [one, 7 * one, 1000 * one, 65_535 * one]
+
+
+def test_counts_of_packed_responses():
+    """Two responses in a row, one of them behind a prompt; only what was sampled before counts."""
+    targets = np.asarray([[5, 2, 2, 3, 2, 0, 2, 2, 0]], np.int32)
+    segments = np.asarray([[1, 1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
+    mask = np.asarray([[0, 1, 1, 1, 0, 0, 1, 1, 0]], bool)
+    columns = np.arange(9)
+    counts = np.asarray(Responses(segments, mask).counts(targets, columns, 6))[0]
+    for column in columns:
+        before = [
+            targets[0, i] for i in range(column) if mask[0, i] and segments[0, i] == segments[0, column]
+        ]
+        np.testing.assert_array_equal(counts[column], np.bincount(before, minlength=6))
+
+
+def test_impossible_penalties():
+    with pytest.raises(ValueError, match="repetition_penalty must be above 0"):
+        SamplingParams(repetition_penalty=0.0)

@@ -149,7 +149,7 @@ def test_a_token_with_nan_spoils_no_other(implementation):
 def test_what_is_refused(implementation):
     args = arguments((1, 4), 300)
     for sampling in (SamplingParams(0.0), SamplingParams(top_k=5), SamplingParams(top_p=0.9)):
-        with pytest.raises(Refused, match="neither top-k, top-p nor min-p"):
+        with pytest.raises(Refused, match="neither top-k, top-p, min-p nor penalties"):
             computed(implementation, *args, sampling)
     with pytest.raises(Refused, match="it multiplies bfloat16, not float32"):
         computed(implementation, args[0].astype(jnp.float32), *args[1:])

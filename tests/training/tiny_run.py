@@ -21,6 +21,7 @@ optimizer: {{learning_rate: 1e-3}}
 training: {{steps: 2, pack_length: 256, rows_per_microbatch: 2}}
 checkpoint: {{every: 1}}
 evaluation: {{problems: 4}}
+tracking: {{report: false}}
 """
 
 

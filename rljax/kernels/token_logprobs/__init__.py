@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from rljax.kernels.switch import Implementation, call
 
 if TYPE_CHECKING:  # which import this module
-    from rljax.engine.sampling import SamplingParams
+    from rljax.engine.sampling import Responses, SamplingParams
     from rljax.models.numerics import Numerics
 
 
@@ -21,13 +21,16 @@ def token_logprobs(
     chunk: int,
     mesh: Mesh | None = None,
     implementation: Implementation = None,
+    responses: "Responses | None" = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """How likely tokens are under the sampling distribution, and its entropy.
 
         logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
 
-    where x are the transformed logits of `lm_head @ hidden` (`sampling.transform_logits`). Log-probabilities
-    are differentiable in `hidden` and `lm_head`; the entropy is not.
+    where x are the transformed logits of `lm_head @ hidden` (`sampling.penalized_logits`, then
+    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy only
+    where it is asked for.
 
     Args:
       hidden: final states, [R, T, d] in the compute dtype.
@@ -38,6 +41,9 @@ def token_logprobs(
       chunk: tokens whose logits may exist at once; kernels need none of them.
       mesh: devices that the R rows lie on; None for one.
       implementation: see `switch.KernelChoice`.
+      responses: where the sampling penalizes, what its counts are of; no kernel penalizes.
+      entropy_gradient: make the entropy differentiable too, at the price of its backward pass; no kernel
+      does.
 
     Returns:
       logprobs float32 [R, T], -inf where a filter excludes the target, and entropies in nats, float32 [R, T].
@@ -46,6 +52,5 @@ def token_logprobs(
       Refused: by the implementation, for what it cannot compute.
     """
     shape = (targets.size, *lm_head.shape)
-    return call(
-        "token_logprobs", implementation, shape, hidden, lm_head, targets, sampling, numerics, chunk, mesh
-    )
+    arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses, entropy_gradient)
+    return call("token_logprobs", implementation, shape, *arguments)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from rljax.engine import sampling as distribution
-from rljax.engine.sampling import SamplingParams, entropy, transform_logits
+from rljax.engine.sampling import Responses, SamplingParams, entropy, penalized_logits, transform_logits
 from rljax.models.numerics import Numerics, product
 from rljax.sharding import activation_sharding, constrain
 
@@ -24,26 +24,33 @@ def token_logprobs(
     numerics: Numerics,
     chunk: int,
     mesh: Mesh | None,
+    responses: Responses | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`. In effect a chunk has at least R tokens, and at least 2: a lone row
     would be multiplied by another kernel, with other bits.
     """
 
-    def score(hidden: Array, targets: Array) -> tuple[Array, Array]:
+    every, vocab_size = targets, len(lm_head)
+
+    def score(hidden: Array, targets: Array, columns: Array) -> tuple[Array, Array]:
         logits = product(hidden, lm_head)
         if mesh is not None:
             # The vocabulary whole: a chunk of logits is small, and its sums then need no communication.
             logits = constrain(logits, activation_sharding(mesh))
+        if sampling.penalizes:
+            counts = responses.counts(every, columns, vocab_size)
+            logits = penalized_logits(logits, counts, sampling)
         transformed = transform_logits(logits, sampling, numerics)
         logprobs = distribution.token_logprobs(transformed, targets, numerics)
-        return logprobs, entropy(transformed, numerics)
+        return logprobs, entropy(transformed, numerics, entropy_gradient)
 
     rows, length = targets.shape
     # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.
     columns = max(chunk // rows, -(-2 // rows))
     chunks = -(-length // columns)
     if chunks == 1:
-        return score(hidden, targets)
+        return score(hidden, targets, jnp.arange(length))
     columns = -(-length // chunks)
     padding = chunks * columns - length
 
@@ -52,6 +59,7 @@ def token_logprobs(
         array = jnp.pad(array, [(0, 0), (0, padding), *((0, 0) for _ in rest)])
         return array.reshape(rows, chunks, columns, *rest).swapaxes(0, 1)
 
-    scored = lax.map(lambda part: jax.checkpoint(score)(*part), (split(hidden), split(targets)))
+    parts = (split(hidden), split(targets), jnp.arange(chunks * columns).reshape(chunks, columns))
+    scored = lax.map(lambda part: jax.checkpoint(score)(*part), parts)
     logprobs, entropies = (each.swapaxes(0, 1).reshape(rows, chunks * columns)[:, :length] for each in scored)
     return logprobs, entropies

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams
+from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.noisy_argmax.race import LOG2_E
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
 from rljax.kernels.switch import Refused
@@ -39,12 +39,15 @@ def token_logprobs(
     numerics: Numerics,
     chunk: int,
     mesh: Mesh | None,
+    responses: Responses | None = None,
+    entropy_gradient: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
-    del numerics, chunk, mesh  # nothing is held that chunks would make smaller; the caller has one device
+    del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
     if interpret and jax.__version_info__ < (0, 11):
         raise Refused("JAX 0.10's interpreter gets stuck in warp-specialized pipelines")
+    passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
 

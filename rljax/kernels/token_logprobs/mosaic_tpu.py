@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import SamplingParams
+from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.token_logprobs import passes
 from rljax.kernels.token_logprobs.passes import Statistics
 from rljax.models.numerics import Numerics
@@ -28,10 +28,13 @@ def token_logprobs(
     numerics: Numerics,
     chunk: int,
     mesh: Mesh | None,
+    responses: Responses | None = None,
+    entropy_gradient: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
-    del numerics, chunk, mesh  # nothing is held that chunks would make smaller; the caller has one device
+    del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
+    passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
 

@@ -76,6 +76,12 @@ class Statistics:
         )
 
 
+def refuse_entropy_gradient(wanted: bool) -> None:
+    """Raises Refused: the backward pass is of the log-probabilities alone."""
+    if wanted:
+        raise Refused("its entropy has no gradient, which algorithm.entropy_coefficient needs")
+
+
 def differentiable(
     device: Device, hidden: Array, lm_head: Array, targets: Array, sampling: SamplingParams
 ) -> tuple[Array, Array]:
@@ -85,8 +91,8 @@ def differentiable(
       Refused: for filters, temperature 0, or other types and widths than the kernels have.
     """
     width = hidden.shape[-1]
-    if sampling.greedy or sampling.filters(lm_head.shape[0]):
-        raise Refused("it knows temperatures above 0, but neither top-k, top-p nor min-p")
+    if sampling.greedy or sampling.filters(lm_head.shape[0]) or sampling.penalizes:
+        raise Refused("it knows temperatures above 0, but neither top-k, top-p, min-p nor penalties")
     if hidden.dtype != jnp.bfloat16:
         raise Refused(f"it multiplies bfloat16, not {hidden.dtype}; see policy.compute_dtype")
     if width % 128:

@@ -10,16 +10,16 @@ from rljax.errors import ConfigError, UserError
 from rljax.sandbox.code_tests import CodeTest, parse_tests, run_tests
 from rljax.sandbox.limits import Limits
 from rljax.sandbox.process import Sandbox, SandboxError
+from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered
-from rljax.tasks.rewards.extraction import answer_finder, last_code_block
+from rljax.tasks.rewards.extraction import last_code_block
 from rljax.tasks.rewards.pool import CheckerError, CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
 
 _REPORTED = 10  # errors of a session that are shown one by one
 _SHOWN = 160  # characters of a prompt or response in an error
-_ANSWER_PLACES = ("boxed", "marker", "number")
 
 Parts = dict[str, float]
 
@@ -98,17 +98,11 @@ class RewardedTask:
                     future.cancel()
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """The response's answer, where the first reward that looks for one finds it; else the task's way, or
-        in a box, after "####", or the last number.
-        """
+        """As the first reward that looks for an answer finds it; else as for the task alone."""
         for reward in self._rewards:
             if hasattr(reward.compute, "find"):
                 return reward.compute.find(response_text)
-        own = getattr(self._task, "extracted_answer", None)
-        if own is not None:
-            return own(problem, response_text)
-        found = (answer_finder(place)(response_text) for place in _ANSWER_PLACES)
-        return next((answer for answer in found if answer is not None), None)
+        return extracted_answer(self._task, problem, response_text)
 
     def close(self) -> None:
         """Ends the workers. Without it they end with the process."""

@@ -1,75 +1,33 @@
-"""What training did, for one run or several: `python scripts/report_runs.py RUN_DIR ... [--plot FILE]`.
+"""What training did, for one run or several: `python scripts/report.py RUN_DIR ... [--html FILE]`.
 
-Prints the held-out reward before and after, where a step's time went, and whose drafts its tokens came from;
-`--json` writes the figures of the table, `--plot` draws reward and response lengths over the steps,
-`--decisions` what the rollout manager decided (`scripts/run_reports/decisions.py`, docs/manager.md).
+Writes report.html (docs/reports.md), and prints the held-out reward before and after, where a step's time
+went, and whose drafts its tokens came from. `--json` writes the figures of the table, `--plot` draws reward
+and response lengths over the steps, `--decisions` what the rollout manager decided (docs/manager.md).
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rljax.benchmarking import Row, print_table, results_console, write_results
 from rljax.errors import UserError
 from rljax.provenance import command_line
-from rljax.training.run_directory import RunDirectory
-from run_reports.decisions import draw, in_words, read_decisions
-from run_reports.figures import COLORS, new_figure, save
+from rljax.reports import write_report
+from rljax.reports.decisions import draw, in_words
+from rljax.reports.figures import COLORS, new_figure, save
+from rljax.reports.learning import SMOOTHING
+from rljax.reports.runs import RunData, read_runs
 
 if TYPE_CHECKING:
     import matplotlib.axes
 
-_SMOOTHING = 5  # steps in the running mean of the reward
 
-
-@dataclasses.dataclass(frozen=True)
-class RunMetrics:
-    """One run's metrics.
-
-    Attributes:
-      name: of its directory.
-      steps: the lines of its training steps, at least one.
-      evaluations: the lines that hold a held-out reward.
-      sessions: the processes that made it.
-    """
-
-    name: str
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    sessions: list[dict[str, Any]]
-
-    @property
-    def minutes(self) -> float | None:
-        """From the start of the command to the last metrics line; None if several processes took part."""
-        return self.steps[-1]["time/elapsed"] / 60 if len(self.sessions) == 1 else None
-
-    def mean(self, metric: str) -> float:
-        return float(np.mean([line[metric] for line in self.steps]))
-
-    def column(self, metric: str) -> np.ndarray:
-        return np.asarray([line[metric] for line in self.steps], float)
-
-
-def read_run(path: Path) -> RunMetrics:
-    """Raises `UserError` if there is no run in `path`, or it has not finished a step yet."""
-    if not (path / "metrics.jsonl").exists():
-        raise UserError(f"{path}: no run there (metrics.jsonl is missing)")
-    directory = RunDirectory(path)
-    lines = directory.read_metrics()
-    steps = [line for line in lines if "reward/mean" in line]
-    if not steps:
-        raise UserError(f"{path}: the run has not finished a step yet")
-    evaluations = [line for line in lines if "evaluation/reward" in line]
-    return RunMetrics(path.name, steps, evaluations, directory.read_sessions())
-
-
-def rows_of(run: RunMetrics) -> list[Row]:
+def rows_of(run: RunData) -> list[Row]:
     """The held-out reward against that before RL, if there are both; and seconds a step."""
     rows = []
     if len(run.evaluations) > 1:
@@ -111,7 +69,7 @@ def rows_of(run: RunMetrics) -> list[Row]:
     return rows
 
 
-def plot(runs: Sequence[RunMetrics], path: Path) -> None:
+def plot(runs: Sequence[RunData], path: Path) -> None:
     """Rewards of all runs, and response lengths over all of them, by step."""
     figure = new_figure("--plot", 10, 3.8)
     left, right = figure.subplots(1, 2)
@@ -120,21 +78,22 @@ def plot(runs: Sequence[RunMetrics], path: Path) -> None:
     save(figure, path)
 
 
-def _plot_rewards(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> None:
+def _plot_rewards(axes: "matplotlib.axes.Axes", runs: Sequence[RunData]) -> None:
     for run, color in zip(runs, COLORS, strict=False):
         steps, rewards = run.column("step"), run.column("reward/mean")
-        width = min(_SMOOTHING, len(rewards))
+        width = min(SMOOTHING, len(rewards))
         smooth = np.convolve(rewards, np.ones(width) / width, mode="valid")
         axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=1)
         axes.plot(steps[width - 1 :], smooth, color=color, linewidth=2, label=run.name)
         marks = [(line["step"], line["evaluation/reward"]) for line in run.evaluations]
-        axes.plot(*zip(*marks, strict=True), "o", color=color, markersize=7, markeredgecolor="white")
-    axes.set(xlabel="step", ylabel="reward", title=f"Reward (mean of {_SMOOTHING} steps; dots: held out)")
+        if marks:
+            axes.plot(*zip(*marks, strict=True), "o", color=color, markersize=7, markeredgecolor="white")
+    axes.set(xlabel="step", ylabel="reward", title=f"Reward (mean of {SMOOTHING} steps; dots: held out)")
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(alpha=0.3)
 
 
-def _plot_lengths(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> None:
+def _plot_lengths(axes: "matplotlib.axes.Axes", runs: Sequence[RunData]) -> None:
     shortest = min(len(run.steps) for run in runs)
     steps = runs[0].column("step")[:shortest]
     for metric, label, color in (
@@ -152,9 +111,16 @@ def _plot_lengths(axes: "matplotlib.axes.Axes", runs: Sequence[RunMetrics]) -> N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="report_runs.py", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog="report.py", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="directories of runs")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the report there; otherwise into the directory of a single run, or as report.html where"
+        " you are if there are several",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png, .svg, .pdf)")
     parser.add_argument(
@@ -167,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        runs = [read_run(path) for path in arguments.runs]
+        runs = read_runs(arguments.runs)
         rows = [row for run in runs for row in rows_of(run)]
         print_table(rows, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", results_console())
-        decided = [read_decisions(path) for path in arguments.runs]
+        decided = [run.decisions for run in runs]
         for line in itertools.chain.from_iterable(map(in_words, decided)):
             print(line)
         if arguments.json:
@@ -179,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             plot(runs, arguments.plot)
         if arguments.decisions:
             draw(decided, arguments.decisions)
+        html = arguments.html or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+        write_report(runs, html)
+        print(f"report: {html}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

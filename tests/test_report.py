@@ -1,4 +1,4 @@
-"""scripts/report_runs.py: figures and a plot from what runs leave."""
+"""scripts/report.py: figures, a plot and a page from what runs leave."""
 
 import dataclasses
 import json
@@ -13,8 +13,13 @@ from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
-def report_runs():
-    return load_script("report_runs")
+def report():
+    return load_script("report")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the page of several runs is written where one is
 
 
 def write_run(directory: Path, steps: int, first: float = 0.25, commits=("abc",)) -> Path:
@@ -44,10 +49,10 @@ def write_run(directory: Path, steps: int, first: float = 0.25, commits=("abc",)
     return directory
 
 
-def test_figures_and_plot(report_runs, tmp_path, capsys):
+def test_figures_and_plot(report, tmp_path, capsys):
     runs = [write_run(tmp_path / "one", 2), write_run(tmp_path / "two", 9, 0.0, ("old", "new"))]
     out, picture = tmp_path / "new" / "runs.json", tmp_path / "plots" / "runs.png"
-    assert report_runs.main([*map(str, runs), "--json", str(out), "--plot", str(picture)]) == 0
+    assert report.main([*map(str, runs), "--json", str(out), "--plot", str(picture)]) == 0
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     reward = rows["one/held-out reward"]
     assert (reward["baseline_value"], reward["value"], reward["ratio"]) == (0.25, 0.5, 2.0)
@@ -62,28 +67,46 @@ def test_figures_and_plot(report_runs, tmp_path, capsys):
         ["new", "old"],
     )  # one process's time is not the run's
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "one/held-out reward" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "one/held-out reward" in out and out.endswith("report: report.html\n")
+    assert "<title>one, two</title>" in (tmp_path / "report.html").read_text()
 
 
-def test_no_run_there_is_one_line(report_runs, tmp_path, capsys):
-    assert report_runs.main([str(tmp_path / "none")]) == 2
+def test_where_the_page_goes(report, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 1)
+    assert report.main([str(run)]) == 0
+    assert (run / "report.html").exists()
+    assert report.main([str(run), "--html", str(tmp_path / "new" / "page.html")]) == 0
+    assert capsys.readouterr().out.endswith(f"report: {tmp_path / 'new' / 'page.html'}\n")
+    (tmp_path / "file").write_text("")
+    assert report.main([str(run), "--html", str(tmp_path / "file" / "page.html")]) == 2
+    assert "the report cannot be written there" in capsys.readouterr().err
+
+
+def test_no_run_there_is_one_line(report, tmp_path, capsys):
+    assert report.main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no run there (metrics.jsonl is missing)\n"
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_without_a_step_is_one_line(report_runs, tmp_path, capsys):
+def test_a_run_without_a_step_is_one_line(report, tmp_path, capsys):
     write_run(tmp_path / "new", 0)
-    assert report_runs.main([str(tmp_path / "new")]) == 2
+    assert report.main([str(tmp_path / "new")]) == 2
     assert "has not finished a step yet" in capsys.readouterr().err
 
 
-def test_a_missing_library_names_the_extra(report_runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_a_missing_library_names_the_extra(report, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = write_run(tmp_path / "run", 1)
     write_decisions(run, FAST)
     for option in ("--plot", "--decisions"):
-        assert report_runs.main([str(run), option, str(tmp_path / "a.png")]) == 2
+        assert report.main([str(run), option, str(tmp_path / "a.png")]) == 2
         assert f"{option} needs matplotlib: install the plot extra" in capsys.readouterr().err
+    assert report.main([str(run)]) == 2
+    printed = capsys.readouterr()
+    assert "run/longest response" in printed.out  # what needs no figures is told all the same
+    needs = "report.html needs matplotlib: install the plot extra (pip install 'rljax[plot]')"
+    assert printed.err == f"error: {needs}\n"
 
 
 def decide(drafter, tokens, seconds, expected, plain, reason="why", at=0.0, rows=16, turns=4):
@@ -108,11 +131,11 @@ SLOW = [
 ]
 
 
-def test_decisions_drawn_and_told(report_runs, tmp_path, capsys):
+def test_decisions_drawn_and_told(report, tmp_path, capsys):
     """In words: shares of tokens, and of the steps that were not faster than plain, why."""
     run = write_decisions(write_run(tmp_path / "run", 2), FAST, SLOW)
     picture = tmp_path / "new" / "decisions.png"
-    assert report_runs.main([str(run), "--decisions", str(picture)]) == 0
+    assert report.main([str(run), "--decisions", str(picture)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert told == [
         "run: of 179 tokens that were decided on, 42% with drafts of eagle, 39% with drafts of srt,"
@@ -125,9 +148,9 @@ def test_decisions_drawn_and_told(report_runs, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_many_slow_steps_the_slowest_are_told(report_runs, tmp_path, capsys):
+def test_of_many_slow_steps_the_slowest_are_told(report, tmp_path, capsys):
     steps = [[decide("srt", tokens, 1.0, 50.0, 50.0)] for tokens in range(40, 51)]
-    assert report_runs.main([str(write_decisions(write_run(tmp_path / "run", 11), *steps))]) == 0
+    assert report.main([str(write_decisions(write_run(tmp_path / "run", 11), *steps))]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert [line.split(";")[0] for line in told[1:3]] == [
         "run: step 1 brought 0.80 of what plain decoding promised",
@@ -136,25 +159,25 @@ def test_of_many_slow_steps_the_slowest_are_told(report_runs, tmp_path, capsys):
     assert told[6:] == ["run: 6 more of 11 steps brought no more than that either"]
 
 
-def test_decisions_without_any_promise_can_be_drawn(report_runs, tmp_path, capsys):
+def test_decisions_without_any_promise_can_be_drawn(report, tmp_path, capsys):
     """As in the first rollout of a bandit; and several runs are drawn below each other."""
     first = write_decisions(write_run(tmp_path / "one", 1), [decide(PLAIN, 4, 1.0, 0.0, 0.0)])
     second = write_decisions(write_run(tmp_path / "two", 1), [decide("srt", 4, 1.0, 0.0, 0.0)])
     picture = tmp_path / "decisions.svg"
-    assert report_runs.main([str(first), str(second), "--decisions", str(picture)]) == 0
+    assert report.main([str(first), str(second), "--decisions", str(picture)]) == 0
     assert picture.read_text().count("<svg") == 1
     assert "100% plain" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_no_decisions_are_one_line(report_runs, tmp_path, capsys, empty):
+def test_no_decisions_are_one_line(report, tmp_path, capsys, empty):
     run = write_run(tmp_path / "run", 1)
     if empty:
         write_decisions(run, [])
-    assert report_runs.main([str(run)]) == 0  # a run without drafts
+    assert report.main([str(run)]) == 0  # a run without drafts
     out = capsys.readouterr().out
-    assert report_runs.main([str(run), "--decisions", str(tmp_path / "a.png")]) == 2
+    assert report.main([str(run), "--decisions", str(tmp_path / "a.png")]) == 2
     again = capsys.readouterr()
-    assert again.out == out
+    assert out == f"{again.out}report: {run / 'report.html'}\n"
     assert again.err.startswith(f"error: {run / 'decisions.jsonl'}: no decisions there to draw; ")
     assert again.err.count("\n") == 1 and not (tmp_path / "a.png").exists()

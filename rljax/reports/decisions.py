@@ -1,6 +1,6 @@
 """What the rollout manager of a run decided (RUN_DIR/decisions.jsonl), drawn and in words.
 
-    python scripts/report_runs.py RUN_DIR --decisions decisions.png
+    python scripts/report.py RUN_DIR --decisions decisions.png
 
 Gain is tokens per second against what plain decoding promised for the same time, as it is logged
 (`rljax/rollout/decisions.py`). What is not in the log is not in here: plain steps of batches above
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rljax.errors import UserError
+from rljax.reports.figures import COLORS, new_figure, save
 from rljax.rollout.decisions import PLAIN, Decision
 from rljax.training.run_directory import RunDirectory
-from run_reports.figures import COLORS, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -160,10 +160,10 @@ def draw(runs: Sequence[RunDecisions], path: Path) -> None:
         palette = itertools.cycle(COLORS)
         colors = {drafter: _PLAIN_COLOR if drafter == PLAIN else next(palette) for drafter in run.drafters}
         (timeline, share), (promises, lengths) = part.subplots(2, 2)
-        _draw_timeline(timeline, run, colors)
-        _draw_shares(share, run, colors)
-        _draw_promises(promises, run, colors)
-        _draw_accept_lengths(lengths, run, colors)
+        draw_timeline(timeline, run, colors)
+        draw_shares(share, run, colors)
+        draw_promises(promises, run, colors)
+        draw_accept_lengths(lengths, run, colors)
         for axes in (timeline, share, promises, lengths):
             axes.grid(alpha=0.3)
             axes.set_axisbelow(True)
@@ -171,7 +171,7 @@ def draw(runs: Sequence[RunDecisions], path: Path) -> None:
     save(figure, path)
 
 
-def _draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
     """The last rollout of the last step."""
     from matplotlib.collections import PolyCollection
 
@@ -207,7 +207,7 @@ def _draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -
     axes.legend(loc="upper center", ncols=3, fontsize=8)
 
 
-def _draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+def draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
     """Of tokens upwards, of time downwards."""
     steps = np.asarray(list(run.steps))
     for amount, sign in (("tokens", 1), ("seconds", -1)):
@@ -232,7 +232,7 @@ def _draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> 
     axes.legend(loc="upper center", ncols=4, fontsize=8)
 
 
-def _draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+def draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
     """Promised against measured gain; larger dots took longer."""
     known = [each for each in run.all if each.expected > 0 and each.plain > 0 and each.tokens > 0]
     longest = max((each.seconds for each in known), default=1.0)
@@ -245,6 +245,7 @@ def _draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -
             color=color,
             alpha=0.4,
             linewidth=0,
+            rasterized=True,  # thousands of dots
             label=_label(drafter),
         )
     ends = [each.tokens / each.plain for each in known] + [each.expected / each.plain for each in known]
@@ -264,7 +265,7 @@ def _draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -
         handle.set(sizes=[40], alpha=1)
 
 
-def _draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+def draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
     for drafter, color in colors.items():
         if drafter == PLAIN:
             continue

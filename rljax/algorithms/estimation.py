@@ -1,0 +1,87 @@
+"""From rewards to the advantage of every token, as the settings of an algorithm say.
+
+Arrays [N, L] are the step's responses, N = P * G in the order of the rewards, each from its first token on
+and padded to the right.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from rljax.algorithms.advantages import group_relative_advantages, leave_one_out_advantages, whiten
+from rljax.algorithms.returns import generalized_advantages, token_rewards
+
+GROUP_BASELINES = {"group": group_relative_advantages, "leave_one_out": leave_one_out_advantages}
+"""Baselines made of the siblings of a response: (rewards [P, G], normalization) -> advantages [P, G]."""
+
+
+class Estimate(NamedTuple):
+    """Attributes:
+    advantages: float32 [N, L], 0 outside the mask.
+    returns: float32 [N, L], what the critic's values should have been; None without a critic.
+    """
+
+    advantages: Array
+    returns: Array | None
+
+
+def estimate_advantages(
+    rewards: ArrayLike,
+    mask: Array,
+    baseline: Literal["group", "leave_one_out", "none", "critic"],
+    normalization: Literal["std", "batch", "none"],
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    penalties: Array | None = None,
+    values: Array | None = None,
+) -> Estimate:
+    """The advantage of every token.
+
+    Baselines of a group compare whole responses. A penalty in the reward (the KL to a reference) is then
+    summed over the response first, as RLOO has it (arXiv 2402.14740, Eq. 1 and 5):
+
+        R'[i] = R[i] - sum_t penalty[i, t]
+
+    Without a baseline and with a critic it counts from its token on, as in REINFORCE++ (arXiv 2501.03262) and
+    PPO:
+
+        A[i, t] = R[i] - sum_{u >= t} penalty[i, u]        "none", discount 1
+        A[i, t] = GAE of the same rewards and V            "critic"
+
+    Normalization "std" divides by the group's standard deviation, "batch" whitens what came out over all
+    tokens: with "none" that is REINFORCE++, with "group" REINFORCE++-baseline.
+
+    Args:
+      rewards: [P, G], G responses to each of P prompts.
+      mask: bool [N, L], True at tokens of the response.
+      baseline, normalization: as above.
+      discount, gae_lambda: of "none" (discount only) and "critic".
+      penalties: float32 [N, L], taken from the reward at each token; None for none.
+      values: float32 [N, L], the critic's, before the update.
+    """
+    rewards = jnp.asarray(rewards).astype(jnp.float32)
+    if rewards.ndim != 2 or rewards.size != mask.shape[0]:
+        raise ValueError(f"rewards {rewards.shape} and mask {mask.shape}: expected [P, G] and [P * G, L]")
+    if (baseline == "critic") != (values is not None):
+        raise ValueError(f"baseline: {baseline!r} with{'' if values is not None else 'out'} values")
+    returns = None
+    if baseline in GROUP_BASELINES:
+        if penalties is not None:
+            rewards -= jnp.sum(jnp.where(mask, penalties, 0.0), axis=1).reshape(rewards.shape)
+        of_groups = GROUP_BASELINES[baseline](rewards, "std" if normalization == "std" else "none")
+        advantages = jnp.where(mask, of_groups.reshape(-1, 1), 0.0)
+    else:
+        if normalization == "std":
+            raise ValueError(f'normalization: "std" is of a group, which baseline {baseline!r} has not')
+        of_tokens = token_rewards(rewards.reshape(-1), penalties, mask)
+        if values is None:
+            nothing = jnp.zeros(mask.shape, jnp.float32)
+            advantages = generalized_advantages(of_tokens, nothing, mask, discount, 1.0)
+        else:
+            advantages = generalized_advantages(of_tokens, values, mask, discount, gae_lambda)
+            returns = advantages + jnp.where(mask, values, 0.0)
+    if normalization == "batch":
+        advantages = whiten(advantages, mask)
+    return Estimate(advantages, returns)

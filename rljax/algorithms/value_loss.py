@@ -1,0 +1,47 @@
+"""The clipped loss of a critic, as in the implementations of PPO (Andrychowicz et al., arXiv 2006.05990)."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def value_loss(
+    values: Array, old_values: Array, returns: Array, mask: Array, weights: Array, clip: float
+) -> tuple[Array, dict[str, Array]]:
+    """Squared error of the values, of which an update may profit only near the old ones.
+
+        V'[t] = clip(V[t], V_old[t] - clip, V_old[t] + clip)
+        loss = 1/2 sum_t w[t] max((V[t] - return[t])^2, (V'[t] - return[t])^2)
+
+    All arrays have one shape [...].
+
+    Args:
+      values: of the critic being trained; the only argument to differentiate.
+      old_values: of the critic before the step, with which the advantages were estimated.
+      returns: old value plus advantage.
+      mask: bool, True at response tokens; outside it nothing has an effect.
+      weights: from `aggregation_weights`, laid out by token.
+      clip: how far a value may leave its old one.
+
+    Returns:
+      The loss [], and metrics [] that add over micro-batches: `clip_fraction`, the weighted share of tokens
+      without gradient.
+    """
+    arrays = {
+        "values": values,
+        "old_values": old_values,
+        "returns": returns,
+        "mask": mask,
+        "weights": weights,
+    }
+    if len({array.shape for array in arrays.values()}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"value_loss needs arrays of one shape, got {shapes}")
+    values, old_values, returns, weights = (
+        jnp.where(mask, each, 0.0) for each in (values, old_values, returns, weights)
+    )
+    clipped = old_values + jnp.clip(values - old_values, -clip, clip)
+    error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+    loss = 0.5 * jnp.sum(weights * jnp.maximum(error, clipped_error))
+    held = jnp.where(clipped_error > error, weights, 0.0)
+    return loss, {"clip_fraction": jax.lax.stop_gradient(jnp.sum(held))}

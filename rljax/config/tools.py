@@ -1,0 +1,69 @@
+"""Keys of the tools that a policy may call."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from rljax.config.section import Count, Section
+
+Marker = Annotated[str, Field(min_length=1)]
+
+
+class ToolsConfig(Section):
+    """Tools that the policy may call while it writes a response (docs/tools.md); null for none."""
+
+    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)] = (
+        Field(
+            description="Which tools the policy may call: calculator, python or your own."
+            " Fewer are easier to learn."
+        )
+    )
+    opening: Marker = Field(
+        "<{name}>",
+        description="What begins a call; {name} stands for the tool's name. Take what a pretrained policy"
+        " knows.",
+    )
+    closing: Marker = Field(
+        "</{name}>",
+        description="What ends a call: with the token that completes it the tool is called. As opening.",
+    )
+    answer_opening: Marker = Field(
+        "<answer>", description="Put before an answer; take what a pretrained policy knows."
+    )
+    answer_closing: Marker = Field("</answer>", description="Put behind an answer. As answer_opening.")
+    max_calls: Count = Field(
+        4,
+        description="Calls in a response at most; further ones are text like any other. Raise for problems of"
+        " many steps.",
+    )
+    max_answer_length: Count = Field(
+        256,
+        description="Characters of an answer; a longer one is cut, and says so. Raise where answers matter to"
+        " their end: they count towards rollout.max_response_length.",
+    )
+    time_limit: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds for a call; then its answer is an error. Raise for tools that compute for long.",
+    )
+    max_running: Count = Field(
+        8, description="Calls at a time; others wait. Lower it where a tool takes much of the machine."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ToolsConfig":
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"tools.names: {list(self.names)} names a tool twice")
+        for key in ("opening", "closing"):
+            if len(self.names) > 1 and "{name}" not in getattr(self, key):
+                raise ValueError(
+                    f"tools.{key}: {getattr(self, key)!r} is the same for all of {list(self.names)}; put"
+                    " {name} where the tool's name belongs"
+                )
+        if self.opening == self.closing:
+            raise ValueError(f"tools.closing: {self.closing!r} is tools.opening, too; they must differ")
+        if self.answer_opening == self.answer_closing:
+            raise ValueError(
+                f"tools.answer_closing: {self.answer_closing!r} is answer_opening, too; they must differ"
+            )
+        return self

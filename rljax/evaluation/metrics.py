@@ -1,0 +1,150 @@
+"""From judged responses to metrics: means over problems, pass@k and maj@k, by difficulty, with intervals."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rljax.errors import ConfigError, known_names
+from rljax.evaluation.estimators import bootstrap_interval, majority_at_k, pass_at_k
+
+MAX_GROUPS = 8
+"""Groups of difficulty at most: with more, each holds too few problems to say anything."""
+
+_PASSED_FROM = 1.0 - 1e-6  # 0.7 + 0.2 + 0.1 is less than 1
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedProblem:
+    """The n responses to one problem, judged.
+
+    Attributes:
+      difficulty: the problem's.
+      rewards: of each response, "reward" and its parts.
+      answers: what each response answers, None where it answers nothing.
+    """
+
+    difficulty: int
+    rewards: Sequence[Mapping[str, float]]
+    answers: Sequence[str | None]
+
+
+def success_part(parts: Sequence[str], wanted: str | None) -> str:
+    """The part of the reward that says whether a response passes.
+
+    Args:
+      parts: "reward" and its parts, as the task names them.
+      wanted: `evaluation.success`; None is "correct" where the task has such a part, else the whole reward.
+
+    Raises:
+      ConfigError: the task has no such part.
+    """
+    if wanted is None:
+        return "correct" if "correct" in parts else "reward"
+    if wanted not in parts:
+        raise ConfigError(
+            f"evaluation.success: the task's rewards have no part {wanted!r}; {known_names(wanted, parts)}"
+        )
+    return wanted
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """Powers of two from 2 up to `samples`, and that itself; none for a single sample."""
+    powers = itertools.takewhile(lambda k: k < samples, (2**i for i in itertools.count(1)))
+    return (*powers, samples) if samples > 1 else ()
+
+
+def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
+    """The metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the share
+    that passes; `pass@k` and `maj@k` for each k.
+
+    Args:
+      problem: with n responses.
+      ks: each from 1 to n.
+      success: see `success_part`; a response passes where this part is at least 1.
+    """
+    samples, success = len(problem.rewards), success_part(list(problem.rewards[0]), success)
+    metrics = {name: float(np.mean([each[name] for each in problem.rewards])) for name in problem.rewards[0]}
+    passed = [each[success] >= _PASSED_FROM for each in problem.rewards]
+    metrics[f"mean@{samples}"] = float(np.mean(passed))
+    metrics |= {f"pass@{k}": pass_at_k(samples, sum(passed), k) for k in ks}
+    by_answer: dict[str, list[bool]] = {}
+    for answer, right in zip(problem.answers, passed, strict=True):
+        if answer is not None:
+            by_answer.setdefault(answer, []).append(right)
+    # Should responses that give one answer differ in passing, it is worth what one of them is on average.
+    votes, scores = [len(own) for own in by_answer.values()], [np.mean(own) for own in by_answer.values()]
+    majority = majority_at_k(votes, scores, samples - sum(votes), ks)
+    return metrics | {f"maj@{k}": value for k, value in zip(ks, majority, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DifficultyGroup:
+    """Problems of about the same difficulty, from `low` to `high`.
+
+    Attributes:
+      low, high: difficulties, both inside.
+      members: which of the problems.
+    """
+
+    low: int
+    high: int
+    members: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+def difficulty_groups(difficulties: Sequence[int], most: int = MAX_GROUPS) -> list[DifficultyGroup]:
+    """Every difficulty by itself, the easiest first; where there are more than `most`, neighbours together,
+    so that groups get about as many problems as there are left for each.
+    """
+    by_difficulty: dict[int, list[int]] = {}
+    for index, difficulty in enumerate(difficulties):
+        by_difficulty.setdefault(difficulty, []).append(index)
+    values = sorted(by_difficulty)
+    groups: list[DifficultyGroup] = []
+    left = len(difficulties)
+    while values:
+        room, low = most - len(groups), values.pop(0)
+        high, members = low, by_difficulty[low]
+        while len(values) >= room and (room == 1 or len(members) < left / room):
+            high = values.pop(0)
+            members = members + by_difficulty[high]
+        left -= len(members)
+        groups.append(DifficultyGroup(low, high, tuple(members)))
+    return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over problems and the ends of its 95 % interval, None where of fewer than two problems."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of problems' metrics, from `problem_metrics`; of a part that some tasks of a mixture lack,
+    over the problems that have it.
+    """
+    names = dict.fromkeys(name for each in problems for name in each)
+    return {name: float(np.mean([each[name] for each in problems if name in each])) for name in names}
+
+
+def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
+    """`means`, with their intervals."""
+    together: dict[tuple[int, ...], list[str]] = {}  # metrics by the problems that have them
+    values = means(problems)
+    for name in values:
+        members = tuple(index for index, each in enumerate(problems) if name in each)
+        together.setdefault(members, []).append(name)
+    ends: dict[str, tuple[float, float]] = {}
+    for members, names in together.items():
+        interval = bootstrap_interval(np.asarray([[problems[i][name] for name in names] for i in members]))
+        if interval is not None:
+            ends |= zip(names, np.stack(interval, axis=1).tolist(), strict=True)
+    return {name: Estimate(value, *ends.get(name, (None, None))) for name, value in values.items()}

@@ -1,0 +1,142 @@
+"""The files of an evaluation, made so that one that was stopped goes on where it was.
+
+    evaluation.json     what is sampled from what: another evaluation does not go on in the same directory
+    responses.jsonl     a line a response, as it finishes; sorted by problem and sample in the end
+    judgements.jsonl    a line a response, likewise: its reward and answer
+    results.json        the metrics
+
+A response is a pure function of the policy, the problem and the sample's number. So what is there need not be
+sampled again, and is what would come again.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rljax.errors import ConfigError, UserError
+from rljax.training.durable_files import write_durably
+
+ResponseKey = tuple[int, int]
+"""(index of the problem in its split, number of the sample)."""
+
+
+def default_output(path: Path, step: int | None, split: str) -> Path:
+    """Where the evaluation of a policy is kept: inside the run; of a Hugging Face directory, in the folder
+    `evaluations` of the working directory.
+
+    Args:
+      path: of the policy.
+      step: of a run's checkpoint, else None.
+      split: whose problems.
+    """
+    suffix = "" if split == "heldout" else f"-{split}"
+    if step is None:
+        return Path("evaluations") / f"{path.resolve().name}{suffix}"
+    return path / "evaluation" / f"step-{step}{suffix}"
+
+
+class JsonLog:
+    """Lines of JSON by (problem, sample), appended one by one; a context manager while it is appended to.
+
+    Args:
+      path: the file. A half-written last line, of a process that was killed, is dropped.
+
+    Attributes:
+      lines: what is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[ResponseKey, dict[str, Any]] = {}
+        self._file = None
+        if path.exists():
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            self.lines = dict(self._parsed(whole))
+            if whole != content:
+                write_durably(path, whole)
+
+    def _parsed(self, content: bytes) -> Iterator[tuple[ResponseKey, dict[str, Any]]]:
+        for number, raw in enumerate(content.splitlines(), start=1):
+            try:
+                line = json.loads(raw)
+                yield (line["problem"], line["sample"]), line
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{self.path}:{number}: not a line of an evaluation (a JSON object with problem and"
+                    " sample); delete the line to go on"
+                ) from error
+
+    def __enter__(self) -> "JsonLog":
+        self._file = open(self.path, "ab")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+
+    def append(self, key: ResponseKey, content: Mapping[str, Any]) -> None:
+        """Adds a line, which a process that is killed from here on leaves behind."""
+        line = {"problem": key[0], "sample": key[1], **content}
+        self._file.write(_encoded(line))
+        self._file.flush()
+        self.lines[key] = line
+
+    def sort(self) -> None:
+        """Rewrites the file in the order of problems and samples: the same one, however it came about."""
+        write_durably(self.path, b"".join(_encoded(self.lines[key]) for key in sorted(self.lines)))
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+class EvaluationDirectory:
+    """One evaluation's files.
+
+    Args:
+      path: created when missing.
+      identity: all that responses depend on besides problem and sample, as JSON values.
+
+    Raises:
+      ConfigError: the directory holds the responses of another evaluation.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.results_path = self.path / "results.json"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output: cannot create {self.path}: {error.strerror}") from error
+        self._claim(json.loads(json.dumps(identity)))
+        self.responses = JsonLog(self.path / "responses.jsonl")
+        self.judgements = JsonLog(self.path / "judgements.jsonl")
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        write_durably(self.results_path, json.dumps(results, indent=1, allow_nan=False).encode() + b"\n")
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        file = self.path / "evaluation.json"
+        if not file.exists():
+            write_durably(file, json.dumps(identity, indent=1).encode() + b"\n")
+            return
+        try:
+            held = json.loads(file.read_bytes())
+            differing = [name for name in identity | held if held.get(name) != identity.get(name)]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{file}: damaged; delete {self.path} to evaluate anew") from error
+        if differing:
+            name = differing[0]
+            if name == "policy":
+                raise ConfigError(f"{self.path} evaluates other weights; give another --output, or delete it")
+            raise ConfigError(
+                f"{name}: is {identity.get(name)!r}, but the evaluation in {self.path} has"
+                f" {held.get(name)!r}; give another --output, or delete that one"
+            )

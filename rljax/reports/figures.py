@@ -1,0 +1,182 @@
+"""What the figures of all reports share: colours, and how they become files or parts of a page."""
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rljax.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
+INK, CARD, GRID = "#010101", "#fefefe", "#dadada"
+MOST_POINTS = 400  # of a curve: more cannot be seen
+
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a run may be called $a_b$
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "savefig.dpi": 200,  # of dots, the only thing that is not drawn as curves
+    "legend.framealpha": 0.0,
+    "legend.edgecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    **dict.fromkeys(
+        (
+            "text.color",
+            "axes.edgecolor",
+            "axes.labelcolor",
+            "xtick.color",
+            "ytick.color",
+            "legend.labelcolor",
+        ),
+        INK,
+    ),
+}
+_VARIABLES = {INK: "--ink", "#000000": "--ink", CARD: "--card", GRID: "--grid"} | {
+    color: f"--s{number}" for number, color in enumerate(COLORS)
+}
+
+
+# What a page has no use for; it has fonts of its own.
+_TIDIED = [
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in (
+        (r"<metadata>.*?</metadata>|<style.*?</style>", ""),
+        (r'<g id="[^"]*">', "<g>"),
+        (r"font-family: [^;\"]*;? ?", ""),
+        (r"\s*\n\s*", " "),
+        (r"> <", "><"),
+    )
+]
+_TAG, _LONG_NUMBER = re.compile(r"<[^>]*>"), re.compile(r"(\d\.\d\d)\d+")
+
+
+def new_figure(option: str, width: float, height: float) -> "Figure":
+    """An empty figure of so many inches; a UserError that names the option if matplotlib is missing."""
+    return _matplotlib(option).figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Writes it, in the format that the name ends in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: the plot cannot be written there: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A part of a page with a figure.
+
+    Attributes:
+      title: unique on the page.
+      caption: what is to be seen.
+      draw: draws on the axes it is given.
+      height: in inches.
+    """
+
+    title: str
+    caption: str
+    draw: Callable[["Axes"], None]
+    height: float = 2.8
+
+
+def svg_of(panel: Panel) -> str:
+    """Its figure as an SVG element for a page that may be light or dark.
+
+    Its colours are CSS variables (`--ink`, `--card`, `--grid`, `--s0` to `--s5`); it is 4.6 inches wide at
+    its own scale, so that its letters can be read on a phone.
+    """
+    style = _STYLE | {"svg.hashsalt": panel.title}  # names of clip paths are unique on the page
+    with _matplotlib("report.html").rc_context(style):
+        figure = new_figure("report.html", 4.6, panel.height)
+        axes = figure.subplots()
+        panel.draw(axes)
+        axes.set_title("")
+        axes.grid(True, linewidth=0.6)
+        axes.set_axisbelow(True)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for pattern, replacement in _TIDIED:
+        svg = pattern.sub(replacement, svg)
+    svg = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag.group()), svg)
+    start, rest = svg[: svg.index(">")], svg[svg.index(">") :]
+    svg = re.sub(r' (width|height)="[^"]*"', "", start) + rest  # the view box scales with the page
+    svg = re.sub(r"#[0-9a-f]{6}\b", _variable, svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_attribute(panel.title)}"', 1)
+
+
+def integer_steps(axes: "Axes") -> None:
+    """The x axis counts steps."""
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
+
+
+def legend_above(axes: "Axes") -> None:
+    """The names of more than one curve, where they hide none of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        longest = max(map(len, labels))
+        axes.legend(
+            handles,
+            [label if len(label) <= 44 else f"{label[:21]}...{label[-20:]}" for label in labels],
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=1 if longest > 24 else 2 if longest > 14 else 4,  # what fits side by side
+            fontsize=8,
+            borderpad=0.2,
+            columnspacing=1.2,
+            handlelength=1.5,
+        )
+
+
+def in_blocks(
+    values: np.ndarray, most: int = MOST_POINTS, reduce: Callable[..., np.ndarray] = np.nanmean
+) -> np.ndarray:
+    """At most so many values, [n] to [most or fewer]: neighbours become one."""
+    width = -(-len(values) // most)
+    if width <= 1:
+        return values
+    padded = np.full(-(-len(values) // width) * width, np.nan)
+    padded[: len(values)] = values
+    blocks = padded.reshape(-1, width)
+    known = np.isfinite(blocks).any(1)
+    reduced = np.full(len(blocks), np.nan)
+    reduced[known] = reduce(blocks[known], axis=1)
+    return reduced
+
+
+def _variable(found: re.Match[str]) -> str:
+    color = found.group()
+    return f"var({_VARIABLES[color]})" if color in _VARIABLES else color
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+
+
+def _matplotlib(option: str) -> ModuleType:
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise UserError(
+            f"{option} needs matplotlib: install the plot extra (pip install 'rljax[plot]')"
+        ) from error
+    return matplotlib

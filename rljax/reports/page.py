@@ -1,0 +1,161 @@
+"""report.html: one file with everything that is to be seen of a run, or of several side by side.
+
+It needs no network and runs no script, and its policy (CSP) forbids both: what responses hold is text.
+"""
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+import numpy as np
+
+from rljax.errors import UserError
+from rljax.reports.figures import COLORS, Panel, in_blocks, svg_of
+from rljax.reports.learning import learning_panels
+from rljax.reports.rollouts import rollout_panels
+from rljax.reports.runs import RunData, colors_of, differing_keys, read_run
+from rljax.reports.speed import speed_panels
+from rljax.training.durable_files import write_durably
+
+_MOST_SAMPLED_STEPS = 8  # of a run: evenly spread, the last one included
+_SPARK_WIDTH, _SPARK_HEIGHT, _SPARK_POINTS = 120, 24, 60
+
+
+def write_report(runs: Sequence[RunData], file: Path) -> None:
+    """Writes the report of some runs.
+
+    Raises:
+      UserError: matplotlib is missing, or the file cannot be written.
+    """
+    html = report_html(runs)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(file, html.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise UserError(f"{file}: the report cannot be written there: {error.strerror}") from error
+
+
+def write_report_of_run(path: Path, say: Callable[[str], None]) -> None:
+    """Writes report.html into a run's own directory. What goes wrong is a line for the user, no error."""
+    file = path / "report.html"
+    try:
+        write_report([read_run(path)], file)
+    except Exception as error:  # a picture must never cost a run
+        say(f"no report: {' '.join(str(error).split()) or type(error).__name__}")
+    else:
+        say(f"report: {file}")
+
+
+def report_html(runs: Sequence[RunData]) -> str:
+    """The page."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("rljax", "reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["svg"] = _svg
+    summary = [_summary(run) for run in runs]
+    sections = {
+        "Learning": list(learning_panels(runs)),
+        "Rollouts": list(rollout_panels(runs)),
+        "Speed": list(speed_panels(runs)),
+    }
+    return environment.get_template("report.html.jinja").render(
+        title=", ".join(run.name for run in runs),
+        made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        runs=runs,
+        summary=summary,
+        facts=list(dict.fromkeys(name for facts in summary for name in facts)),
+        sections={name: panels for name, panels in sections.items() if panels},
+        samples=[(run, list(_sampled_steps(run))) for run in runs],
+        metrics=_metrics(runs),
+        differing=differing_keys(runs),
+        colors=[f"var(--s{COLORS.index(color)})" for color in (colors_of(runs)[run.name] for run in runs)],
+        spark=(_SPARK_WIDTH, _SPARK_HEIGHT),
+    )
+
+
+def _svg(panel: Panel) -> markupsafe.Markup:
+    return markupsafe.Markup(svg_of(panel))
+
+
+def _summary(run: RunData) -> dict[str, str]:
+    """The facts of a run in short, as text."""
+    facts = {"steps": f"{run.steps[-1]['step']:,}"}
+    if run.evaluations:
+        first, last = (run.evaluations[i] for i in (0, -1))
+        rewards = [f"{line['evaluation/reward']:.3f}" for line in (first, last)]
+        facts["held-out reward"] = rewards[1] if first is last else f"{rewards[0]} → {rewards[1]}"
+    facts["reward"] = f"{run.steps[0]['reward/mean']:.3f} → {run.steps[-1]['reward/mean']:.3f}"
+    if run.minutes is not None:
+        facts["minutes"] = f"{run.minutes:.1f}"
+    if run.has("rollout/tokens_per_second"):
+        facts["tokens/s"] = f"{run.mean('rollout/tokens_per_second'):,.0f}"
+    if run.has("time/step"):
+        facts["rollout's share"] = f"{run.mean('time/rollout') / run.mean('time/step'):.0%}"
+    if run.has("speculation/accept_length"):
+        facts["accept length"] = f"{run.mean('speculation/accept_length'):.2f}"
+    if run.has("mismatch/logprob_abs_max"):
+        facts["largest mismatch"] = _number(float(np.nanmax(run.column("mismatch/logprob_abs_max"))))
+    return facts
+
+
+def _sampled_steps(run: RunData) -> Iterator[dict[str, Any]]:
+    """Lines of rollouts that hold samples, newest first."""
+    lines = [line for line in run.rollouts if line["best"] or line["worst"]]
+    if lines:
+        chosen = np.unique(np.linspace(0, len(lines) - 1, _MOST_SAMPLED_STEPS).round().astype(int))
+        for i in reversed(chosen):
+            yield lines[i]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metric:
+    """A row of the table: `curves` are SVG points of each run, `ends` its first and last value as text."""
+
+    name: str
+    curves: list[str]
+    ends: list[tuple[str, str]]
+
+
+def _metrics(runs: Sequence[RunData]) -> list[_Metric]:
+    """Every number that any training step has."""
+    names = sorted({name for run in runs for line in run.steps for name in line if name != "step"})
+    rows = []
+    for name in names:
+        columns = [run.column(name) for run in runs]
+        known = np.concatenate([column[np.isfinite(column)] for column in columns])
+        if not len(known):
+            continue
+        last = max(run.steps[-1]["step"] for run in runs)
+        limits = (min(run.steps[0]["step"] for run in runs), last), (known.min(), known.max())
+        curves = [_spark(run.column("step"), c, *limits) for run, c in zip(runs, columns, strict=True)]
+        finite = [column[np.isfinite(column)] for column in columns]
+        ends = [(_number(own[0]), _number(own[-1])) if len(own) else ("", "") for own in finite]
+        rows.append(_Metric(name, curves, ends))
+    return rows
+
+
+def _spark(
+    steps: np.ndarray, values: np.ndarray, across: tuple[float, float], upwards: tuple[float, float]
+) -> str:
+    """Points of a small curve, y downwards."""
+    steps, values = in_blocks(steps, _SPARK_POINTS), in_blocks(values, _SPARK_POINTS)
+    x = (steps - across[0]) / max(across[1] - across[0], 1) * (_SPARK_WIDTH - 4) + 2
+    height = upwards[1] - upwards[0]
+    y = (upwards[1] - values) / height if height > 0 else np.where(np.isfinite(values), 0.5, np.nan)
+    y = y * (_SPARK_HEIGHT - 4) + 2
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if math.isfinite(b))
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}"

@@ -1,0 +1,166 @@
+"""Runs as reports see them: everything that their directories hold, read once."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rljax.config.yaml_dialect import parse_yaml
+from rljax.errors import UserError
+from rljax.reports.decisions import RunDecisions, read_decisions
+from rljax.reports.figures import COLORS
+from rljax.training.run_directory import RunDirectory
+
+# Keys in which repetitions of one experiment differ.
+_OF_A_REPETITION = ("seed", "run_dir", "tracking", "checkpoint", "engine.compilation_cache")
+_T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+NORMAL_QUANTILE = 1.96
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """One run.
+
+    Attributes:
+      path: of its directory.
+      name: as shown.
+      steps: the lines of metrics of its training steps, at least one.
+      evaluations: the lines that hold a held-out reward.
+      sessions: the processes that made it.
+      rollouts: what its rollouts left (`rljax/rollout/summary.py`).
+      decisions: of its rollout manager.
+      config: the text of config.yaml; empty if there is none.
+    """
+
+    path: Path
+    name: str
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+    rollouts: list[dict[str, Any]]
+    decisions: RunDecisions
+    config: str
+
+    @property
+    def minutes(self) -> float | None:
+        """From the start of the command to the last metrics line; None if several processes took part."""
+        return self.steps[-1]["time/elapsed"] / 60 if len(self.sessions) == 1 else None
+
+    @functools.cached_property
+    def keys(self) -> dict[str, Any]:
+        """The config as dotted keys."""
+        return dict(_flat(parse_yaml(self.config, "config.yaml") or {}))
+
+    def has(self, metric: str) -> bool:
+        """Whether any step has this metric as a finite number."""
+        return bool(np.isfinite(self.column(metric)).any())
+
+    def column(self, metric: str) -> np.ndarray:
+        """A metric of every step, [steps]; NaN where it is missing or no number."""
+        values = [line.get(metric) for line in self.steps]
+        return np.asarray([v if isinstance(v, int | float) else np.nan for v in values], float)
+
+    def mean(self, metric: str) -> float:
+        """A metric's mean over the steps that have it; NaN if none has."""
+        values = self.column(metric)
+        return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+
+def read_run(path: Path) -> RunData:
+    """Raises `UserError` if there is no run in `path`, or it has not finished a step yet."""
+    if not (path / "metrics.jsonl").exists():
+        raise UserError(f"{path}: no run there (metrics.jsonl is missing)")
+    directory = RunDirectory(path)
+    lines = directory.read_metrics()
+    steps = [line for line in lines if "reward/mean" in line]
+    if not steps:
+        raise UserError(f"{path}: the run has not finished a step yet")
+    config = directory.config_path
+    return RunData(
+        path,
+        path.resolve().name,
+        steps,
+        [line for line in lines if "evaluation/reward" in line],
+        directory.read_sessions(),
+        directory.read_rollouts(),
+        read_decisions(path),
+        config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+    )
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Several; where two directories have the same name, runs have their paths as names."""
+    runs = [read_run(path) for path in paths]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [dataclasses.replace(run, name=str(run.path)) for run in runs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Repetitions of one experiment, one or more.
+
+    Attributes:
+      name: as shown.
+      runs: which differ by their seed.
+    """
+
+    name: str
+    runs: list[RunData]
+
+
+def series_of(runs: Sequence[RunData]) -> list[Series]:
+    """The runs, those together that differ by nothing but the seed. A run without a config stays alone."""
+    found: dict[Any, list[RunData]] = {}
+    for number, run in enumerate(runs):
+        config = {name: value for name, value in run.keys.items() if not _is_of_a_repetition(name)}
+        found.setdefault(repr(sorted(config.items())) if config else number, []).append(run)
+    return [Series(_name_of(own), own) for own in found.values()]
+
+
+def colors_of(runs: Sequence[RunData]) -> dict[str, str]:
+    """By the name of a run, the colour of its series; colours come back after the last one."""
+    return {
+        run.name: COLORS[number % len(COLORS)]
+        for number, each in enumerate(series_of(runs))
+        for run in each.runs
+    }
+
+
+def differing_keys(runs: Sequence[RunData]) -> dict[str, list[Any]]:
+    """The keys in which configs differ, with the value of each run; None where a run lacks it."""
+    names = dict.fromkeys(name for run in runs for name in run.keys)
+    values = {name: [run.keys.get(name) for run in runs] for name in names}
+    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
+
+
+def t_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the first axis, and the half width of its 95 % confidence interval by Student's t."""
+    count = len(values)
+    quantile = _T_QUANTILES[count - 2] if count - 2 < len(_T_QUANTILES) else NORMAL_QUANTILE
+    return values.mean(0), quantile * values.std(0, ddof=1) / np.sqrt(count)
+
+
+def _name_of(runs: Sequence[RunData]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    letters = zip(*(run.name for run in runs), strict=False)
+    shared = "".join(own[0] for own in itertools.takewhile(lambda own: len(set(own)) == 1, letters))
+    shared = shared.rstrip("-_. /") or runs[0].name
+    return f"{shared} ({len(runs)} seeds)"
+
+
+def _is_of_a_repetition(name: str) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in _OF_A_REPETITION)
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in node.items():
+        full = f"{prefix}{name}"
+        pairs += _flat(value, f"{full}.") if isinstance(value, Mapping) else [(full, value)]
+    return pairs

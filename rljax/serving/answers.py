@@ -1,0 +1,148 @@
+"""What a client is told: choices in OpenAI's two shapes, whole or as the chunks of a stream."""
+
+import time
+import uuid
+from typing import Any
+
+from rljax.models.tokenizer import Tokenizer
+from rljax.serving.protocol import Body, ChatBody
+from rljax.serving.text import TextStream
+from rljax.serving.worker import Ending, Piece
+
+_REASONS: dict[Ending, str] = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Answer:
+    """One choice, while it comes.
+
+    Args:
+      index: of the choice.
+      tokenizer: the policy's.
+      stop: texts that end it and do not belong to it.
+
+    Attributes:
+      tokens, logprobs: so far, with the token that ended it.
+      text: so far.
+      finish_reason: None while it runs.
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.index, self.tokenizer = index, tokenizer
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._stream = TextStream(tokenizer.decode, stop)
+
+    def take(self, piece: Piece) -> str:
+        """What is new in the text."""
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        new = self._stream.push(piece.tokens)
+        if piece.ending is not None:
+            new += self._stream.finish()
+            self.finish_reason = _REASONS[piece.ending]
+        self.text += new
+        return new
+
+
+class Writer:
+    """Answers to one request as JSON objects.
+
+    Args:
+      body: what was asked.
+      model: the policy's name.
+      tokenizer: the policy's.
+      prompt_tokens: of all prompts together.
+    """
+
+    def __init__(self, body: Body, model: str, tokenizer: Tokenizer, prompt_tokens: int) -> None:
+        self.body, self.tokenizer, self.prompt_tokens = body, tokenizer, prompt_tokens
+        self.chat = isinstance(body, ChatBody)
+        kind = "chat.completion" if self.chat else "text_completion"
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._chunk = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        return {
+            **self._head,
+            "choices": [self._choice(each) for each in answers],
+            "usage": self._usage(answers),
+        }
+
+    def first(self, answer: Answer) -> dict[str, Any] | None:
+        """The chunk that opens a choice of a chat."""
+        return self._as_chunk(answer, {"role": "assistant", "content": ""}) if self.chat else None
+
+    def chunk(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any] | None:
+        """The chunk of a piece; None if there is nothing to say."""
+        details = self._details(piece.tokens, piece.logprobs, len(answer.text) - len(text))
+        if not text and piece.ending is None and not details:
+            return None
+        content = ({"content": text} if text else {}) if self.chat else text
+        return self._as_chunk(answer, content, details)
+
+    def last(self, answers: list[Answer]) -> dict[str, Any] | None:
+        """The chunk with the usage, if it was asked for."""
+        if not self.body.wants_usage:
+            return None
+        return {**self._chunk, "choices": [], "usage": self._usage(answers)}
+
+    def _as_chunk(
+        self, answer: Answer, content: Any, details: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": answer.index,
+            "delta" if self.chat else "text": content,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+            **(details or {}),
+        }
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return {**self._chunk, "choices": [choice], **usage}
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        if self.chat:
+            said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        else:
+            said = {"text": answer.text}
+        return {
+            "index": answer.index,
+            **said,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+            **self._details(answer.tokens, answer.logprobs, 0),
+        }
+
+    def _details(self, tokens: list[int], logprobs: list[float], offset: int) -> dict[str, Any]:
+        """Log-probabilities and token ids, where they were asked for."""
+        details: dict[str, Any] = {}
+        if self.body.wants_logprobs:
+            texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+            if self.chat:
+                content = [
+                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                    for text, logprob in zip(texts, logprobs, strict=True)
+                ]
+                details["logprobs"] = {"content": content, "refusal": None}
+            else:
+                offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+                details["logprobs"] = {
+                    "tokens": texts,
+                    "token_logprobs": logprobs,
+                    "top_logprobs": None,
+                    "text_offset": offsets,
+                }
+        if self.body.return_token_ids:
+            details["token_ids"] = tokens
+        return details
+
+    def _usage(self, answers: list[Answer]) -> dict[str, int]:
+        sampled = sum(len(answer.tokens) for answer in answers)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.prompt_tokens + sampled,
+        }

@@ -1,0 +1,240 @@
+"""A saved policy with what decodes it, as `scripts/generate.py` and `scripts/serve.py` use it.
+
+    served = open_policy("runs/quickstart", Options(slots=8), say=print)
+    served.worker.submit([Job(served.request(prompt_ids, seed=0, sample=0, max_tokens=64), deliver)])
+
+Sampling, lengths, engine and drafters are those of the run's config, unless `Options` says otherwise; for a
+Hugging Face directory the config's defaults, with the directory's own for sampling. Seed and sample are all
+that a response's noise depends on, so the same prompt and seed give the same tokens from either script,
+beside whatever else is decoded.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from drafters.registry import DRAFTERS, make_drafters
+from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import ConfigError, known_names
+from rljax.models.huggingface import load_generation_config
+from rljax.models.tokenizer import Tokenizer
+from rljax.rollout.records import Request
+from rljax.rollout.stop_strings import StopStrings
+from rljax.serving.worker import EngineWorker
+from rljax.sharding import make_mesh
+from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
+from rljax.training.saved_policy import SavedPolicy, load_saved_policy
+
+SERVING = 2
+"""The purpose of such requests' noise, beside `rljax.rollout.collector.TRAINING` and `EVALUATION`."""
+
+FOLLOWS_SLOTS = ("eagle", "small_model")
+"""Drafters that live on the device beside the slots: they cannot be told of requests that join."""
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to change of the config; None leaves it.
+
+    Attributes:
+      step: of a run, which checkpoint; None is the newest.
+      temperature: of the sampling distribution; 0 is greedy.
+      top_p: see `SamplingParams`.
+      slots: responses decoded at a time.
+      max_prompt_tokens: the longest prompt.
+      max_tokens: the longest response.
+      drafter: by name, with its default arguments; "none" decodes plainly.
+    """
+
+    step: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    slots: int | None = None
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    drafter: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedPolicy:
+    """A policy that can be asked.
+
+    Attributes:
+      saved: where it came from.
+      config: what it is decoded by.
+      sampling: the distribution, one for all requests.
+      worker: decodes; not yet started.
+      drafters: names of those in use.
+    """
+
+    saved: SavedPolicy
+    config: ExperimentConfig
+    sampling: SamplingParams
+    worker: EngineWorker
+    drafters: tuple[str, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.saved.policy.tokenizer
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.config.rollout.max_prompt_length
+
+    @property
+    def max_tokens(self) -> int:
+        return self.config.rollout.max_response_length
+
+    def request(self, prompt_ids: Sequence[int], seed: int, sample: int, max_tokens: int) -> Request:
+        """A request of this identity. Seeds count modulo 2^64, so that negative ones are some, too."""
+        key = request_key(seed % 2**64, SERVING, sample)
+        return Request(tuple(prompt_ids), key, max_tokens, training=False)
+
+    def stop_strings(self, more: Sequence[str] = ()) -> tuple[str, ...]:
+        """The config's, and those that a request adds."""
+        return tuple(dict.fromkeys((*self.config.rollout.stop, *more)))
+
+    def stop(self, strings: Sequence[str]) -> StopStrings | None:
+        """What looks for these in one response."""
+        return StopStrings(strings, self.tokenizer.decode) if strings else None
+
+
+def open_policy(
+    path: str | os.PathLike[str],
+    options: Options,
+    say: Say,
+    max_waiting: int = 256,
+    steps_per_look: int = 4,
+    compile_first: bool = True,
+) -> ServedPolicy:
+    """Loads a policy and makes what decodes it.
+
+    Args:
+      path: a run directory or a Hugging Face directory.
+      options: what to change of its config.
+      say: told in a line what is loaded, and what is left out.
+      max_waiting, steps_per_look: see `EngineWorker`.
+      compile_first: compile every program now, not when it is first needed; with drafters always, as what
+        they are worth depends on what passes take.
+
+    Raises:
+      UserError: the policy cannot be loaded, or not be decoded so.
+    """
+    _check(options)
+    saved = load_saved_policy(path, options.step)
+    config = _config(saved, options, say)
+    if config.engine.compilation_cache is not None:
+        enable_compilation_cache(config.engine.compilation_cache)
+    mesh = make_mesh(config.mesh)
+    pool = ExecutablePool(config.engine.row_invariant, config.engine.compilation_cache)
+    drafters = make_drafters(config.speculation)
+    numerics = make_numerics(config, mesh)
+    scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
+    engine, speculator = scheduler.engine, scheduler.speculator
+    if speculator is not None:
+        state = saved.drafter_state()
+        if state:
+            speculator.load_state(state)
+    params = engine.load_params(saved.policy.params)
+    say(
+        f"{saved.path}"
+        + ("" if saved.step is None else f", step {saved.step}")
+        + f": temperature {config.rollout.temperature:g}, top_p {config.rollout.top_p:g}, drafter"
+        f" {', '.join(drafters) or 'none'}"
+    )
+    if compile_first or speculator is not None:
+        say("compiling")
+        warm_up(scheduler, params, config, late_inserts=True)
+        for length in engine.buckets.cache:
+            engine.widen(engine.init_state(1, length), scheduler.max_slots)
+    worker = EngineWorker(engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look)
+    return ServedPolicy(saved, config, engine.sampling, worker, tuple(drafters))
+
+
+def _check(options: Options) -> None:
+    for name in ("slots", "max_prompt_tokens", "max_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
+    if options.drafter not in (None, "none") and options.drafter not in DRAFTERS:
+        known = known_names(options.drafter, [*DRAFTERS, "none"])
+        raise ConfigError(f"--drafter: unknown drafter {options.drafter!r}; {known}")
+
+
+def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
+    """The run's config, or the defaults, with what the options change."""
+    config = _defaults(saved.path) if saved.experiment is None else saved.experiment
+    changes = {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "max_prompt_length": options.max_prompt_tokens,
+        "max_response_length": options.max_tokens,
+    }
+    rollout = config.rollout.model_copy(
+        update={name: value for name, value in changes.items() if value is not None}
+    )
+    engine = config.engine
+    if options.slots is not None:
+        engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
+    if options.max_prompt_tokens is not None or options.max_tokens is not None:
+        engine = engine.model_copy(update={"cache_buckets": None})
+    mesh = config.mesh
+    if mesh.num_devices > jax.device_count():
+        say(f"the run used {mesh.num_devices} devices; here is {jax.device_count()}: decoding on one")
+        mesh = MeshConfig()
+    speculation = _speculation(config.speculation, options.drafter, say)
+    parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh}
+    config = config.model_copy(update=parts)
+    longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
+    if longest > most:
+        raise ConfigError(
+            f"--max-prompt-tokens, --max-tokens: {rollout.max_prompt_length} +"
+            f" {rollout.max_response_length} are more than the {most} positions the policy is made for"
+        )
+    try:
+        sampling_params(config)
+    except ValueError as error:
+        raise ConfigError(f"--temperature, --top-p: {error}") from error
+    return config
+
+
+def _defaults(path: Path) -> ExperimentConfig:
+    """For a Hugging Face directory, which has defaults of its own for sampling."""
+    own = load_generation_config(path)
+    sampling = {name: getattr(own, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    rollout = RolloutConfig().model_copy(update=sampling)
+    policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # no task is made
+    return ExperimentConfig(run_dir=str(path), policy=policy, task=task).model_copy(
+        update={"rollout": rollout}
+    )
+
+
+def _speculation(config: SpeculationConfig, drafter: str | None, say: Say) -> SpeculationConfig:
+    """The speculation section, with drafters that can follow requests which come at any time."""
+    named = {} if config.drafter is None else {config.drafter: config.args, **config.others}
+    if drafter is not None:
+        named = {} if drafter == "none" else {drafter: {}}
+    left = {name: args for name, args in named.items() if name not in FOLLOWS_SLOTS}
+    for name in named.keys() - left.keys():
+        say(f"drafter {name} cannot follow requests that come at any time: it is left out")
+    changes = {"run_ahead_below": 0, "overlap": False}
+    if list(left) != config.drafters:
+        first = next(iter(left), None)
+        changes |= {
+            "drafter": first,
+            "args": left.pop(first) if first is not None else {},
+            "others": left,
+            "choice": "expected",
+            "mix": False,
+            "strategies": [],
+        }
+    return config.model_copy(update=changes)

@@ -1,0 +1,211 @@
+"""What a client may ask: the bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send.
+
+What cannot be done is refused with a reason, not left out in silence: a researcher who asks for
+`frequency_penalty` should not get samples without it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_MOST_CHOICES = 128
+_MOST_STOPS = 16
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Attributes:
+      status: of the HTTP response.
+      message: what is wrong, and what would be right.
+      param: the field that is wrong, if it is one.
+      code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that OpenAI's clients read."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream carries beside text."""
+
+    include_usage: bool = False
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+_Tokens = Annotated[int, Field(ge=1)]
+
+
+class Body(_Strict):
+    """What both kinds of requests have.
+
+    Attributes:
+      return_token_ids: not OpenAI's: the response's token ids in every choice, as `token_ids`.
+      user: accepted, and not used.
+    """
+
+    model: str
+    max_tokens: _Tokens | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    seed: _Seed | None = None
+    stop: _Text | Annotated[list[_Text], Field(max_length=_MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    return_token_ids: bool = False
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        """In a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a response; None where the request leaves it open."""
+        return self.max_tokens
+
+    def refuse_the_impossible(self) -> None:
+        """Raises a RequestError for what the engine does not do."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name):
+                raise _unsupported(name, "there are no penalties; leave it out, or 0")
+        if self.logit_bias:
+            raise _unsupported("logit_bias", "logits are not changed; leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise _unsupported("stream_options", "only a stream has any; set stream")
+
+
+class TextPart(_Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+class ResponseFormat(_Strict):
+    """Only text."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Body):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: _Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def refuse_the_impossible(self) -> None:
+        super().refuse_the_impossible()
+        if self.top_logprobs:
+            raise _unsupported("top_logprobs", "only the sampled token's is known; leave it out, or 0")
+
+
+_Ids = list[int]
+
+
+class CompletionBody(Body):
+    """`/v1/completions`."""
+
+    prompt: str | _Ids | list[str] | list[_Ids]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """A text, or token ids, each."""
+        several = isinstance(self.prompt, list) and not all(isinstance(each, int) for each in self.prompt)
+        return self.prompt if several else [self.prompt]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def refuse_the_impossible(self) -> None:
+        super().refuse_the_impossible()
+        if self.logprobs:
+            raise _unsupported("logprobs", "only the sampled token's is known; set 0")
+        if self.echo:
+            raise _unsupported("echo", "prompts are not repeated; leave it out")
+        if self.best_of not in (None, self.choices):
+            raise _unsupported("best_of", "nothing is ranked; leave it out")
+        if self.suffix is not None:
+            raise _unsupported("suffix", "text is only continued; leave it out")
+        if self.prompt == []:
+            raise _unsupported("prompt", "the list is empty; give at least one")
+
+
+def parse(kind: type[Body], content: Any) -> Body:
+    """The body of a request; raises a RequestError that names the first wrong field."""
+    if not isinstance(content, dict):
+        raise RequestError(400, f"the body should be a JSON object, not {type(content).__name__}")
+    try:
+        body = kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if not str(part).endswith("]"))
+        said = "this server does not know it" if first["type"] == "extra_forbidden" else first["msg"]
+        raise RequestError(400, f"{field}: {said}", str(first["loc"][0])) from error
+    body.refuse_the_impossible()
+    return body
+
+
+def _unsupported(param: str, reason: str) -> RequestError:
+    return RequestError(400, f"{param}: {reason}", param, "unsupported_value")

@@ -1,0 +1,15 @@
+"""Arguments of tasks, as a config gives them."""
+
+from typing import Any
+
+from rljax.errors import ConfigError
+
+
+def checked(name: str, value: Any, kind: type, low: float, high: float) -> Any:
+    """Returns an argument as `kind`, or says in one line what it may be."""
+    accepted = (int, float) if kind is float else (int,)
+    # `not low <= value` rather than `value < low`: NaN must fail as well.
+    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
+        noun = "a number" if kind is float else "an integer"
+        raise ConfigError(f"task.args.{name}: must be {noun} from {low:g} to {high:g}, not {value!r}")
+    return kind(value)

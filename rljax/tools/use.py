@@ -1,0 +1,43 @@
+"""The tools of a run: who can be called, how calls are written, who calls."""
+
+import dataclasses
+
+from rljax.config.tools import ToolsConfig
+from rljax.models.tokenizer import Tokenizer
+from rljax.tools.base import Tool
+from rljax.tools.markup import Markup, make_markup
+from rljax.tools.registry import make_tools
+from rljax.tools.workers import ToolWorkers
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """How responses use tools.
+
+    Attributes:
+      tools: by name.
+      markup: how calls and answers are written.
+      max_calls: in a response; what looks like a further one is text (ToRL, arXiv 2503.23383, section 2.2).
+      workers: who calls.
+    """
+
+    tools: dict[str, Tool]
+    markup: Markup
+    max_calls: int
+    workers: ToolWorkers
+
+
+def make_tool_use(config: ToolsConfig, tokenizer: Tokenizer) -> ToolUse:
+    """As the config says; a ConfigError for a tool that is unknown or cannot work here."""
+    return ToolUse(
+        make_tools(config.names, config.time_limit),
+        make_markup(
+            config.names,
+            (config.opening, config.closing),
+            (config.answer_opening, config.answer_closing),
+            config.max_answer_length,
+            tokenizer,
+        ),
+        config.max_calls,
+        ToolWorkers(config.max_running, config.time_limit),
+    )

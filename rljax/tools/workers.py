@@ -1,0 +1,144 @@
+"""Calls of tools, in threads of their own: decoding goes on meanwhile, and nothing waits for a tool for ever.
+
+A thread cannot be stopped. A call that takes too long is answered with an error and left alone; so many of
+these may be left that a tool which hangs now and then does no harm, and one that always does ends the run.
+"""
+
+import collections
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+
+from rljax.errors import UserError
+from rljax.tools.base import Tool, ToolError
+
+MOST_ABANDONED = 64
+_MOST_OF_AN_ERROR = 200  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolAnswer:
+    """What came of a call.
+
+    Attributes:
+      key: from `submit`.
+      text: the answer, or one line that says what was wrong.
+      failed: it is the latter.
+      seconds: that the tool took.
+    """
+
+    key: int
+    text: str
+    failed: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    key: int
+    name: str
+    tool: Tool
+    text: str
+
+
+class ToolWorkers:
+    """Calls tools in daemon threads.
+
+    Args:
+      most: calls at a time; others wait.
+      time_limit: seconds for a call, from when it begins.
+    """
+
+    def __init__(self, most: int, time_limit: float) -> None:
+        self._most, self._time_limit = most, time_limit
+        self._numbers = itertools.count()
+        self._waiting: collections.deque[_Call] = collections.deque()
+        self._running: dict[int, tuple[_Call, float]] = {}  # by number: the call, and when it is given up
+        self._done: queue.SimpleQueue[tuple[int, str, bool, float]] = queue.SimpleQueue()
+        self._abandoned: set[int] = set()
+
+    @property
+    def pending(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(self._waiting or self._running)
+
+    def forget(self) -> None:
+        """Nobody wants the answers of calls made so far."""
+        self._waiting.clear()
+        self._abandoned |= self._running.keys()
+        self._running.clear()
+
+    def submit(self, key: int, name: str, tool: Tool, text: str) -> None:
+        """Calls `tool`, as soon as there is a thread for it; `key` comes back with the answer."""
+        self._waiting.append(_Call(key, name, tool, text))
+        self._start()
+
+    def answers(self, timeout: float | None) -> list[ToolAnswer]:
+        """The answers that have come, waiting up to `timeout` seconds for a first one; None as long as it
+        takes.
+
+        Raises:
+          UserError: tools hang all the time.
+        """
+        give_up = None if timeout is None else time.monotonic() + timeout
+        found: list[ToolAnswer] = []
+        while True:
+            self._take(found, 0.0)
+            now = time.monotonic()
+            self._expire(found, now)
+            self._start()
+            if found or not self.pending or (give_up is not None and now >= give_up):
+                return found
+            ends = [end for _, end in self._running.values()] + ([] if give_up is None else [give_up])
+            self._take(found, max(min(ends) - now, 0.0))
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._most:
+            call, number = self._waiting.popleft(), next(self._numbers)
+            self._running[number] = (call, time.monotonic() + self._time_limit)
+            threading.Thread(target=self._work, args=(number, call), name=call.name, daemon=True).start()
+
+    def _work(self, number: int, call: _Call) -> None:
+        start, failed = time.perf_counter(), False
+        try:
+            text = call.tool.call(call.text)
+            if not isinstance(text, str):
+                raise TypeError(f"{call.name} answered with {type(text).__name__}, not with text")
+        except ToolError as error:
+            text, failed = str(error), True
+        except BaseException as error:  # whatever it is, this thread has nobody else to tell
+            text, failed = f"{type(error).__name__}: {error}", True
+        self._done.put((number, text, failed, time.perf_counter() - start))
+
+    def _take(self, found: list[ToolAnswer], timeout: float) -> None:
+        """All that is done, after waiting for the first."""
+        try:
+            while True:
+                number, text, failed, seconds = self._done.get(timeout > 0, timeout or None)
+                timeout = 0.0
+                self._abandoned.discard(number)
+                if number in self._running:
+                    call, _ = self._running.pop(number)
+                    text = error_line(text) if failed else text
+                    found.append(ToolAnswer(call.key, text, failed, seconds))
+        except queue.Empty:
+            return
+
+    def _expire(self, found: list[ToolAnswer], now: float) -> None:
+        for number in [number for number, (_, end) in self._running.items() if now >= end]:
+            call, _ = self._running.pop(number)
+            self._abandoned.add(number)
+            if len(self._abandoned) > MOST_ABANDONED:
+                raise UserError(
+                    f"tools: {len(self._abandoned)} calls have not come back, the last one of {call.name}"
+                    f" after {self._time_limit:g} s; mend the tool, or raise tools.time_limit"
+                )
+            text = error_line(f"no answer after {self._time_limit:g} s")
+            found.append(ToolAnswer(call.key, text, True, self._time_limit))
+
+
+def error_line(text: str) -> str:
+    """What a policy reads in place of an answer."""
+    return f"error: {' '.join(text.split())}"[:_MOST_OF_AN_ERROR]

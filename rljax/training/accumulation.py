@@ -1,0 +1,197 @@
+"""Updates of params by gradients that are added up over micro-batches: what policy and critic have in common.
+
+A step function gives the gradients and metrics of one micro-batch. Every token carries its weight in the
+whole mini-batch, so sums over micro-batches are those of the mini-batch.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import Array
+
+from rljax.engine.executables import ExecutablePool
+from rljax.models.transformer import Params
+from rljax.sharding import constrain
+
+Metrics = dict[str, Array]
+Sums = tuple[Params, Metrics]
+"""Gradients and metrics, added up over micro-batches."""
+Step = Callable[..., Sums]
+"""(params, *inputs of a micro-batch) -> its gradients and metrics."""
+
+
+@struct.dataclass
+class TrainState:
+    """What an update changes, and a checkpoint keeps.
+
+    Attributes:
+      params: float32 weights.
+      optimizer_state: optax's.
+      updates: int32 [], updates so far.
+      critic: the state of the policy's critic, where the algorithm trains one.
+    """
+
+    params: Params
+    optimizer_state: optax.OptState
+    updates: Array
+    critic: Optional["TrainState"] = None
+
+
+def apply_gradients(
+    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Array]:
+    """One update of the optimizer: the new state, and the norm of the gradients before clipping, []."""
+    changes, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    norm = optax.tree.norm(gradients)
+    return TrainState(params, optimizer_state, state.updates + 1), norm
+
+
+class Accumulation:
+    """Compiled updates of one tree of params.
+
+    Args:
+      optimizer: from `make_optimizer`.
+      pool: compiled programs.
+      key: names all that the programs depend on, beside what they are called with.
+      maxima: metrics that are combined by their maximum, at least 0; all others are added up.
+      shardings: where params lie on a mesh, None without one.
+      replicated: the sharding of what every device has whole; None without a mesh.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        pool: ExecutablePool,
+        key: tuple[Hashable, ...],
+        maxima: Sequence[str] = (),
+        shardings: Any = None,
+        replicated: Any = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._pool = pool
+        self._key = key
+        self._maxima = maxima
+        self._shardings = shardings
+        self._replicated = replicated
+
+    def init(self, params: Params) -> TrainState:
+        """The state of the first update. `params` (any float dtype) are copied, and stay valid."""
+        dtype = str(jax.tree.leaves(params)[0].dtype)
+        args = (params,)
+        program = self._pool.get(("train_init", dtype, self._optimizer, *self._key), self._init, args)
+        return program(*args)
+
+    def compile(self, state: TrainState, inputs: tuple, step: Step, kind: tuple[Hashable, ...]) -> None:
+        """All that an `update` with such inputs will need; nothing runs."""
+        args = (state.params, *inputs)
+        sums = self._zeros(args, step, kind)
+        self._gradient_program((*args, *sums), step, kind)
+        self._apply_program((state, sums[0]))
+
+    def update(
+        self, state: TrainState, micro_batches: Sequence[tuple], step: Step, kind: tuple[Hashable, ...]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One update. Consumes `state`.
+
+        Args:
+          state: from `init` or an earlier update.
+          micro_batches: the inputs of each, the first of them arrays [R, T].
+          step: the step function.
+          kind: names it, and which of the inputs are there.
+
+        Returns:
+          The new state; the metrics of the mini-batch on the host, with `gradient_norm` before clipping.
+        """
+        if not micro_batches:
+            raise ValueError("an update needs at least one micro-batch")
+        sums = None
+        for inputs in micro_batches:
+            args = (state.params, *inputs)
+            if sums is None:
+                sums = self._zeros(args, step, kind)
+            args += sums
+            sums = self._gradient_program(args, step, kind)(*args)
+        total, metrics = sums
+        state, norm = self._apply_program((state, total))(state, total)
+        return state, jax.device_get(metrics | {"gradient_norm": norm})
+
+    # -- compiled programs -----------------------------------------------------------------------------------
+
+    def _gradient_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Callable[..., Sums]:
+        shape = jax.tree.leaves(args[1])[0].shape
+
+        def accumulate(*args: Any) -> Sums:
+            return self._accumulate(step, *args)
+
+        return self._pool.get(
+            ("gradients", *kind, shape, *self._key),
+            accumulate,
+            args,
+            donate_argnums=(len(args) - 2, len(args) - 1),
+        )
+
+    def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
+        return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
+
+    def _zeros(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Sums:
+        """Where the gradients and metrics of `step(*args)` are added up."""
+        key = ("zeros", *kind, *self._key)
+        if key not in self._pool:  # tracing for the shapes takes longer than an update
+            shapes = jax.eval_shape(step, *args)
+            self._pool.get(key, lambda: self._constrain_sums(_zeros_like(shapes)), ())
+        return self._pool.get(key, step, ())()
+
+    # -- pure functions, compiled by the pool ----------------------------------------------------------------
+
+    def _init(self, params: Params) -> TrainState:
+        # A copy even where the dtype is right: an update overwrites the state, not the caller's params.
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
+        state = TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
+        return self._constrain_state(state)
+
+    def _accumulate(self, step: Step, *args: Any) -> Sums:
+        *args, total, metrics = args
+        more, more_metrics = step(*args)
+        metrics = {
+            name: (jnp.maximum if name in self._maxima else jnp.add)(metrics[name], value)
+            for name, value in more_metrics.items()
+        }
+        return self._constrain_sums((jax.tree.map(jnp.add, total, more), metrics))
+
+    def _apply(self, state: TrainState, total: Params) -> tuple[TrainState, Array]:
+        state, norm = apply_gradients(state, total, self._optimizer)
+        return self._constrain_state(state), constrain(norm, self._replicated)
+
+    # -- where things lie on the mesh ------------------------------------------------------------------------
+
+    def _constrain_sums(self, sums: Sums) -> Sums:
+        if self._shardings is None:
+            return sums
+        total, metrics = sums
+        return constrain(total, self._shardings), constrain(metrics, self._replicated)
+
+    def _constrain_state(self, state: TrainState) -> TrainState:
+        """Optimizer moments lie where their weights do."""
+        if self._shardings is None:
+            return state
+        optimizer_state = optax.tree_map_params(
+            self._optimizer,
+            constrain,
+            state.optimizer_state,
+            self._shardings,
+            transform_non_params=lambda leaf: constrain(leaf, self._replicated),
+        )
+        return TrainState(
+            constrain(state.params, self._shardings),
+            optimizer_state,
+            constrain(state.updates, self._replicated),
+        )
+
+
+def _zeros_like(shapes):
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

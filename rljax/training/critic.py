@@ -1,0 +1,191 @@
+"""The critic of PPO: a copy of the policy's trunk with a value head, trained beside the policy.
+
+V[t] is what the critic expects the rest of the response to earn, before token t: like a logit it is computed
+at the position before the token (`PackedBatch`). The trunk is the critic's own, so that its loss cannot reach
+the policy. Its head starts at 0, and with it all values.
+
+Ouyang et al., arXiv 2203.02155, section 3.5 and appendix C (there the critic starts from the reward model).
+"""
+
+import functools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from rljax.algorithms.value_loss import value_loss
+from rljax.config import TrainingConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple
+from rljax.training.accumulation import Accumulation, Metrics, Sums, TrainState
+from rljax.training.packing import PackedBatch, build_batch, pack_sequences
+from rljax.training.scoring import packed_hidden
+
+
+@flax.struct.dataclass
+class ValueTargets:
+    """What the values of a packed batch are trained on, float32 [R, T] each, 0 outside its response mask.
+
+    Attributes:
+      returns: what they should have been.
+      old_values: what they were when the advantages were estimated.
+    """
+
+    returns: Array | np.ndarray
+    old_values: Array | np.ndarray
+
+
+def critic_params(policy_params: Params) -> Params:
+    """A critic's params from a policy's: its trunk (arrays shared, not copied), and a head of zeros.
+
+    `{"trunk": all but the LM head, "head": {"weight": [d], "bias": []}}`
+    """
+    trunk = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
+    width = policy_params["final_norm"].shape[0]
+    head = {"weight": jnp.zeros(width, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
+    return {"trunk": trunk, "head": head}
+
+
+def packed_values(
+    params: Params,
+    config: ModelConfig,
+    batch: PackedBatch,
+    rope: Array,
+    numerics: Numerics,
+    remat: bool = False,
+    mesh: Mesh | None = None,
+) -> Array:
+    """Values at every position of packed rows, float32 [R, T]; arguments as of `score_packed`."""
+    hidden = packed_hidden(params["trunk"], config, batch, rope, numerics, remat, mesh)
+    head = params["head"]
+    return jnp.einsum("rtd,d->rt", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
+
+
+def value_objective(
+    values: Array, batch: PackedBatch, targets: ValueTargets, clip: float
+) -> tuple[Array, Metrics]:
+    """`value_loss` of a micro-batch, and metrics that add over micro-batches."""
+    mask = batch.response_mask
+    loss, metrics = value_loss(values, targets.old_values, targets.returns, mask, batch.weights, clip)
+    return loss, {"loss": loss} | metrics
+
+
+class Critic:
+    """Compiled values and updates of one critic architecture.
+
+        state = critic.init(policy_params)
+        values = critic.values(state.params, batches)
+        state, metrics = critic.update(state, batches, targets)
+
+    Args:
+      config: the policy's architecture, and so the trunk's.
+      numerics: shared with the trainer.
+      training: pack_length, rows_per_microbatch and remat are read.
+      value_clip: see `value_loss`.
+      optimizer: the critic's own, from `make_optimizer`.
+      pool: compiled programs; may be shared.
+      mesh: devices to use; None for one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        training: TrainingConfig,
+        value_clip: float,
+        optimizer: optax.GradientTransformation,
+        pool: ExecutablePool,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._pool = pool
+        self._mesh = mesh
+        self._pack_length = training.pack_length
+        self._rows_per_microbatch = training.rows_per_microbatch
+        self._row_multiple = row_multiple(mesh)
+        self._values = functools.partial(
+            packed_values, config=config, numerics=numerics, remat=training.remat, mesh=mesh
+        )
+        self._clip = value_clip
+        self._key = ("critic", config, numerics, training.remat, mesh, value_clip, training.pack_length)
+        self._rope = rope_table(config, training.pack_length)
+        self._replicated = self._shardings = None
+        if mesh is not None:
+            self._replicated = replicated_sharding(mesh)
+            trunk = {name: each for name, each in param_shardings(config, mesh).items() if name != "lm_head"}
+            head = {"weight": self._replicated, "bias": self._replicated}
+            self._shardings = {"trunk": trunk, "head": head}
+            self._rope = jax.device_put(self._rope, self._replicated)
+        self._rope = jnp.asarray(self._rope)
+        self._accumulation = Accumulation(optimizer, pool, self._key, (), self._shardings, self._replicated)
+
+    def init(self, policy_params: Params) -> TrainState:
+        """The state of the first update; `policy_params` are copied, and stay valid."""
+        params = critic_params(policy_params)
+        if self._shardings is not None:
+            params = jax.device_put(params, self._shardings)
+        return self._accumulation.init(params)
+
+    def warm_up(self, state: TrainState) -> None:
+        """Compiles, without running, all that `values` and `update` will need."""
+        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
+        while rows >= self._row_multiple:  # the sizes that `Packing.microbatches` cuts
+            batch = self._put(build_batch([], nothing, range(rows)))
+            self._values_program((state.params, batch, self._rope))
+            targets = ValueTargets(batch.advantages, batch.advantages)
+            self._accumulation.compile(state, (batch, targets, self._rope), self._step, ("values",))
+            rows = rows // self._row_multiple // 2 * self._row_multiple
+
+    def values(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
+        """The value before each target, float32 [R, T] a batch; meaningless outside its response mask."""
+        args = [(params, self._put(batch), self._rope) for batch in batches]
+        values = [self._values_program(each)(*each) for each in args]
+        return [np.asarray(each) for each in values]
+
+    def update(
+        self, state: TrainState, microbatches: Sequence[PackedBatch], targets: Sequence[ValueTargets]
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One update on a mini-batch. Consumes `state`.
+
+        Args:
+          state: from `init` or an earlier update.
+          microbatches: the mini-batch, cut, with the token weights of the policy's update.
+          targets: for every micro-batch.
+
+        Returns:
+          The new state and metrics: `loss`, `clip_fraction`, `gradient_norm` before clipping.
+        """
+        inputs = [
+            (self._put(batch), self._put(each), self._rope)
+            for batch, each in zip(microbatches, targets, strict=True)
+        ]
+        state, metrics = self._accumulation.update(state, inputs, self._step, ("values",))
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    def _put(self, tree):
+        """On the mesh, and without what only the policy's update reads."""
+        if isinstance(tree, PackedBatch):
+            tree = tree.replace(old_logprobs=None)
+        return tree if self._mesh is None else jax.device_put(tree, batch_sharding(self._mesh))
+
+    def _values_program(self, args: tuple):
+        return self._pool.get(("values", args[1].tokens.shape, *self._key), self._scoring, args)
+
+    # -- pure functions, compiled by the pool ----------------------------------------------------------------
+
+    def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
+        return self._values(params, batch=batch, rope=rope)
+
+    def _step(self, params: Params, batch: PackedBatch, targets: ValueTargets, rope: Array) -> Sums:
+        def loss(params: Params) -> tuple[Array, Metrics]:
+            return value_objective(self._scoring(params, batch, rope), batch, targets, self._clip)
+
+        return jax.grad(loss, has_aux=True)(params)

@@ -1,0 +1,260 @@
+"""What a step learns from its rollouts: from rewarded groups to the updates of policy and critic.
+
+Packing comes first. Then what must be known before the first update is scored with the weights of the
+rollout: the reference's logprobs (KL), the policy's own (rollout correction), the critic's values. From these
+come the advantage and the weight of every token, on the host and for the whole step, and only then the
+updates, mini-batch by mini-batch. What an algorithm does not need is not scored.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.algorithms.estimation import Estimate, estimate_advantages
+from rljax.algorithms.kl import kl_estimate
+from rljax.algorithms.losses import aggregation_weights
+from rljax.algorithms.returns import explained_variance
+from rljax.algorithms.reward_shaping import soft_overlong_punishment
+from rljax.algorithms.rollout_correction import rollout_correction
+from rljax.config import ExperimentConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.models.transformer import Params
+from rljax.rollout.collector import Group
+from rljax.training.accumulation import TrainState
+from rljax.training.critic import Critic, ValueTargets
+from rljax.training.minibatches import Minibatch, completions_of, make_minibatches
+from rljax.training.optimizer import make_optimizer
+from rljax.training.update import Trainer
+
+
+class Learner:
+    """Updates of policy and critic as `config.algorithm` says.
+
+        state = learner.init(policy_params)
+        state, metrics = learner.learn(state, groups, step=0)
+
+    Args:
+      config: the experiment.
+      model_config: the policy's architecture.
+      numerics: shared with the engine.
+      trainer: of the policy.
+      pool: compiled programs.
+      policy_params: what the run starts from; copied where a reference is needed.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        model_config: ModelConfig,
+        numerics: Numerics,
+        trainer: Trainer,
+        pool: ExecutablePool,
+        policy_params: Params,
+    ) -> None:
+        self._config = config
+        self._algorithm = algorithm = config.algorithm
+        self._trainer = trainer
+        self._reference = None
+        if algorithm.kl_coefficient > 0:
+            self._reference = trainer.place(jax.tree.map(jnp.copy, policy_params))
+        self._critic = None
+        if algorithm.advantage_baseline == "critic":
+            settings = algorithm.critic.model_dump(exclude={"value_clip"})
+            training = config.training
+            updates = training.steps * training.minibatches_per_step * training.epochs_per_step
+            optimizer = make_optimizer(**settings, total_updates=updates, section="algorithm.critic")
+            value_clip = algorithm.critic.value_clip
+            arguments = (model_config, numerics, training, value_clip, optimizer, pool, trainer.mesh)
+            self._critic = Critic(*arguments)
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self._reference is not None and self._algorithm.kl_in == "loss"
+
+    def init(self, policy_params: Params) -> TrainState:
+        """The state before the first step, the critic's included. `policy_params` stay valid."""
+        critic = None if self._critic is None else self._critic.init(policy_params)
+        return self._trainer.init(policy_params).replace(critic=critic)
+
+    def warm_up(self, state: TrainState) -> None:
+        """Compiles, without running, all that `learn` will need."""
+        policy_state = state.replace(critic=None)
+        self._trainer.warm_up(policy_state, self._kl_in_loss, score=self._reference is not None)
+        if self._critic is not None:
+            self._critic.warm_up(state.critic)
+
+    def learn(
+        self,
+        state: TrainState,
+        groups: Sequence[Group],
+        step: int,
+        on_update: Callable[[int], None] = lambda number: None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """All updates of one step. Consumes `state`.
+
+        Args:
+          state: the weights that the groups were sampled with.
+          groups: P prompts with G responses each, and their rewards.
+          step: its number, from 0; with the seed it orders the mini-batches.
+          on_update: told the number of each update, from 1, before it begins.
+
+        Returns:
+          The new state and metrics, averaged over the updates (see `Trainer.update`), with `update/padding`,
+          `time/logprobs` and `time/update`; `correction/...` with a rollout correction (see
+          `rollout_correction`), `reward/kl_penalty` (the mean of what the KL took from a reward) with kl_in:
+          reward, `critic/...` with a critic.
+        """
+        minibatches, padding = self._pack(groups, step)
+        scoring_start = time.perf_counter()
+        self._score(state, minibatches)
+        update_start = time.perf_counter()
+        prepared = self._prepare(groups, minibatches)
+        state, updated = self._update(state, minibatches, on_update)
+        end = time.perf_counter()
+        return state, {
+            **updated,
+            **prepared,
+            "update/padding": padding,
+            "time/logprobs": update_start - scoring_start,
+            "time/update": end - update_start,
+        }
+
+    # -- in this order ---------------------------------------------------------------------------------------
+
+    def _pack(self, groups: Sequence[Group], step: int) -> tuple[list[Minibatch], float]:
+        seed, multiple = (self._config.seed, step), self._trainer.row_multiple
+        return make_minibatches(groups, self._config.training, seed, multiple)
+
+    def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
+        """What must be known before the first update, with the weights before it."""
+        for minibatch in minibatches:
+            if self._reference is not None:
+                minibatch.reference_logprobs = self._trainer.score(self._reference, minibatch.batches)
+            if self._algorithm.corrects_rollout:
+                minibatch.old_logprobs = self._trainer.score(state.params, minibatch.batches)
+            if self._critic is not None:
+                minibatch.old_values = self._critic.values(state.critic.params, minibatch.batches)
+
+    def _prepare(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> dict[str, float]:
+        """Fills in advantages, weights and what else the updates need; metrics of what was found."""
+        config, algorithm = self._config, self._algorithm
+        longest = config.rollout.max_response_length
+        rewards = np.stack([group.reward for group in groups])  # [P, G]
+        completions = completions_of(groups)
+        lengths = np.asarray([len(completion.response_ids) for completion in completions])
+        if algorithm.overlong_buffer:
+            rewards = rewards + soft_overlong_punishment(
+                lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
+            ).reshape(rewards.shape)
+        mask = np.arange(longest) < lengths[:, None]  # [N, L]
+        rollout_logprobs = np.zeros(mask.shape, np.float32)
+        for logprobs, own, completion in zip(rollout_logprobs, mask, completions, strict=True):
+            logprobs[: len(completion.logprobs)] = completion.logprobs
+            if completion.own is not None:
+                own[: len(completion.own)] = completion.own
+
+        def gathered(name: str) -> np.ndarray:
+            found = np.zeros(mask.shape, np.float32)
+            for minibatch in minibatches:
+                minibatch.gather(getattr(minibatch, name), found)
+            return found
+
+        metrics: dict[str, float] = {}
+        penalties = None
+        if self._reference is not None and algorithm.kl_in == "reward":
+            penalties = self._kl_penalties(rollout_logprobs, gathered("reference_logprobs"), mask)
+            metrics["reward/kl_penalty"] = float(penalties.sum(axis=1).mean())
+        values = None if self._critic is None else gathered("old_values")
+        estimate = estimate_advantages(
+            np.asarray(rewards, np.float32),
+            jnp.asarray(mask),
+            algorithm.advantage_baseline,
+            algorithm.advantage_normalization,
+            algorithm.discount,
+            algorithm.gae_lambda,
+            None if penalties is None else jnp.asarray(penalties),
+            None if values is None else jnp.asarray(values),
+        )
+        advantages, kept = np.asarray(estimate.advantages), mask
+        if algorithm.corrects_rollout:
+            correction = rollout_correction(
+                jnp.asarray(gathered("old_logprobs")),
+                jnp.asarray(rollout_logprobs),
+                jnp.asarray(mask),
+                algorithm.correction_cap,
+                algorithm.correction_mask,
+                algorithm.correction_low,
+                algorithm.correction_high,
+            )
+            advantages, kept = advantages * np.asarray(correction.factors), np.asarray(correction.kept)
+            metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
+        if values is not None:
+            explained = explained_variance(jnp.asarray(values), estimate.returns, jnp.asarray(mask))
+            metrics |= {
+                "critic/explained_variance": float(explained),
+                "critic/value_mean": float(values[mask].mean()),
+            }
+        for minibatch in minibatches:
+            self._fill_in(minibatch, advantages, kept, estimate)
+        return metrics
+
+    def _kl_penalties(
+        self, logprobs: np.ndarray, reference_logprobs: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
+        """What the KL takes from the reward at each token, [N, L]; nothing where a filter excludes it."""
+        algorithm = self._algorithm
+        counts = mask & np.isfinite(logprobs) & np.isfinite(reference_logprobs)
+        both = [jnp.asarray(np.where(counts, each, 0.0)) for each in (logprobs, reference_logprobs)]
+        return algorithm.kl_coefficient * np.asarray(kl_estimate(*both, algorithm.kl_estimator))
+
+    def _fill_in(
+        self, minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray, estimate: Estimate
+    ) -> None:
+        algorithm, longest = self._algorithm, self._config.rollout.max_response_length
+        lengths = kept[minibatch.members].sum(axis=1)
+        weights = np.zeros(kept.shape, np.float32)
+        if lengths.any():  # else all is left out, and the gradient 0
+            of_members = aggregation_weights(lengths, algorithm.aggregation, longest)
+            weights[minibatch.members] = np.where(kept[minibatch.members], of_members[:, None], 0.0)
+        olds = minibatch.old_logprobs or [None] * len(minibatch.batches)
+        minibatch.batches = [
+            batch.replace(advantages=advantage, weights=weight, old_logprobs=old)
+            for batch, advantage, weight, old in zip(
+                minibatch.batches,
+                minibatch.lay_out(advantages),
+                minibatch.lay_out(weights),
+                olds,
+                strict=True,
+            )
+        ]
+        if estimate.returns is not None:
+            returns = minibatch.lay_out(np.asarray(estimate.returns))
+            minibatch.value_targets = [
+                ValueTargets(each, old) for each, old in zip(returns, minibatch.old_values, strict=True)
+            ]
+
+    def _update(
+        self, state: TrainState, minibatches: Sequence[Minibatch], on_update: Callable[[int], None]
+    ) -> tuple[TrainState, dict[str, float]]:
+        """All of the step's updates; metrics averaged over them, but the mismatch is the first one's: only
+        that one still has the weights of the rollout, where a row-invariant engine shows 0.
+        """
+        collected: list[dict[str, float]] = []
+        policy, critic = state.replace(critic=None), state.critic
+        for epoch in range(self._config.training.epochs_per_step):
+            for number, minibatch in enumerate(minibatches, 1):
+                on_update(epoch * len(minibatches) + number)
+                reference = minibatch.reference_logprobs if self._kl_in_loss else None
+                policy, metrics = self._trainer.update(policy, minibatch.batches, reference)
+                if self._critic is not None:
+                    critic, more = self._critic.update(critic, minibatch.batches, minibatch.value_targets)
+                    metrics |= {f"critic/{name}": value for name, value in more.items()}
+                collected.append(metrics)
+        first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
+        averaged = {name: float(np.mean([each[name] for each in collected])) for name in collected[0]}
+        return policy.replace(critic=critic), averaged | first

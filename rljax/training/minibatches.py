@@ -1,0 +1,96 @@
+"""The responses of a step as mini-batches, packed and cut, and the way between responses and packed rows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.config import TrainingConfig
+from rljax.rollout.collector import Group
+from rljax.rollout.records import Completion
+from rljax.training.critic import ValueTargets
+from rljax.training.packing import (
+    PackedBatch,
+    Packing,
+    TrainingSequence,
+    build_batch,
+    pack_sequences,
+    response_places,
+)
+
+
+@dataclasses.dataclass
+class Minibatch:
+    """Responses of one update, packed and cut.
+
+    Attributes:
+      members: int [n], which of the step's responses.
+      packing: where each lies.
+      places: the row and positions of each one's predictions.
+      batches: the micro-batches. They come with an advantage of 0 and a weight of 1, to be filled in.
+      reference_logprobs: [R, T] for each, if the algorithm has a KL penalty.
+      old_logprobs: [R, T] for each, if it corrects for the rollout.
+      old_values: [R, T] for each, if it has a critic.
+      value_targets: for each, likewise.
+    """
+
+    members: np.ndarray
+    packing: Packing
+    places: list[tuple[int, slice]]
+    batches: list[PackedBatch]
+    reference_logprobs: list[np.ndarray] | None = None
+    old_logprobs: list[np.ndarray] | None = None
+    old_values: list[np.ndarray] | None = None
+    value_targets: list[ValueTargets] | None = None
+
+    def gather(self, arrays: Sequence[np.ndarray], into: np.ndarray) -> None:
+        """Takes what stands at the members' predictions in arrays [R, T], one a micro-batch: into [N, L]."""
+        rows = np.concatenate(arrays)
+        for member, (row, positions) in zip(self.members, self.places, strict=True):
+            found = rows[row, positions]
+            into[member, : len(found)] = found
+
+    def lay_out(self, values: np.ndarray) -> list[np.ndarray]:
+        """The inverse: values [N, L] at the members' predictions, 0 elsewhere; [R, T] a micro-batch."""
+        sizes = [len(batch.tokens) for batch in self.batches]
+        rows = np.zeros((sum(sizes), self.packing.pack_length), np.float32)
+        for member, (row, positions) in zip(self.members, self.places, strict=True):
+            rows[row, positions] = values[member, : positions.stop - positions.start]
+        return np.split(rows, np.cumsum(sizes)[:-1])
+
+
+def completions_of(groups: Sequence[Group]) -> list[Completion]:
+    """The N = P * G responses of a step, in the order of its groups."""
+    return [completion for group in groups for completion in group.completions]
+
+
+def make_minibatches(
+    groups: Sequence[Group], training: TrainingConfig, seed: tuple[int, ...], row_multiple: int
+) -> tuple[list[Minibatch], float]:
+    """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
+
+    Args:
+      groups: the step's.
+      training: minibatches_per_step, pack_length and rows_per_microbatch are read.
+      seed: of the order, such as the run's and the step's number.
+      row_multiple: see `Packing.microbatches`.
+
+    Returns:
+      The mini-batches, and the share of padding in them.
+    """
+    prompts = [group.prompt_ids for group in groups for _ in group.completions]
+    completions = completions_of(groups)
+    order = np.random.default_rng(seed).permutation(len(completions))
+    minibatches, tokens, positions = [], 0, 0
+    for members in np.array_split(order, training.minibatches_per_step):
+        sequences = [
+            TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.own)
+            for i, each in ((i, completions[i]) for i in members)
+        ]
+        packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
+        ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
+        batches = [build_batch(sequences, packing, rows) for rows in ranges]
+        minibatches.append(Minibatch(members, packing, response_places(sequences, packing), batches))
+        tokens += int(packing.lengths.sum())
+        positions += ranges[-1].stop * training.pack_length
+    return minibatches, 1.0 - tokens / positions

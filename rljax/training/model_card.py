@@ -1,0 +1,152 @@
+"""The README.md of an exported policy: what it is, what was measured, and the config that made it."""
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rljax.config import ExperimentConfig
+from rljax.config.yaml_dialect import Dumper
+from rljax.errors import UserError
+from rljax.evaluation.records import default_output
+from rljax.models.transformer import num_params
+from rljax.provenance import git_commit
+from rljax.training.run_directory import RunDirectory
+from rljax.training.saved_policy import SavedPolicy
+
+
+def model_card(saved: SavedPolicy, dtype: str, name: str) -> str:
+    """Markdown with a YAML header, as model hubs read it.
+
+    Args:
+      saved: a policy of a run.
+      dtype: of the exported weights.
+      name: of the exported directory.
+    """
+    config, policy = saved.experiment, saved.policy.config
+    directory = RunDirectory(saved.path)
+    header = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rljax", "reinforcement-learning", config.algorithm.name],
+    }
+    start = "made from scratch" if config.policy.path is None else f"from `{Path(config.policy.path).name}`"
+    lines = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
+        f"# {name}",
+        f"A {policy.architecture} policy with {num_params(policy):,} parameters, {start}, after"
+        f" {saved.step:,} of {config.training.steps:,} steps of {config.algorithm.name} on the task"
+        f" `{config.task.name}`. Weights are stored as {dtype}.",
+        _USE.format(name=name),
+        "## Metrics",
+        *_metrics(directory, saved.step),
+        *_evaluation(saved),
+        "## How it was made",
+        *_provenance(directory),
+        "The config of the run:",
+        _fenced(_config_text(config), "yaml"),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+_USE = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+prompt = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "..."}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+print(tokenizer.decode(model.generate(**prompt, do_sample=True)[0]))
+```"""
+
+
+def _metrics(directory: RunDirectory, step: int) -> Iterator[str]:
+    """Rewards in training and on held-out problems, before and at this step."""
+    lines = [line for line in directory.read_metrics() if line["step"] <= step]
+    rows = []
+    for label, key in (
+        ("reward on held-out problems", "evaluation/reward"),
+        ("reward in training", "reward/mean"),
+        ("response length in training, tokens", "response_length/mean"),
+    ):
+        found = [line for line in lines if line.get(key) is not None]
+        if found:
+            first, last = found[0], found[-1]
+            cells = [f"{line[key]:.4g} (step {line['step']})" for line in (first, last)]
+            rows.append(f"| {label} | {' | '.join(cells)} |")
+    if rows:
+        yield "\n".join(["| | first | at this step |", "| --- | ---: | ---: |", *rows])
+    else:
+        yield "The run has left no metrics."
+
+
+def _evaluation(saved: SavedPolicy) -> Iterator[str]:
+    """What scripts/evaluate.py has found of this checkpoint, if it has been at it."""
+    file = default_output(saved.path, saved.step, "heldout") / "results.json"
+    if not file.is_file():
+        return
+    try:
+        results = json.loads(file.read_bytes())
+        rows = [f"| {name} | {_with_interval(each)} |" for name, each in results["overall"].items()]
+        problems, samples = int(results["problems"]), int(results["samples"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not the results of scripts/evaluate.py; delete it or run that again"
+        ) from error
+    yield (
+        f"Evaluated on {problems:,} held-out problems, {samples:,} response{'' if samples == 1 else 's'} each"
+        " (95 % bootstrap intervals over problems):"
+    )
+    yield "\n".join(["| | |", "| --- | ---: |", *rows])
+
+
+def _with_interval(estimate: Mapping[str, float | None]) -> str:
+    if estimate["low"] is None:
+        return f"{estimate['value']:.4g}"
+    return f"{estimate['value']:.4g} ({estimate['low']:.4g} to {estimate['high']:.4g})"
+
+
+def _provenance(directory: RunDirectory) -> Iterator[str]:
+    """Who trained, on what, and with which code it was exported."""
+    try:
+        version = importlib.metadata.version("rljax")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    yield f"Exported by rljax {version}, commit {git_commit() or 'unknown'}. Trained by:"
+    rows = [
+        f"| {each['date']} | {each['step']} | {each['commit'] or 'unknown'} | {_machine(each['machine'])} |"
+        for each in directory.read_sessions()
+    ]
+    yield "\n".join(["| date | from step | commit | machine |", "| --- | ---: | --- | --- |", *rows])
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    return f"{facts['accelerator'] or facts['cpu']}, JAX {facts['jax']}"
+
+
+def _config_text(config: ExperimentConfig) -> str:
+    """The config, with file names in the place of absolute paths: the folders of a machine say nothing."""
+
+    def shortened(node: Any, key: str = "") -> Any:
+        if isinstance(node, dict):
+            return {name: shortened(value, name) for name, value in node.items()}
+        is_path = isinstance(node, str) and key.endswith(("path", "_dir", "_cache"))
+        return Path(node).name if is_path and Path(node).is_absolute() else node
+
+    return yaml.dump(
+        shortened(config.model_dump()), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100
+    )
+
+
+def _fenced(text: str, language: str) -> str:
+    """A code block that no backticks in the text can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -1,1 +1,0 @@
-"""What `scripts/report_runs.py` draws and tells."""

@@ -1,0 +1,122 @@
+"""Serve a trained policy: `python scripts/serve.py runs/quickstart --port 8000`."""
+
+import argparse
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from generate import add_policy_options
+from rljax.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from rljax.serving.worker import EngineWorker
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve.py",
+        description="Serve a policy by OpenAI's HTTP interface (/v1/chat/completions, /v1/completions)."
+        " SIGTERM finishes what is being answered and leaves.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("policy", help="a run directory or a Hugging Face directory")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free [8000]")
+    parser.add_argument("--name", help="what clients call the model [the directory's name]")
+    parser.add_argument("--slots", type=int, help="responses decoded at a time [the run's engine.max_slots]")
+    parser.add_argument("--queue", type=int, default=256, help="responses that may wait for a slot [256]")
+    parser.add_argument(
+        "--steps-per-look",
+        type=int,
+        default=4,
+        help="tokens of a response between two pieces of a stream: fewer are smoother, more are faster [4]",
+    )
+    parser.add_argument(
+        "--drain-seconds", type=int, default=60, help="how long SIGTERM waits for responses [60]"
+    )
+    add_policy_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _serve(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    for name in ("queue", "steps_per_look", "drain_seconds"):
+        if getattr(arguments, name) < 1:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: {getattr(arguments, name)}, expected at least 1")
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
+    listener = _listen(arguments.host, arguments.port)  # before minutes of compiling
+    # JAX takes seconds to import: not before the command line is known to be right.
+    from rljax.serving.app import make_app
+    from rljax.serving.policy import Options, open_policy
+
+    options = Options(
+        arguments.step,
+        arguments.temperature,
+        arguments.top_p,
+        arguments.slots,
+        arguments.max_prompt_tokens,
+        arguments.max_tokens,
+        arguments.drafter,
+    )
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
+    name = arguments.name or Path(arguments.policy).resolve().name
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(served, name),
+            log_level="warning",
+            timeout_graceful_shutdown=arguments.drain_seconds,
+        )
+    )
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn hands the signal on when it is through
+    signal.signal(signal.SIGINT, lambda *_: None)
+    host, port = listener.getsockname()[:2]
+    say(f"{name}: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
+    served.worker.start()
+    threading.Thread(target=_leave_with, args=(served.worker, server), daemon=True).start()
+    server.run(sockets=[listener])
+    served.worker.close(drain=False)
+    if served.worker.error is not None:
+        say(f"error: decoding has failed: {served.worker.error}")
+        return 1
+    return 0
+
+
+def _leave_with(worker: "EngineWorker", server: "uvicorn.Server") -> None:
+    """The server does not outlive what decodes for it."""
+    if worker.wait() is not None:
+        server.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

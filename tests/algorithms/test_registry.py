@@ -1,0 +1,72 @@
+"""The table of algorithms: every preset is a whole, valid section, and the papers' choices are in it."""
+
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from rljax.algorithms.registry import ALGORITHMS
+from rljax.config import AlgorithmConfig
+
+KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic"}
+
+
+def refusal(**keys):
+    with pytest.raises(ValidationError) as refused:
+        AlgorithmConfig(**keys)
+    return str(refused.value)
+
+
+def test_every_name_is_a_preset_and_every_setting_a_key():
+    assert set(get_args(AlgorithmConfig.model_fields["name"].annotation)) == set(ALGORITHMS)
+    assert set(ALGORITHMS["grpo"].settings) == KEYS
+    for name, algorithm in ALGORITHMS.items():
+        assert set(algorithm.settings) <= KEYS
+        config = AlgorithmConfig(name=name)
+        for key, value in {**ALGORITHMS["grpo"].settings, **algorithm.settings}.items():
+            assert getattr(config, key) == value, (name, key)
+        assert "arXiv" in algorithm.paper
+
+
+def test_what_tells_the_algorithms_apart():
+    """Their defining choices, so that an edit of the table is noticed."""
+
+    def chosen(name, *keys):
+        return tuple(getattr(AlgorithmConfig(name=name), key) for key in keys)
+
+    advantage = ("advantage_baseline", "advantage_normalization")
+    assert chosen("grpo", *advantage) == ("group", "std")
+    assert chosen("dr_grpo", *advantage, "aggregation") == ("group", "none", "constant")
+    assert chosen("rloo", *advantage, "kl_in") == ("leave_one_out", "none", "reward")
+    assert chosen("reinforce++", *advantage, "kl_in", "kl_estimator") == ("none", "batch", "reward", "k1")
+    assert chosen("reinforce++-baseline", *advantage, "kl_in") == ("group", "batch", "loss")
+    assert chosen("gspo", "ratio", "clip_low", "clip_high", "aggregation") == (
+        "sequence",
+        3e-4,
+        4e-4,
+        "sequence_mean",
+    )
+    assert chosen("ppo", *advantage, "gae_lambda") == ("critic", "batch", 0.95)
+    for name in ALGORITHMS:
+        assert not AlgorithmConfig(name=name).corrects_rollout
+
+
+def test_a_key_that_is_set_wins():
+    config = AlgorithmConfig(name="ppo", gae_lambda=1.0, critic={"learning_rate": 1e-3})
+    assert (config.gae_lambda, config.critic.learning_rate, config.critic.value_clip) == (1.0, 1e-3, 0.2)
+    assert config.advantage_baseline == "critic"
+
+
+def test_what_cannot_go_together_names_the_key():
+    for baseline in ("none", "critic"):
+        assert "algorithm.advantage_normalization: std is that of a group" in refusal(
+            advantage_baseline=baseline
+        )
+        message = refusal(name="gspo", advantage_baseline=baseline, advantage_normalization="batch")
+        assert "algorithm.ratio: sequence" in message
+    assert "correction_low" in refusal(correction_low=1.5)
+    assert "correction_high" in refusal(correction_high=0.5)
+    assert "correction_cap" in refusal(correction_cap=0.0)
+    assert "gae_lambda" in refusal(gae_lambda=1.01)
+    assert "discount" in refusal(discount=0.0)
+    assert "entropy_coefficient" in refusal(entropy_coefficient=-0.1)

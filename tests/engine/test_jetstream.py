@@ -1,0 +1,115 @@
+"""The adapter for google-jetstream: through its abstract class, and through its own orchestrator.
+
+The package wants TensorFlow, by way of seqio, so it is no part of the dev extra; docs/serving.md says how to
+install it without.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.engine.noise import request_key
+from rljax.errors import ConfigError
+from rljax.rollout.records import Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.serving.policy import Options, open_policy
+from tests.engine.jetstream_package import make_importable, missing
+from tests.serving.tiny_server import make_run
+
+needs_jetstream = pytest.mark.skipif(
+    bool(missing()),
+    reason=f"needs {', '.join(missing())}, see docs/serving.md",
+)
+PROMPTS = ("47a5b8=", "12c3=", "9d8e7=", "1f2=", "33g4=", "8h8=")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("jetstream"))
+
+
+@pytest.fixture(scope="module")
+def served(run):
+    return open_policy(run, Options(slots=4), lambda line: None, compile_first=False)
+
+
+def expected_tokens(served, prompt, number):
+    """What the scheduler samples for the orchestrator's request `number`, up to its limit, without EOS."""
+    request = Request(
+        tuple(served.tokenizer.encode(prompt)), request_key(3, 3, 0, number, 0), served.max_tokens
+    )
+    worker = served.worker
+    (completion,), _ = Scheduler(worker.engine, 4).run(worker.params, [request])
+    tokens = completion.response_ids.tolist()
+    return tokens[:-1] if completion.finish_reason == "eos" else tokens
+
+
+@needs_jetstream
+def test_through_the_abstract_class(served):
+    make_importable()
+    from jetstream.engine import engine_api, tokenizer_pb2
+
+    from rljax.engine.jetstream import FIRST_TOKEN, JetStreamEngine
+
+    worker = served.worker
+    engine = JetStreamEngine(worker.engine, served.tokenizer, 4, 64, seed=3)
+    assert isinstance(engine, engine_api.Engine)
+    metadata = engine.get_tokenizer()
+    assert isinstance(metadata, tokenizer_pb2.TokenizerParameters)
+    tokenizer = engine.build_tokenizer(metadata)
+    params, state = engine.load_params(served.saved.policy.params), engine.init_decode_state()
+    got = {}
+    for slot, prompt in enumerate(PROMPTS[:3]):
+        padded, length = tokenizer.encode(prompt, is_bos=True, max_prefill_length=engine.max_prefill_length)
+        prefix = engine.prefill(params=params, padded_tokens=padded, true_length=length)
+        got[slot] = []
+        if FIRST_TOKEN:
+            prefix, first = prefix
+            assert isinstance(first, engine_api.ResultTokens)
+            got[slot].append(int(first.get_result_at_slot(0).tokens[0, 0]))
+        state = engine.insert(prefix=prefix, decode_state=state, slot=slot)
+    for _ in range(served.max_tokens - FIRST_TOKEN):
+        state, result = engine.generate(params, state)
+        assert isinstance(result, engine_api.ResultTokens)
+        result = result.convert_to_numpy()
+        for slot, tokens in got.items():
+            own = result.get_result_at_slot(slot)
+            if own.valid[0, 0]:
+                tokens.append(int(own.tokens[0, 0]))
+                assert own.lengths[0] == len(tokens) and np.isfinite(result.log_prob[slot, 0])
+    for slot, prompt in enumerate(PROMPTS[:3]):
+        tokens = [token for token in got[slot] if token not in tokenizer.stop_tokens]
+        assert tokens == expected_tokens(served, prompt, slot)
+    assert tokenizer.decode(got[0]) == served.tokenizer.decode(got[0])
+    assert {tokenizer.eos_id} == tokenizer.stop_tokens and tokenizer.bos_id == tokenizer.eos_id
+
+
+@needs_jetstream
+@pytest.mark.slow
+def test_through_jetstreams_orchestrator(served, run):
+    """In a process of its own, as importing it changes logging; more prompts than there are slots."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.engine.drive_jetstream", str(run), *PROMPTS],
+        cwd=Path(__file__).parents[2],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    answers = {answer["prompt"]: answer for answer in map(json.loads, process.stdout.splitlines())}
+    # Requests are prefilled in the order in which they were asked.
+    for number, prompt in enumerate(PROMPTS):
+        assert answers[prompt]["tokens"] == expected_tokens(served, prompt, number)
+
+
+def test_without_the_package_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jetstream", None)
+    monkeypatch.delitem(sys.modules, "rljax.engine.jetstream", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'rljax\[jetstream\]'"):
+        import rljax.engine.jetstream  # noqa: F401

@@ -1,0 +1,232 @@
+"""scripts/evaluate.py on a real run: the numbers of the run's own evaluation; stopped and started again,
+drafted or not, from a run or a Hugging Face directory, the same bytes.
+"""
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import ConfigError
+from rljax.evaluation import evaluator
+from rljax.evaluation.records import JsonLog
+from rljax.models.huggingface import save_model
+from rljax.rollout.speculation import Speculator
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.training.loop import run as run_training
+from rljax.training.saved_policy import load_saved_policy
+from tests.scripts import load_script
+from tests.training.tiny_run import train, write_config
+
+PROBLEMS, SAMPLES = 5, 4
+FILES = ("responses.jsonl", "judgements.jsonl", "evaluation.json")
+
+
+def fingerprint(text):
+    return zlib.crc32(text.encode()) % 3
+
+
+def reward(self, problem, text):
+    """A policy that has learned nothing is right in a third of its texts."""
+    correct = float(fingerprint(text) == 0)
+    return {"reward": 0.9 * correct + 0.1 * (len(text) % 2), "correct": correct, "odd": len(text) % 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _easy_task():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainArithmetic, "reward", reward)
+        patch.setattr(ChainArithmetic, "extracted_answer", lambda *args: str(fingerprint(args[2])))
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run directory and its last metrics."""
+    directory = tmp_path_factory.mktemp("evaluate")
+    lines = train(
+        directory,
+        "training.steps=1",
+        f"evaluation.problems={PROBLEMS}",
+        f"evaluation.samples={SAMPLES}",
+        "evaluation.by_difficulty=true",
+        "task.args={max_terms: 4, tail_exponent: 0}",
+        f"engine.compilation_cache={directory}/compiled",
+    )
+    return directory / "run", lines[-1]
+
+
+def evaluate(run, *arguments):
+    return load_script("evaluate").main([str(run), *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def whole(trained, tmp_path_factory):
+    """An evaluation that nothing stopped."""
+    output = tmp_path_factory.mktemp("whole")
+    assert evaluate(trained[0], "--output", output) == 0
+    return output
+
+
+def results(output):
+    found = json.loads((output / "results.json").read_text())
+    assert found.pop("made_by")["machine"]
+    return found
+
+
+def assert_same_files(output, expected):
+    for name in FILES:
+        assert (output / name).read_bytes() == (expected / name).read_bytes(), name
+    assert results(output) == results(expected)
+
+
+def test_a_checkpoint_gives_the_numbers_of_the_evaluation_inside_the_run(trained, whole, capsys):
+    _, line = trained
+    found = results(whole)
+    assert (found["problems"], found["samples"], found["success"]) == (PROBLEMS, SAMPLES, "correct")
+    for name in ("mean@4", "pass@2", "pass@4", "maj@2", "maj@4"):
+        assert found["overall"][name]["value"] == line[f"evaluation/{name}"]
+        for group in found["by_difficulty"]:
+            key = f"evaluation/difficulty_{group['difficulty']}/{name}"
+            assert group["metrics"][name]["value"] == line[key]
+    for name in ("reward", "correct", "odd"):
+        assert found["overall"][name]["value"] == pytest.approx(line[f"evaluation/{name}"], abs=1e-12)
+    assert 0 < found["overall"]["mean@4"]["value"] < found["overall"]["pass@4"]["value"]
+    assert len(found["by_difficulty"]) > 1
+    assert sum(group["problems"] for group in found["by_difficulty"]) == PROBLEMS
+    responses = (whole / "responses.jsonl").read_text().splitlines()
+    lengths = [len(json.loads(each)["tokens"]) for each in responses]
+    assert found["overall"]["response_length"]["value"] == pytest.approx(np.mean(lengths))
+    assert line["evaluation/tokens"] == sum(lengths)
+
+
+def test_one_sample_reports_what_it_always_did(trained, tmp_path):
+    """And the first of several samples is the one that a single one would be."""
+    run, line = trained
+    assert evaluate(run, "--output", tmp_path, "evaluation.samples=1") == 0
+    metrics = results(tmp_path)["overall"]
+    assert {name for name in metrics if "@" in name} == {"mean@1"}
+    config = load_config(run / "config.yaml")
+    assert config.evaluation.samples == SAMPLES and "evaluation/mean@1" not in line
+
+
+def test_stopped_and_started_again_the_files_are_the_same(trained, whole, tmp_path, monkeypatch):
+    run, _ = trained
+    append, calls = JsonLog.append, []
+
+    def interrupted(log, key, content):
+        calls.append(key)
+        if len(calls) in (7, PROBLEMS * SAMPLES + 4):  # while decoding, then while judging
+            raise KeyboardInterrupt
+        append(log, key, content)
+
+    monkeypatch.setattr(JsonLog, "append", interrupted)
+    arguments = (run, "--output", tmp_path)
+    assert evaluate(*arguments) == 130
+    assert len(JsonLog(tmp_path / "responses.jsonl").lines) == 6
+    with open(tmp_path / "responses.jsonl", "ab") as file:
+        file.write(b'{"problem": 1, "sample"')
+    assert evaluate(*arguments) == 130
+    assert not (tmp_path / "results.json").exists()
+    assert evaluate(*arguments) == 0
+    # Nothing was sampled or judged twice, but for what the two interrupts had cut off.
+    assert len(calls) == 2 * PROBLEMS * SAMPLES + 2
+    assert_same_files(tmp_path, whole)
+    assert evaluate(*arguments) == 0
+    assert len(calls) == 2 * PROBLEMS * SAMPLES + 2
+
+
+def test_more_samples_later_are_the_samples_of_a_larger_evaluation(trained, whole, tmp_path):
+    run, _ = trained
+    assert evaluate(run, "--output", tmp_path, "evaluation.samples=2", "evaluation.problems=3") == 0
+    assert results(tmp_path)["samples"] == 2
+    assert evaluate(run, "--output", tmp_path) == 0
+    assert_same_files(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_byte(trained, whole, tmp_path, monkeypatch):
+    run, _ = trained
+    passes = []
+
+    def choose(self, shape, found):
+        passes.append(shape)
+        return self.engine.buckets.passes(shape[0])[-1][0]
+
+    monkeypatch.setattr(Speculator, "choose", choose)
+    speculation = "speculation={drafter: prompt_lookup, verify_buckets: [16], max_drafts: 3}"
+    assert evaluate(run, "--output", tmp_path, speculation) == 0
+    assert passes
+    assert_same_files(tmp_path, whole)
+
+
+def test_a_hugging_face_directory_gives_what_its_run_gives(trained, whole, tmp_path, monkeypatch):
+    run, _ = trained
+    policy = load_saved_policy(run).policy
+    save_model(tmp_path / "model", policy.config, policy.params, "float32", policy.tokenizer_directory)
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(tmp_path / "model", "--config", run / "config.yaml") == 0
+    found, expected = results(tmp_path / "evaluations" / "model"), results(whole)
+    assert (tmp_path / "evaluations/model/responses.jsonl").read_bytes() == (
+        whole / "responses.jsonl"
+    ).read_bytes()
+    assert found | {"policy": None} == expected | {"policy": None}
+
+
+def test_a_split_that_ends_is_evaluated_once(trained, tmp_path):
+    run, _ = trained
+    arguments = ("--split", "train", "task.problems=3", "evaluation.samples=1", "evaluation.problems=9")
+    assert evaluate(run, "--output", tmp_path, *arguments) == 0
+    assert results(tmp_path)["problems"] == 3
+
+
+def test_other_settings_do_not_go_on_with_an_evaluation(trained, whole, capsys):
+    run, _ = trained
+    assert evaluate(run, "--output", whole, "rollout.temperature=0.7") == 2
+    assert "rollout.temperature: is 0.7, but the evaluation in" in capsys.readouterr().err
+    assert evaluate(run, "--output", whole, "seed=1") == 2
+    assert "seed: is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["evaluation.success=corect"], "no part 'corect'; did you mean 'correct'"),
+        (["rollout.max_prompt_length=4"], "max_prompt_length: 4, but the prompt of problem heldout/0"),
+        (["--step", "7"], "no checkpoint of step 7; there is 1"),
+        (["task.name=nothing"], "unknown task 'nothing'"),
+        (["mesh.data=64"], "mesh: data 64"),
+        (["speculation.drafter=nobody"], "unknown drafter 'nobody'"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_compiles(
+    trained, tmp_path, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(evaluator, "warm_up", lambda *_: pytest.fail("compiled"))
+    assert evaluate(trained[0], "--output", tmp_path, *arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_a_reward_that_raises_keeps_the_responses(trained, whole, tmp_path, capsys, monkeypatch):
+    def raising(self, problem, text):
+        raise ZeroDivisionError("no reward")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChainArithmetic, "reward", raising)
+        assert evaluate(trained[0], "--output", tmp_path) == 2
+    assert "the reward of problem heldout/0 raised ZeroDivisionError" in capsys.readouterr().err
+    assert (tmp_path / "responses.jsonl").read_bytes() == (whole / "responses.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(ChainArithmetic, "reward", lambda *_: {"reward": float("nan")})
+        assert evaluate(trained[0], "--output", tmp_path) == 2
+    assert "has reward nan" in capsys.readouterr().err
+
+
+def test_a_run_is_told_of_a_wrong_part_before_it_begins(tmp_path):
+    config = load_config(write_config(tmp_path), ["evaluation.success=rigth"])
+    with pytest.raises(ConfigError, match=r"evaluation\.success: the task's rewards have no part 'rigth'"):
+        run_training(config)
+    assert not (tmp_path / "warm_start").exists()

@@ -1,0 +1,61 @@
+"""Files of an evaluation: nothing that was finished is lost, nothing of another evaluation is taken over."""
+
+import json
+
+import pytest
+
+from rljax.errors import ConfigError, UserError
+from rljax.evaluation.records import EvaluationDirectory, JsonLog
+
+IDENTITY = {"policy": "abc", "rollout.temperature": 1.0, "rollout.stop": ("x",)}
+
+
+def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path):
+    with JsonLog(tmp_path / "log") as log:
+        log.append((1, 0), {"text": "b\nc"})
+        log.append((0, 1), {"text": "ü"})
+    with open(tmp_path / "log", "ab") as file:
+        file.write(b'{"problem": 2, "sam')
+    again = JsonLog(tmp_path / "log")
+    assert set(again.lines) == {(1, 0), (0, 1)}
+    with again:
+        again.append((0, 0), {"text": ""})
+    again.sort()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [(json.loads(line)["problem"], json.loads(line)["sample"]) for line in lines] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert JsonLog(tmp_path / "log").lines == again.lines
+
+
+def test_what_is_appended_is_there_before_the_log_is_closed(tmp_path):
+    with JsonLog(tmp_path / "log") as log:
+        log.append((0, 0), {"text": "a"})
+        assert JsonLog(tmp_path / "log").lines == log.lines
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"sample": 1}', "[1]"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    (tmp_path / "log").write_text(f'{{"problem": 0, "sample": 0}}\n{line}\n')
+    with pytest.raises(UserError, match=r"log:2: not a line of an evaluation .* delete the line"):
+        JsonLog(tmp_path / "log")
+
+
+def test_the_same_evaluation_goes_on_and_another_is_refused(tmp_path):
+    EvaluationDirectory(tmp_path, IDENTITY)
+    EvaluationDirectory(tmp_path, IDENTITY)
+    with pytest.raises(ConfigError, match=r"rollout.temperature: is 0.5, but the evaluation in .* has 1.0"):
+        EvaluationDirectory(tmp_path, IDENTITY | {"rollout.temperature": 0.5})
+    with pytest.raises(ConfigError, match="evaluates other weights"):
+        EvaluationDirectory(tmp_path, IDENTITY | {"policy": "def"})
+    (tmp_path / "evaluation.json").write_text("[")
+    with pytest.raises(UserError, match="damaged"):
+        EvaluationDirectory(tmp_path, IDENTITY)
+
+
+def test_an_output_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--output: cannot create"):
+        EvaluationDirectory(tmp_path / "file" / "below", IDENTITY)

@@ -1,0 +1,185 @@
+"""report.html: everything is on it, it needs nothing else, and text stays text."""
+
+import dataclasses
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from rljax.reports import page, write_report, write_report_of_run
+from rljax.reports.figures import COLORS, in_blocks
+from rljax.reports.runs import colors_of, differing_keys, read_run, read_runs, series_of, t_interval
+from rljax.training.run_directory import RunDirectory
+from tests.synthetic_run import write_full_run
+
+pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+
+HOSTILE = '</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & "quotes"'
+PANELS = [
+    "Reward",
+    "Held-out reward",
+    "Entropy",
+    "Gradient norm",
+    "Mismatch",
+    "Response lengths",
+    "Response lengths by step",
+    "Running requests",
+    "Where a step's time goes",
+    "Rollout speed",
+    "Accept length",
+    "Strategy within a rollout",
+    "Strategy by step",
+    "Accept length by drafter",
+    "What was promised, what came",
+]
+
+
+class Elements(html.parser.HTMLParser):
+    """All start tags with their attributes, and all text."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return write_full_run(tmp_path_factory.mktemp("one") / "$a_b$ <i>run", steps=7, response=HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def one_page(one):
+    write_report([read_run(one)], one / "report.html")
+    return (one / "report.html").read_text(encoding="utf-8")
+
+
+def test_every_panel_is_there(one_page):
+    labels = [attrs["aria-label"] for tag, attrs in Elements(one_page).tags if "aria-label" in attrs]
+    assert labels == PANELS
+
+
+def test_the_page_needs_nothing_and_runs_nothing(one_page):
+    elements = Elements(one_page)
+    assert "default-src 'none'" in one_page
+    assert not {"script", "link", "iframe", "object", "img"} & {tag for tag, _ in elements.tags}
+    for tag, attrs in elements.tags:
+        assert not any(name.startswith("on") for name in attrs), (tag, attrs)
+        for name in ("src", "href", "xlink:href"):
+            assert attrs.get(name, "#").startswith(("#", "data:image/png;base64,")), (tag, attrs)
+    assert not re.search(r"url\((?!#)|@import", one_page)
+
+
+def test_names_and_responses_are_text(one_page):
+    assert HOSTILE in Elements(one_page).text
+    assert "<title>$a_b$ &lt;i&gt;run</title>" in one_page
+
+
+def test_figures_take_their_colours_from_the_page(one_page):
+    figures = "".join(re.findall(r"<svg role.*?</svg>", one_page, re.DOTALL))
+    for color in COLORS[:3]:
+        assert color not in figures
+    assert "var(--s0)" in figures and "var(--ink)" in figures and "#000000" not in figures
+    assert "--s0: #0072b2" in one_page and "prefers-color-scheme: dark" in one_page
+
+
+def test_tick_labels_are_whole(tmp_path):
+    """Coordinates are rounded, what is to be read is not."""
+    run = write_full_run(tmp_path / "run", steps=3)
+    lines = [line | {"gradient_norm": 0.001 + 1e-3 * line["step"] / 8} for line in read_run(run).steps]
+    directory = RunDirectory(run)
+    directory.metrics_path.unlink()
+    for line in lines:
+        directory.append_metrics(line)
+    figure = re.search(
+        r'aria-label="Gradient norm".*?</svg>', page.report_html([read_run(run)]), re.DOTALL
+    ).group()
+    labels = [label for label in re.findall(r">([\d.]+)</text>", figure) if "." in label]
+    assert len({len(label) for label in labels}) == 1 and len(set(labels)) == len(labels) > 2
+    assert any(len(label) > 4 for label in labels)
+    assert not re.search(r'(?: d| x|points)="[^"]*\d\.\d{3}', figure)
+
+
+def test_samples_sessions_and_config_are_there(one_page):
+    text = Elements(one_page).text
+    assert "<|im_start|>user\n47a5b8c9=<|im_end|>" in text
+    assert "hidden_size: 192" in text and "0123456789ab" in text and "cpu: A processor" in text
+    assert re.search(r"worst.*reward 0\.0 · 11 tokens, eos", text)
+
+
+def test_long_runs_stay_small(tmp_path):
+    """The size of a page does not grow with the steps: curves, bars, heat map and samples are thinned."""
+    run, sizes = read_run(write_full_run(tmp_path / "run", steps=100, drafts=False)), []
+    for times in (3, 30):
+        steps, rollouts = (
+            [line | {"step": 100 * i + line["step"]} for i in range(times) for line in lines]
+            for lines in (run.steps, run.rollouts)
+        )
+        sizes.append(len(page.report_html([dataclasses.replace(run, steps=steps, rollouts=rollouts)])))
+    assert sizes[1] < 1.25 * sizes[0] and sizes[1] < 500_000
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    base = tmp_path_factory.mktemp("several")
+    seeds = [write_full_run(base / f"chains-seed{s}", steps=6, seed=s, drafts=False) for s in range(3)]
+    return read_runs([*seeds[:2], write_full_run(base / "faster", steps=4, learning_rate=3e-4), seeds[2]])
+
+
+def test_seeds_are_one_series(several):
+    first, other = series_of(several)
+    assert first.name == "chains-seed (3 seeds)" and other.name == "faster"
+    assert [run.name for run in first.runs] == ["chains-seed0", "chains-seed1", "chains-seed2"]
+    colors = colors_of(several)
+    assert [colors[run.name] for run in several] == [COLORS[0], COLORS[0], COLORS[1], COLORS[0]]
+    assert differing_keys(several)["optimizer.learning_rate"] == [1e-4, 1e-4, 3e-4, 1e-4]
+
+
+def test_several_runs_are_on_one_page(several):
+    text = page.report_html(several)
+    labels = [attrs["aria-label"] for _, attrs in Elements(text).tags if "aria-label" in attrs]
+    assert labels.count("Reward") == 1
+    assert "Response lengths by step: chains-seed0" in labels and "Running requests" in labels
+    reward = re.search(r'aria-label="Reward".*?</svg>', text, re.DOTALL).group()
+    assert "chains-seed (3 seeds)</text>" in reward and "faster</text>" in reward
+    assert len(labels) == len(set(labels))
+
+
+def test_the_interval_over_seeds_is_students():
+    mean, half = t_interval(np.asarray([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]))
+    np.testing.assert_array_equal(mean, [2.0, 0.0])
+    np.testing.assert_allclose(half, [4.30 / np.sqrt(3), 0.0])
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    runs = read_runs([write_full_run(tmp_path / side / "run", steps=1) for side in ("a", "b")])
+    assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+
+
+def test_a_run_that_lacks_almost_everything(tmp_path):
+    """One step, of an older version, with a metric that is no number."""
+    RunDirectory(tmp_path / "old").append_metrics({"step": 1, "reward/mean": 0.5, "x": float("nan")})
+    text = page.report_html([read_run(tmp_path / "old")])
+    assert 'aria-label="Reward"' in text and "config.yaml is missing" in text and "None were kept" in text
+
+
+def test_at_the_end_of_a_run_nothing_can_fail(one, monkeypatch):
+    said = []
+    write_report_of_run(one, said.append)
+    assert said == [f"report: {one / 'report.html'}"]
+    monkeypatch.setattr(page, "report_html", lambda runs: 1 / 0)
+    write_report_of_run(one, said.append)
+    assert said[1:] == ["no report: division by zero"]
+
+
+def test_blocks_keep_what_they_are_asked_to_keep():
+    values = np.asarray([1.0, 5.0, np.nan, 2.0, np.nan, np.nan, 7.0])
+    np.testing.assert_array_equal(in_blocks(values, 4, np.nanmax), [5.0, 2.0, np.nan, 7.0])
+    np.testing.assert_array_equal(in_blocks(values, 7), values)

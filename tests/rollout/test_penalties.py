@@ -1,0 +1,104 @@
+"""Penalties: what the response has counts, however it was decoded, and again in the training pass."""
+
+import jax
+import numpy as np
+import pytest
+
+from drafters.base import Outcome
+from drafters.registry import make_drafter
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.sampling import SamplingParams
+from rljax.engine.visits import Assignment
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.scoring import score_packed
+from tests.rollout.test_scheduler import assert_same
+from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+SAMPLING = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+def make_engine(sampling):
+    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_visit=16)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def decoded(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+def repeats(completions):
+    """Share of tokens that their response had before."""
+    tokens = [completion.response_ids for completion in completions]
+    return 1 - sum(len(set(each.tolist())) for each in tokens) / sum(map(len, tokens))
+
+
+def test_tokens_repeat_less(params, requests, decoded):
+    plain = Scheduler(make_engine(SamplingParams(temperature=0.8)), SLOTS).run(params, requests)[0]
+    assert repeats(decoded) < 0.7 * repeats(plain)
+
+
+def test_the_training_pass_has_the_logprobs_of_decoding(params, requests, decoded):
+    """It counts from the packed rows, decoding as it goes: the same bits, in one chunk and in many."""
+    sequences = [
+        TrainingSequence(request.prompt_ids, done.response_ids, done.logprobs, advantage=0.0, weight=0.0)
+        for request, done in zip(requests, decoded, strict=True)
+    ]
+    packing = pack_sequences([sequence.length for sequence in sequences], 256)
+    batch = build_batch(sequences, packing, range(packing.num_rows))
+    for chunk in (4096, 64):
+        run = jax.jit(
+            lambda params, batch, rope, chunk=chunk: score_packed(
+                params, CONFIG, batch, rope, Numerics(), SAMPLING, logprob_chunk=chunk
+            )
+        )
+        with jax.numpy_rank_promotion("allow"):
+            logprobs, _ = run(params, batch, rope_table(CONFIG, 256))
+        mask = np.asarray(batch.response_mask)
+        np.testing.assert_array_equal(np.asarray(logprobs)[mask], np.asarray(batch.rollout_logprobs)[mask])
+
+
+def test_drafts_change_no_token(engine, params, requests, decoded):
+    """What stands above a node in its tree counts: trees of SRT, told what came out the first time."""
+    drafter, times = make_drafter("srt"), FixedTimes({0: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
+    speculator = Speculator(engine, {"srt": drafter}, SLOTS, times=times)
+    for _ in range(2):
+        completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, decoded)
+        speculator.learn(
+            [
+                Outcome(request.prompt_ids, done.response_ids, 1.0)
+                for request, done in zip(requests, completions, strict=True)
+            ]
+        )
+    assert statistics.accepted > 200
+
+
+def test_the_policy_drafts_for_itself_under_its_penalties(engine, params, requests, decoded):
+    """With its own weights every draft is right: it counts what it drafts."""
+    request = requests[0]
+    prefix = engine.prefill(params, [request.prompt_ids])
+    assignment = Assignment(0, 0, request.noise_key, request.max_response)
+    state = engine.bulk_insert(prefix, engine.init_state(SLOTS, 128), [assignment])
+    state, drafts = engine.draft(params, state, 7)
+    np.testing.assert_array_equal(np.asarray(drafts.tokens)[0], decoded[0].response_ids[:7])

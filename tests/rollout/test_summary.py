@@ -1,0 +1,84 @@
+"""What a rollout leaves for the report: bounded, right, and as JSON can hold it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rljax.rollout.collector import Group
+from rljax.rollout.records import Completion
+from rljax.rollout.summary import reward_spread, summarize_rollout
+from rljax.tasks.base import Problem
+
+
+def group(name, rewards, lengths=None, prompt=(1, 2)):
+    lengths = lengths or [3] * len(rewards)
+    completions = [
+        Completion(np.full(length, 7, np.int32), np.zeros(length, np.float32), "eos") for length in lengths
+    ]
+    problem = Problem(name, ({"role": "user", "content": "q"},), "a", 1)
+    return Group(problem, prompt, completions, [{"reward": reward} for reward in rewards])
+
+
+def decode(ids, skip_special_tokens=True):
+    return ("" if skip_special_tokens else "<s>") + " ".join(map(str, ids))
+
+
+def summarize(groups, samples=1, longest=384, running=()):
+    return summarize_rollout(groups, running, longest, samples, decode)
+
+
+def test_best_and_worst_are_of_different_prompts_and_never_the_same_response():
+    groups = [group("a", [0.5, 1.0]), group("b", [0.0, 0.5]), group("c", [1.0, 0.0])]
+    summary = summarize(groups, samples=2)
+    found = {
+        kind: [(each["problem"], each["rewards"]["reward"]) for each in summary[kind]]
+        for kind in ("best", "worst")
+    }
+    assert found == {"best": [("a", 1.0), ("c", 1.0)], "worst": [("b", 0.0), ("c", 0.0)]}
+    alike = summarize([group("a", [1.0, 1.0])], samples=3)
+    assert len(alike["best"]) == 1 and alike["worst"] == []
+    assert summarize(groups, samples=0)["best"] == summarize(groups, samples=0)["worst"] == []
+
+
+def test_a_sample_holds_the_whole_prompt_and_what_the_reward_saw():
+    (best,) = summarize([group("a", [0.0, 1.0], [2, 4], prompt=(5, 6))])["best"]
+    assert best == {
+        "problem": "a",
+        "prompt": "<s>5 6",
+        "response": "7 7 7 7",
+        "rewards": {"reward": 1.0},
+        "tokens": 4,
+        "finish_reason": "eos",
+    }
+
+
+def test_every_bin_counts_its_responses():
+    """384 tokens in 64 bins of 6: 6 is in the first one, 7 in the second, 384 in the last."""
+    lengths = summarize([group("a", [0.0, 1.0, 0.0, 0.0], [1, 6, 7, 384])])["lengths"]
+    assert lengths["bin"] == 6 and len(lengths["counts"]) == 64
+    assert (lengths["counts"][0], lengths["counts"][1], lengths["counts"][63]) == (2, 1, 1)
+    assert summarize([group("a", [0.0, 1.0], [1, 2])], longest=48)["lengths"] == {"bin": 1, "counts": [1, 1]}
+
+
+def test_a_step_is_bounded_and_strict_json():
+    """Long texts lose their middle; a reward that is no number is null."""
+    groups = [group("a", [math.nan, 1.0], [90_000, 90_000]), group("b", [math.inf, 0.0], [1, 1])]
+    running = [[(float(i), 3) for i in range(256)]]
+    text = json.dumps(summarize(groups, samples=2, longest=100_000, running=running), allow_nan=False)
+    assert len(text) < 20_000
+    assert "characters left out" in text
+    worst = json.loads(text)["worst"][0]
+    assert worst["problem"] == "a" and worst["rewards"]["reward"] is None
+
+
+def test_the_standard_error_is_that_of_the_prompts_means():
+    """Responses to one prompt are alike: eight that agree by prompt tell less than eight that do not."""
+    groups = [group("a", [1.0] * 4), group("b", [0.0] * 4)]
+    spread = reward_spread(groups)
+    assert spread["reward/std"] == 0.5
+    assert spread["reward/standard_error"] == pytest.approx(0.5)  # of (1, 0): std 0.7071 / sqrt(2)
+    alone = reward_spread([group("a", [1.0, 0.0, 1.0, 0.0])])
+    assert alone["reward/standard_error"] == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert reward_spread([group("a", [1.0])]) == {"reward/std": 0.0}

@@ -1,0 +1,155 @@
+"""scripts/generate.py: where the prompt comes from, what is printed, and one line for each mistake."""
+
+import io
+
+import pytest
+
+from drafters.base import DeviceDrafter
+from drafters.eagle.drafter import EagleDrafter
+from drafters.registry import DRAFTERS, make_drafter
+from drafters.small_model import SmallModelDrafter
+from rljax.models.huggingface import save_model
+from rljax.rollout import speculation
+from rljax.serving import policy as serving_policy
+from rljax.training.saved_policy import load_saved_policy
+from tests.scripts import load_script
+from tests.serving.cheap import Cheap
+from tests.serving.tiny_server import make_run
+from tests.training.test_saved_policy import write_run
+
+PROMPT = "47a5b8="
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("generated"), "rollout.temperature=0.7")
+
+
+@pytest.fixture
+def generate(capsys):
+    def generate(*arguments):
+        """(status, standard output, standard error)."""
+        status = load_script("generate").main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return generate
+
+
+def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run, tmp_path, monkeypatch):
+    status, text, said = generate(run, PROMPT, "--seed", 3)
+    assert status == 0 and len(text) > 2
+    assert "tokens/s" in said and "accept length 1.00" in said and "ended by" in said
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    assert generate(run, "--file", file, "--seed", 3)[1] == text
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert generate(run, "--seed", 3)[1] == text
+
+
+def test_seed_step_and_template_decide_what_is_said(generate, run):
+    said = [
+        generate(run, PROMPT, "--tokens", *arguments)[1]
+        for arguments in ([], ["--seed", 1], ["--seed", -1], ["--step", 1], ["--raw"], ["--temperature", 1.5])
+    ]
+    assert len(set(said)) == len(said)
+    assert generate(run, PROMPT, "--tokens")[1] == said[0]
+    cut = generate(run, PROMPT, "--tokens", "--max-tokens", 5)[1]
+    assert cut.split() == said[0].split()[:5]
+
+
+def test_greedy_needs_no_seed(generate, run):
+    greedy = [generate(run, PROMPT, "--temperature", 0, "--seed", seed)[1] for seed in range(2)]
+    assert greedy[0] == greedy[1]
+
+
+def test_a_drafter_changes_no_token(generate, run, monkeypatch):
+    """Greedy decoding repeats itself, so prompt lookup is often right."""
+    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    for arguments in (["--temperature", 0], ["-n", 3, "--seed", 5]):
+        plain = generate(run, PROMPT, "--tokens", *arguments)
+        drafted = generate(run, PROMPT, "--tokens", *arguments, "--drafter", "prompt_lookup")
+        assert drafted[1] == plain[1]
+        assert "drafter prompt_lookup" in drafted[2] and "drafter none" in plain[2]
+        if "-n" not in arguments:
+            assert "accept length 1.00" in plain[2] and "accept length 1.00" not in drafted[2]
+
+
+def test_the_runs_drafter_is_used_with_what_it_has_learned(run, tmp_path, monkeypatch, generate):
+    """Unless it lives beside the slots: then it is left out, and that is said."""
+    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    learned = []
+    load_state = speculation.Speculator.load_state
+    monkeypatch.setattr(
+        speculation.Speculator,
+        "load_state",
+        lambda self, state: (learned.append(state), load_state(self, state)),
+    )
+    overrides = ["speculation.drafter=eagle", "speculation.others={srt: {}}", "speculation.max_drafts=3"]
+    state = {"history/" + name: array for name, array in _history().items()}
+    drafted, _ = write_run(
+        tmp_path,
+        *overrides,
+        "rollout.temperature=0.7",
+        "rollout.max_response_length=48",
+        steps=(1, 2),
+        drafter=state,
+    )
+    status, text, said = generate(drafted, PROMPT, "--tokens")
+    assert status == 0 and text == generate(run, PROMPT, "--tokens")[1]
+    assert "eagle cannot follow" in said and "drafter srt" in said
+    assert len(learned) == 1 and set(state) <= set(learned[0])
+    assert "drafter none" in generate(drafted, PROMPT, "--drafter", "none")[2]
+
+
+def _history():
+    return make_drafter("srt").state()
+
+
+def test_a_hugging_face_directory(generate, run, tmp_path):
+    """The policy of the run's checkpoint, with the config's defaults: temperature 1."""
+    saved = load_saved_policy(run, 2)
+    path = tmp_path / "model"
+    source = saved.policy.tokenizer_directory
+    save_model(path, saved.policy.config, saved.policy.params, "float32", source)
+    lengths = ["--max-prompt-tokens", 64, "--max-tokens", 48]
+    status, text, said = generate(path, PROMPT, "--tokens", *lengths)
+    assert status == 0 and "temperature 1," in said
+    assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
+    (path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
+    status, text, said = generate(path, PROMPT, "--tokens", *lengths)
+    assert status == 0 and "temperature 0.7, top_p 0.9" in said
+    assert text == generate(run, PROMPT, "--tokens", "--top-p", 0.9, *lengths)[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere", PROMPT], "nowhere"),
+        (["RUN", ""], "empty"),
+        (["RUN", PROMPT, "--file", "x"], "leave one out"),
+        (["RUN", "--file", "nowhere.txt"], "nowhere.txt"),
+        (["RUN", PROMPT, "-n", "0"], "-n"),
+        (["RUN", PROMPT, "--step", "7"], "1, 2"),
+        (["RUN", PROMPT, "--temperature", "-1"], "--temperature"),
+        (["RUN", PROMPT, "--temperature", "nan"], "--temperature"),
+        (["RUN", PROMPT, "--top-p", "0"], "--top-p"),
+        (["RUN", PROMPT, "--max-tokens", "0"], "--max-tokens"),
+        (["RUN", PROMPT, "--max-tokens", "5000"], "positions"),
+        (["RUN", PROMPT, "--drafter", "sart"], "srt"),
+        (["RUN", "7a" * 100], "more than the 64"),
+    ],
+)
+def test_mistakes_are_one_line(generate, run, arguments, said):
+    status, text, error = generate(*[run if argument == "RUN" else argument for argument in arguments])
+    assert (status, text) == (2, "")
+    assert error.startswith("error: ") or error.splitlines()[-1].startswith("error: ")
+    assert said in error.splitlines()[-1]
+
+
+def test_what_follows_slots_is_known():
+    """The drafters that are left out are those that live on the device beside the slots."""
+    methods = [name for name in vars(DeviceDrafter) if not name.startswith("_")]
+    for kind, name in ((EagleDrafter, "eagle"), (SmallModelDrafter, "small_model")):
+        assert name in serving_policy.FOLLOWS_SLOTS and all(hasattr(kind, each) for each in methods)
+    assert set(serving_policy.FOLLOWS_SLOTS) < set(DRAFTERS)

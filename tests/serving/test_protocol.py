@@ -1,0 +1,104 @@
+"""Request bodies: what is taken, and one reason for each that is not."""
+
+import pytest
+
+from rljax.serving.protocol import ChatBody, CompletionBody, RequestError, parse
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"model": "m", "prompt": "hello"}
+
+BAD = [
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hello"}, "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages",
+    ),
+    (CHAT, {"model": None}, "model"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": "many"}, "max_completion_tokens"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"n": True}, "n"),
+    (CHAT, {"n": 1000}, "n"),
+    (CHAT, {"seed": 1.5}, "seed"),
+    (CHAT, {"seed": 2**64}, "seed"),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"stop": ["x"] * 17}, "stop"),
+    (CHAT, {"stream": "yes"}, "stream"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"temperature": "warm"}, "temperature"),
+    (CHAT, {"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"presence_penalty": 0.5}, "presence_penalty"),
+    (CHAT, {"frequency_penalty": -1}, "frequency_penalty"),
+    (CHAT, {"logit_bias": {"1": 5}}, "logit_bias"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"tools": []}, "tools"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": {"text": "x"}}, "prompt"),
+    (TEXT, {"prompt": ["x", 1]}, "prompt"),
+    (TEXT, {"logprobs": 5}, "logprobs"),
+    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"best_of": 4}, "best_of"),
+    (TEXT, {"suffix": "x"}, "suffix"),
+    (TEXT, {"messages": []}, "messages"),
+]
+
+
+@pytest.mark.parametrize(
+    "base, change, param", BAD, ids=[f"{i}-{param}" for i, (_, _, param) in enumerate(BAD)]
+)
+def test_bad_bodies_are_refused_by_the_name_of_the_field(base, change, param):
+    kind = ChatBody if base is CHAT else CompletionBody
+    parse(kind, base)
+    with pytest.raises(RequestError) as refused:
+        parse(kind, base | change)
+    error = refused.value
+    assert (error.status, error.param) == (400, param)
+    assert (
+        error.message.startswith(param) and len(error.message) > len(param) + 5 and "\n" not in error.message
+    )
+    assert error.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("content", [[], "text", 5, None])
+def test_a_body_that_is_no_object_is_refused(content):
+    with pytest.raises(RequestError, match="JSON object"):
+        parse(ChatBody, content)
+
+
+def test_what_clients_send_is_taken():
+    body = parse(
+        ChatBody,
+        CHAT
+        | {
+            "temperature": 1,
+            "n": None,
+            "stop": None,
+            "max_tokens": 5,
+            "max_completion_tokens": 7,
+            "user": "u",
+        }
+        | {"stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}}
+        | {"frequency_penalty": 0, "logit_bias": {}, "top_logprobs": 0, "logprobs": True, "seed": -1},
+    )
+    assert (body.choices, body.stops, body.most_tokens) == (1, [], 7)
+    assert body.wants_usage and body.wants_logprobs
+    assert not parse(ChatBody, CHAT).wants_logprobs and not parse(CompletionBody, TEXT).wants_logprobs
+    assert parse(CompletionBody, TEXT | {"logprobs": 0}).wants_logprobs
+
+
+def test_messages_of_parts_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parse(ChatBody, CHAT | {"messages": [{"role": "user", "content": parts, "name": "x"}]})
+    assert body.messages[0].for_template() == {"role": "user", "content": "ab", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    "prompt, prompts",
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_are_one_or_several(prompt, prompts):
+    assert parse(CompletionBody, TEXT | {"prompt": prompt}).prompts == prompts

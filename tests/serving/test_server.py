@@ -1,0 +1,336 @@
+"""The server as clients see it: OpenAI's own, many at once, rude ones, and what cannot be answered."""
+
+import concurrent.futures
+import json
+import shutil
+import socket
+import time
+
+import httpx2
+import openai
+import pytest
+
+from rljax.rollout import speculation
+from rljax.serving.policy import Options
+from tests.scripts import load_script
+from tests.serving.cheap import Cheap
+from tests.serving.tiny_server import MODEL, SLOTS, client_of, make_run, serving
+
+QUESTION = [{"role": "user", "content": "47a5b8="}]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    with serving(run) as (address, served):
+        yield address, served
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server[0])
+
+
+def chat(client, seed, **more):
+    more = {"extra_body": {"return_token_ids": True}} | more
+    return client.chat.completions.create(model=MODEL, messages=QUESTION, seed=seed, **more)
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def slow_down(served, monkeypatch):
+    """Every look takes so long that a response takes seconds."""
+    decode = served.worker._decode
+    monkeypatch.setattr(served.worker, "_decode", lambda: (time.sleep(0.2), decode()))
+
+
+def is_idle(served):
+    return served.worker.active == served.worker.waiting == 0
+
+
+def test_the_client_gets_what_generate_prints(client, run, capsys):
+    """The same seed and prompt: the same text and tokens, alone or as one of several samples."""
+    generate = load_script("generate").main
+    choices = chat(client, 11, n=3).choices
+    assert generate([str(run), QUESTION[0]["content"], "--seed", "11", "--tokens", "-n", "3"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if "of 3" not in line]
+    assert printed == [[str(token) for token in choice.token_ids] for choice in choices]
+    assert generate([str(run), QUESTION[0]["content"], "--seed", "11"]) == 0
+    assert capsys.readouterr().out == choices[0].message.content + "\n"
+    alone = chat(client, 11)
+    assert alone.choices[0].token_ids == choices[0].token_ids
+    assert len({tuple(choice.token_ids) for choice in choices}) == 3
+    assert chat(client, 12).choices[0].token_ids != choices[0].token_ids
+
+
+def test_a_completion_continues_a_text_or_tokens_as_they_stand(client, server, run, capsys):
+    tokenizer = server[1].tokenizer
+    ask = lambda prompt, **more: client.completions.create(  # noqa: E731
+        model=MODEL, prompt=prompt, seed=4, extra_body={"return_token_ids": True}, **more
+    )
+    text = ask("12a3=")
+    ids = tokenizer.encode("12a3=")
+    both = ask([ids, tokenizer.encode("9b=")], n=2)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].token_ids == text.choices[0].token_ids
+    assert both.choices[2].token_ids == ask("9b=").choices[0].token_ids
+    assert text.usage.prompt_tokens == len(ids)
+    assert text.usage.completion_tokens == len(text.choices[0].token_ids)
+    assert text.usage.total_tokens == len(ids) + len(text.choices[0].token_ids)
+    assert load_script("generate").main([str(run), "12a3=", "--raw", "--seed", "4"]) == 0
+    assert capsys.readouterr().out == text.choices[0].text + "\n"
+
+
+def test_max_tokens_cuts_and_says_so(client):
+    whole, cut = chat(client, 5).choices[0], chat(client, 5, max_completion_tokens=7).choices[0]
+    assert cut.token_ids == whole.token_ids[:7] and cut.finish_reason == "length"
+    assert len(whole.token_ids) > 7
+
+
+def test_a_stop_string_ends_the_text_before_itself(client):
+    whole = chat(client, 5).choices[0]
+    stop = whole.message.content[6:8]
+    cut = chat(client, 5, stop=["never there", stop]).choices[0]
+    assert cut.message.content == whole.message.content[: whole.message.content.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    streamed = [event.choices[0].delta.content or "" for event in chat(client, 5, stop=stop, stream=True)]
+    assert "".join(streamed) == cut.message.content
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_the_same(client, n):
+    whole = chat(client, 21, n=n, logprobs=True)
+    texts, tokens, logprobs = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
+    reasons, usage, events = [None] * n, None, 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for event in chat(client, 21, n=n, logprobs=True, **options):
+        events += 1
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += getattr(choice, "token_ids", None) or []
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert events > 3 * n
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert tokens == [choice.token_ids for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_logprobs_are_those_of_the_tokens(client, server):
+    choice = chat(client, 2, logprobs=True).choices[0]
+    content = choice.logprobs.content
+    decode = server[1].tokenizer.decode
+    assert [each.token for each in content] == [
+        decode([token], skip_special_tokens=False) for token in choice.token_ids
+    ]
+    assert all(each.logprob < 0 for each in content)
+    text = client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0).choices[0]
+    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.text_offset)
+    streamed = list(client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0, stream=True))
+    assert "".join(event.choices[0].text for event in streamed) == text.text
+    assert [
+        logprob
+        for event in streamed
+        if event.choices[0].logprobs
+        for logprob in event.choices[0].logprobs.token_logprobs
+    ] == text.logprobs.token_logprobs
+
+
+def test_without_a_seed_every_request_is_its_own(client):
+    assert len({chat(client, None).choices[0].message.content for _ in range(3)}) == 3
+
+
+def test_sixty_four_clients_at_once(client, server):
+    """Sixteen times as many as there are slots; each gets what it gets alone."""
+    ask = lambda seed: chat(client, seed, max_tokens=8).choices[0].token_ids  # noqa: E731
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(ask, range(64)))
+    assert together[::9] == [ask(seed) for seed in range(0, 64, 9)]
+    assert len(set(map(tuple, together))) > 60
+    wait_until(lambda: is_idle(server[1]))
+
+
+def test_a_full_queue_is_a_429(run, monkeypatch):
+    with serving(run, max_waiting=2) as (address, served):
+        slow_down(served, monkeypatch)
+        client, took = client_of(address), []
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(chat, client, seed, n=2) for seed in range(8)]
+            for each in asked:
+                try:
+                    took.append(each.result())
+                except openai.RateLimitError as error:
+                    assert "waiting" in error.message and error.response.headers["Retry-After"] == "1"
+        assert (SLOTS + 2) // 2 <= len(took) < 8
+        assert chat(client, 1).choices[0].finish_reason  # and then there is room again
+        with pytest.raises(openai.BadRequestError, match="more than can ever wait"):
+            chat(client, 1, n=7)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_frees_the_slots(server, monkeypatch, stream):
+    address, served = server
+    slow_down(served, monkeypatch)
+    host, port = address.removeprefix("http://").split(":")
+    cancelled = served.worker.endings["cancelled"]
+    body = {"model": MODEL, "messages": QUESTION, "n": SLOTS + 1, "seed": 3, "stream": stream}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as leaving:
+        leaving.sendall(head.encode() + content)
+        wait_until(lambda: served.worker.active == SLOTS)
+    wait_until(lambda: is_idle(served))
+    assert served.worker.endings["cancelled"] == cancelled + SLOTS + 1
+
+
+BAD = [
+    ("a name that is not served", {"model": "gpt-4"}, 404, "gpt-4"),
+    ("a temperature that is not compiled", {"temperature": 0.5}, 400, "--temperature 0.5"),
+    ("a top_p that is not compiled", {"top_p": 0.9}, 400, "--top-p 0.9"),
+    ("a response that does not fit", {"max_tokens": 49}, 400, "48"),
+    ("a prompt that does not fit", {"messages": [{"role": "user", "content": "7a" * 200}]}, 400, "tokens"),
+    ("no messages", {"messages": []}, 400, "messages"),
+    ("an unknown role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
+    ("a key that is not known", {"tools": []}, 400, "tools"),
+    ("a penalty", {"frequency_penalty": 1}, 400, "frequency_penalty"),
+    ("likely tokens", {"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+    ("no samples", {"n": 0}, 400, "n:"),
+    ("an empty stop string", {"stop": [""]}, 400, "stop"),
+    ("text for a number", {"seed": "one"}, 400, "seed"),
+]
+
+
+@pytest.mark.parametrize("change, status, said", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_requests_are_refused_with_a_reason(server, change, status, said):
+    address, served = server
+    body = {"model": MODEL, "messages": QUESTION} | change
+    response = httpx2.post(f"{address}/v1/chat/completions", json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert said in error["message"] and error["type"] == "invalid_request_error"
+    assert is_idle(served)
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        ([], "prompt"),
+        ("", "no tokens"),
+        ([5, 100_000], "vocabulary"),
+        ([-1], "vocabulary"),
+        (["a", []], "prompt"),
+    ],
+)
+def test_bad_prompts_are_refused_with_a_reason(server, prompt, said):
+    response = httpx2.post(f"{server[0]}/v1/completions", json={"model": MODEL, "prompt": prompt})
+    assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "method, path, content, status",
+    [
+        ("POST", "/v1/chat/completions", b"{not json", 400),
+        ("POST", "/v1/chat/completions", b"[" * 100_000, 400),
+        ("POST", "/v1/chat/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", b" " * (5 << 20), 413),
+        ("GET", "/v1/completions", None, 405),
+        ("GET", "/v1/nothing", None, 404),
+        ("GET", "/v1/models/other", None, 404),
+    ],
+)
+def test_what_is_no_request_at_all(server, method, path, content, status):
+    response = httpx2.request(method, server[0] + path, content=content)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+
+
+def test_a_chat_needs_a_template(run, tmp_path):
+    """The policy of a directory without one answers plain prompts only."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    settings = copy / "tokenizer" / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    del content["chat_template"]
+    settings.write_text(json.dumps(content))
+    with serving(copy) as (address, _):
+        response = httpx2.post(f"{address}/v1/chat/completions", json={"model": MODEL, "messages": QUESTION})
+        assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
+        assert client_of(address).completions.create(model=MODEL, prompt="1a2=", max_tokens=2).choices
+
+
+def test_models_health_and_metrics(client, server):
+    address, _ = server
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx2.get(f"{address}/health").json() == {"status": "ok"}
+
+    def metrics():
+        lines = httpx2.get(f"{address}/metrics").text.splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+    before = metrics()
+    tokens = len(chat(client, 30).choices[0].token_ids)
+    httpx2.post(f"{address}/v1/completions", json={})
+    after = metrics()
+    difference = lambda name: float(after.get(name, 0)) - float(before.get(name, 0))  # noqa: E731
+    assert difference("rljax_response_tokens_total") == tokens
+    assert difference('rljax_refused_requests_total{status="400"}') == 1
+    assert sum(difference(name) for name in after if name.startswith("rljax_responses_total")) == 1
+    assert float(after["rljax_slots"]) == SLOTS and float(after["rljax_up"]) == 1
+
+
+def test_a_worker_that_fails_says_so_to_all(run, monkeypatch):
+    with serving(run) as (address, served):
+        client = client_of(address)
+
+        def fail(*_):
+            raise FloatingPointError("the device is gone")
+
+        monkeypatch.setattr(served.worker, "_collect", fail)
+        with pytest.raises(openai.InternalServerError, match="the device is gone"):
+            chat(client, 1)
+        assert httpx2.get(f"{address}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="the device is gone"):
+            chat(client, 1)
+
+
+def test_a_failure_inside_a_stream_is_said_in_the_stream(run, monkeypatch):
+    with serving(run) as (address, served):
+        collect, seen = served.worker._collect, []
+
+        def fail(*arguments):
+            if seen:
+                raise FloatingPointError("the device is gone")
+            seen.append(collect(*arguments))
+
+        monkeypatch.setattr(served.worker, "_collect", fail)
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            list(chat(client_of(address), 1, stream=True))
+        assert seen
+
+
+def test_served_with_a_drafter(run, server, client, monkeypatch):
+    """The tokens of plain decoding, and some of them were drafted."""
+    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    expected = [chat(client, seed).choices[0].token_ids for seed in range(3)]
+    with serving(run, Options(drafter="srt")) as (address, served):
+        assert served.drafters == ("srt",)
+        drafted = client_of(address)
+        for _ in range(3):  # what was sampled before is drafted
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                came = list(pool.map(lambda seed: chat(drafted, seed).choices[0].token_ids, range(3)))
+            assert came == expected
+        assert served.worker.statistics.accepted > 20

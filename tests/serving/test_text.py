@@ -1,0 +1,85 @@
+"""Streamed text: pieces that together are the whole text, cut at the first stop string."""
+
+import random
+
+import pytest
+
+from rljax.serving.text import TextStream
+
+# Tokens are bytes here, which decode as those of byte-level BPE do.
+TEXTS = [
+    "plain",
+    "Zürich, 東京 🗼🗼!",
+    "a\N{REPLACEMENT CHARACTER}b",
+    "ends in a half: ü",
+    "",
+    "abababac abaac",
+]
+
+
+def decode(ids):
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def tokens_of(text):
+    return list(text.encode())
+
+
+def pieces(ids, stop=(), seed=0):
+    """The pieces of a stream that gets the tokens a few at a time."""
+    rng, stream, said = random.Random(seed), TextStream(decode, stop), []
+    while ids:
+        count = rng.randint(1, 3)
+        said.append(stream.push(ids[:count]))
+        ids = ids[count:]
+    return [*said, stream.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_pieces_are_the_whole_text(text, cut):
+    ids = tokens_of(text)
+    ids = ids[: len(ids) - cut]  # inside a character, too
+    for seed in range(20):
+        assert "".join(pieces(ids, seed=seed)) == decode(ids)
+
+
+def test_no_piece_shows_half_a_character():
+    for seed in range(20):
+        assert all(
+            "\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces(tokens_of(TEXTS[1]), seed=seed)
+        )
+
+
+def test_text_comes_as_soon_as_it_is_known():
+    stream = TextStream(decode)
+    assert [stream.push([token]) for token in b"abc"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("stop", [("aba",), ("bac", "ac"), ("z",), ("c abaac", "abaac"), ("東", "🗼!")])
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_ends_before_the_first_stop_string(text, stop):
+    starts = [text.find(string) for string in stop if string in text]
+    for seed in range(20):
+        said = pieces(tokens_of(text), stop, seed)
+        assert "".join(said) == (text[: min(starts)] if starts else text)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    stream = TextStream(decode, ["###"])
+    assert [stream.push([token]) for token in b"a##b#"] == ["a", "", "", "##b", ""]
+    assert not stream.stopped
+    assert stream.finish() == "#"
+
+
+def test_after_a_stop_string_nothing_is_said():
+    stream = TextStream(decode, ["."])
+    assert stream.push(tokens_of("one. two")) == "one"
+    assert stream.stopped and stream.push(tokens_of("three")) == "" and stream.finish() == ""
+
+
+def test_random_bytes():
+    rng = random.Random(1)
+    for seed in range(200):
+        ids = [rng.choice([*b"ab", 0xC3, 0xBC, 0xF0, 0x9F]) for _ in range(rng.randint(0, 12))]
+        assert "".join(pieces(ids, seed=seed)) == decode(ids)

@@ -1,0 +1,271 @@
+"""The worker: requests that come and go at any time get the tokens that they get from the scheduler."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafter
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.noise import request_key
+from rljax.engine.sampling import SamplingParams
+from rljax.errors import PolicyError
+from rljax.models.numerics import Numerics
+from rljax.rollout.records import Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.speculation import Speculator
+from rljax.rollout.stop_strings import StopStrings
+from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
+from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.serving.cheap import Cheap
+
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=8)
+
+
+@pytest.fixture(scope="module")
+def params(engine):
+    return engine.load_params(make_params())
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """More than there are slots; the longest fill the largest cache."""
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+class Collected:
+    """A job, and what it was told."""
+
+    def __init__(self, request, stop=None, on_piece=None):
+        self.pieces = queue.SimpleQueue()
+        self.on_piece = on_piece
+        self.job = Job(request, self.deliver, stop)
+
+    def deliver(self, piece):
+        self.pieces.put(piece)
+        if self.on_piece is not None:
+            self.on_piece(piece)
+
+    def result(self):
+        """(tokens, logprobs, ending)."""
+        tokens, logprobs = [], []
+        while True:
+            piece = self.pieces.get(timeout=WAIT)
+            if isinstance(piece, BaseException):
+                raise piece
+            assert len(piece.tokens) == len(piece.logprobs)
+            tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
+            if piece.ending is not None:
+                assert self.pieces.empty()
+                return tokens, logprobs, piece.ending
+
+
+def assert_same(result, completion):
+    tokens, logprobs, ending = result
+    np.testing.assert_array_equal(tokens, completion.response_ids)
+    np.testing.assert_array_equal(np.asarray(logprobs, np.float32), completion.logprobs)
+    assert ending == completion.finish_reason
+
+
+@pytest.fixture
+def make_worker(engine, params):
+    workers = []
+
+    def make(**options):
+        worker = EngineWorker(engine, params, SLOTS, **options)
+        workers.append(worker)
+        worker.start()
+        return worker
+
+    yield make
+    for worker in workers:
+        assert worker.close(drain=False, timeout=WAIT)
+
+
+def endless(sample):
+    """A request that the policy does not end before its limit of 90 tokens, for this sample number."""
+    return Request((5, 6, 7), request_key(3, 0, sample), 90)
+
+
+def test_requests_that_come_together_get_their_own_tokens(make_worker, requests, expected):
+    worker = make_worker()
+    collected = [Collected(request) for request in requests]
+    worker.submit([each.job for each in collected])
+    for each, completion in zip(collected, expected, strict=True):
+        assert_same(each.result(), completion)
+    assert worker.active == worker.waiting == 0
+    assert sum(worker.endings.values()) == len(requests)
+    assert worker.statistics.tokens == sum(len(completion.response_ids) for completion in expected)
+
+
+def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
+    worker, joined = make_worker(), []
+
+    def join(_):  # from the worker's own thread: the next request comes with every piece
+        if len(joined) < len(requests):
+            joined.append(Collected(requests[len(joined)], on_piece=join))
+            worker.submit([joined[-1].job])
+
+    join(None)
+    for index, completion in enumerate(expected):
+        while len(joined) <= index:
+            joined[-1].result()
+        assert_same(joined[index].result(), completion)
+
+
+def test_states_widen_and_compact(make_worker, engine, requests, expected):
+    worker, batches, running = make_worker(), [], threading.Event()
+
+    def look(_):
+        batches.append(worker._state.batch)
+        running.set()
+
+    collected = [Collected(requests[2], on_piece=look)]
+    worker.submit([collected[0].job])
+    assert running.wait(WAIT)
+    collected += [Collected(request, on_piece=look) for request in requests[3:6]]
+    worker.submit([each.job for each in collected[1:]])
+    for each, completion in zip(collected, expected[2:6], strict=True):
+        assert_same(each.result(), completion)
+    assert set(batches) == {2, 4} and batches[0] == 2
+    assert {"widen", "compact"} <= {key[0] for key in engine.pool._programs}
+
+
+def test_a_stop_string_ends_a_response(make_worker, requests, expected):
+    decode = lambda ids: "".join(chr(97 + token % 26) for token in ids)  # noqa: E731
+    index = max(range(len(expected)), key=lambda i: len(expected[i].response_ids))
+    stop = StopStrings([decode(expected[index].response_ids[9:12].tolist())], decode)
+    end = stop.find(expected[index].response_ids.tolist(), 0)
+    worker = make_worker()
+    collected = Collected(requests[index], stop)
+    worker.submit([collected.job])
+    tokens, _, ending = collected.result()
+    assert ending == "stop" and tokens == expected[index].response_ids[:end].tolist()
+
+
+def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):
+    worker = make_worker()
+    running = [Collected(endless(sample)) for sample in range(SLOTS)]
+    waiting = [Collected(endless(sample)) for sample in range(3)]
+    worker.submit([each.job for each in running + waiting])
+    running[0].pieces.get(timeout=WAIT)
+    worker.cancel([each.job for each in running[1:] + waiting])
+    for each in running[1:] + waiting:
+        assert each.result()[2] == "cancelled"
+    collected = Collected(requests[0])
+    worker.submit([collected.job])
+    assert_same(collected.result(), expected[0])
+    worker.cancel([running[0].job])
+    worker.cancel([collected.job])  # over already: nothing happens
+    assert running[0].result()[2] == "cancelled"
+    assert worker.endings["cancelled"] == SLOTS + 3
+
+
+def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
+    worker = make_worker(max_waiting=2)
+    collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
+    worker.submit([each.job for each in collected])
+    with pytest.raises(QueueFull, match="waiting"):
+        worker.submit([Collected(endless(0)).job])
+    worker.cancel([collected[0].job, collected[1].job])
+    collected[0].result(), collected[1].result()
+    with pytest.raises(QueueFull):
+        worker.submit([Collected(endless(0)).job for _ in range(3)])
+    fits = [Collected(endless(sample)) for sample in range(2)]
+    worker.submit([each.job for each in fits])
+
+
+@pytest.mark.parametrize("request_", [((), 5), ((1, 2), 0), ((1,) * 100, 29)])
+def test_impossible_requests_are_refused(make_worker, request_):
+    prompt, limit = request_
+    with pytest.raises(ValueError):
+        make_worker().submit([Collected(Request(prompt, request_key(0, 0), limit)).job])
+
+
+def test_closing_finishes_what_there_is(make_worker, requests, expected):
+    worker = make_worker()
+    collected = [Collected(request) for request in requests]
+    worker.submit([each.job for each in collected])
+    assert worker.close(timeout=WAIT) and not worker.alive and worker.wait() is None
+    for each, completion in zip(collected, expected, strict=True):
+        assert_same(each.result(), completion)
+    with pytest.raises(Closed, match="shutting down"):
+        worker.submit([Collected(requests[0]).job])
+
+
+def test_closing_without_draining_cancels(make_worker):
+    worker = make_worker()
+    collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
+    worker.submit([each.job for each in collected])
+    assert worker.close(drain=False, timeout=WAIT)
+    assert {each.result()[2] for each in collected} == {"cancelled"}
+
+
+def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkeypatch):
+    worker = make_worker()
+    bad = lambda *_: (_ for _ in ()).throw(PolicyError("policy: overflows"))  # noqa: E731
+    monkeypatch.setattr(worker, "_collect", bad)
+    collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
+    worker.submit([each.job for each in collected])
+    for each in collected:
+        with pytest.raises(PolicyError, match="overflows"):
+            each.result()
+    assert isinstance(worker.wait(), PolicyError) and not worker.alive
+    with pytest.raises(Closed, match="overflows"):
+        worker.submit([Collected(endless(0)).job])
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec", "suffix_decoding"])
+def test_drafts_change_no_token_while_requests_join(make_worker, engine, name):
+    """Greedy decoding of this policy repeats itself, which every history drafter can see."""
+    greedy = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(temperature=0.0), BUCKETS, (), decode_steps_per_visit=8
+    )
+    params = greedy.load_params(make_params())
+    prompts = [(5, 6, 7), (9, 2, 9, 2), (5, 6, 7), (30, 31)]
+    requests = [Request(prompt, request_key(0, 0, i), 60) for i, prompt in enumerate(prompts)]
+    expected, _ = Scheduler(greedy, SLOTS).run(params, requests)
+    drafter = make_drafter(name)
+    speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=Cheap())
+    worker = EngineWorker(greedy, params, SLOTS, speculator)
+    worker.start()
+    second_came = threading.Event()
+    try:
+        for _ in range(2):  # the second time, the first is history
+            joined = [Collected(requests[0], on_piece=lambda _: second_came.set())]
+            worker.submit([joined[0].job])
+            assert second_came.wait(WAIT)
+            joined += [Collected(request) for request in requests[1:]]
+            worker.submit([each.job for each in joined[1:]])
+            for each, completion in zip(joined, expected, strict=True):
+                assert_same(each.result(), completion)
+        assert worker.statistics.accepted > 0
+        assert sum(each.job.accepted for each in joined) > 0
+    finally:
+        assert worker.close(drain=False, timeout=WAIT)
+
+
+def test_drafters_that_follow_slots_are_refused(engine, params):
+    class Follows:
+        strategies = ()
+
+        def __getattr__(self, name):
+            return lambda *arguments: None
+
+    class Speculates:
+        def __init__(self):
+            self.drafters = {"eagle": Follows()}
+
+    with pytest.raises(ValueError, match="cannot be told"):
+        EngineWorker(engine, params, SLOTS, Speculates())

@@ -1,0 +1,46 @@
+"""Answers in responses: one spelling for each, none from text without one, in linear time."""
+
+import time
+
+import pytest
+
+from rljax.tasks.answers import extracted_answer, last_answer
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.tasks.epochs import EpochTask
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"so \boxed{12} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("first 3, then\n#### 1,234\nbye 9", "1234"),
+        ("The answer is 7.", "7"),
+        ("It costs $1,250.50 in all.", "1250.50"),
+        ("from -3 to -4", "-4"),
+        (r"\boxed{x + 1}", "x+1"),
+        (r"cut off: 5 \boxed{6", "6"),
+        ("no number", None),
+        ("", None),
+        ("####", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_last_answer(text, answer):
+    assert last_answer(text) == answer
+
+
+def test_the_task_knows_best():
+    task = ChainArithmetic(seed=0)
+    problem = task.problem("heldout", 0)
+    assert extracted_answer(task, problem, problem.solution) == f"{int(problem.answer):02d}"
+    assert extracted_answer(task, problem, "a1+2=3#7") == "07" == extracted_answer(task, problem, "#07\n")
+    assert extracted_answer(task, problem, "12") is None
+    assert extracted_answer(task, problem, "#123") is None
+    assert extracted_answer(EpochTask(task, 4), problem, "12") is None  # not its last number
+
+
+@pytest.mark.parametrize("text", ["1" * 10**6, "1," * 10**6, r"\boxed{" * 10**5, "-" * 10**6, "1." * 10**6])
+def test_long_texts_take_no_longer_than_they_are(text):
+    start = time.perf_counter()
+    last_answer(text)
+    assert time.perf_counter() - start < 2.0

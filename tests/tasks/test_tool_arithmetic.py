@@ -1,0 +1,69 @@
+"""The task that needs a calculator: what it asks, what its solutions say, how it judges."""
+
+import re
+
+import pytest
+
+from rljax.tasks.base import SPLITS, Problem, Task, is_heldout
+from rljax.tasks.tool_arithmetic import ToolArithmetic
+from rljax.tools.calculator import Calculator
+
+
+def expression_of(problem):
+    (message,) = problem.messages
+    assert re.fullmatch(r"[0-9]+([-+*][0-9]+)+=", message["content"])
+    return message["content"][:-1]
+
+
+def test_a_known_problem_never_changes():
+    """Resume depends on these literals: a change here changes the data of every run."""
+    assert isinstance(ToolArithmetic(seed=0), Task)
+    assert ToolArithmetic(seed=0).problem("warm_start", 0) == Problem(
+        id="warm_start/0",
+        messages=({"role": "user", "content": "45+0="},),
+        answer="45",
+        difficulty=2,
+        solution="<calculator>45+0</calculator><answer>45</answer>#45",
+    )
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_what_the_calculator_says(split):
+    task = ToolArithmetic(seed=1, numbers=6, digits=6)
+    for index in range(300):
+        problem = task.problem(split, index)
+        expression = expression_of(problem)
+        assert Calculator().call(expression) == problem.answer
+        assert is_heldout(expression + "=") == (split == "heldout")
+        assert len(re.findall("[0-9]+", expression)) == problem.difficulty <= 6
+
+
+def test_solutions_earn_what_they_deserve():
+    task = ToolArithmetic(seed=2)
+    judged = [task.reward(each, each.solution) for each in (task.problem("train", i) for i in range(200))]
+    assert all(one == {"reward": 1.0, "called": 1.0} for one in judged)
+    shown = [task.reward(each, each.solution) for each in (task.problem("warm_start", i) for i in range(500))]
+    called = sum(one["called"] for one in shown) / 500
+    guessed = [one["reward"] for one in shown if not one["called"]]
+    assert 0.25 < called < 0.35
+    assert sum(guessed) < 0.05 * len(guessed)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("#45", 1),
+        ("#1#45 \n", 1),
+        ("#-45", 0),
+        ("#45.0", 0),
+        ("45", 0),
+        ("#45<answer>45</answer>", 0),
+        ("<answer>#45</answer>", 0),
+        ("#" + "9" * 5000, 0),
+        ("#٤٥", 0),
+        ("", 0),
+    ],
+)
+def test_only_the_number_behind_the_last_marker_counts(response, reward):
+    problem = ToolArithmetic(seed=0).problem("warm_start", 0)
+    assert ToolArithmetic(seed=0).reward(problem, response)["reward"] == reward

@@ -1,0 +1,396 @@
+"""Bad input, from configs to checkpoints: one line that names it, exit status 2, and nothing lost.
+
+Every case goes through scripts/train.py as a user's command does, before anything is compiled.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from rljax.config import load_config
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import param_shapes
+from rljax.training import loop
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+from tests.models.checkpoints import write_tokenizer
+from tests.scripts import load_script
+from tests.training.tiny_run import write_config
+
+ROOT = Path(__file__).parents[1]
+POLICY = ModelConfig("qwen3", 320, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)
+OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
+FROM_POLICY = ("policy={path: POLICY}",)
+
+
+@pytest.fixture(autouse=True)
+def _production_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A Hugging Face directory, and a run with checkpoints of its first two steps."""
+    directory = tmp_path_factory.mktemp("world")
+    config = load_config(write_config(directory), [*OVERRIDES, "speculation.drafter=srt"])
+    write_tokenizer(directory / "tokenizer")
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda shape: rng.standard_normal(shape, np.float32),
+        param_shapes(POLICY),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    save_model(directory / "policy", POLICY, params, "float32", tokenizer_source=directory / "tokenizer")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        files = RunDirectory(config.run_dir)
+        files.write_config(config)
+        checkpoints = loop.open_checkpoints(files, config.checkpoint)
+        run = loop.TrainingRun(config, files, checkpoints, Progress(), 0.0)
+        files.record_session(0)
+        files.append_metrics({"step": 0})
+        for run.step in (1, 2):
+            files.append_metrics({"step": run.step})
+            files.append_decisions(run.step, [])
+            run.save(None)
+        checkpoints.close()
+    return directory
+
+
+def contents(directory):
+    return {
+        str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()
+    }
+
+
+def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
+    """What training with a config in `directory` says; no file that was there may be gone or another one."""
+
+    def never(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(loop.TrainingRun, "compile", never)
+    before = contents(directory)
+    config = directory / "config.yaml"
+    overrides = [each.replace("POLICY", str(directory / "policy")) for each in (*OVERRIDES, *arguments)]
+    status = load_script("train").main(["--config", str(config), *overrides, *options])
+    errors = capsys.readouterr().err
+    assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
+    after = contents(directory)
+    assert {name: after.get(name) for name in before} == before
+    assert not any("checkpoints" in name or "metrics" in name for name in after.keys() - before.keys())
+    return errors.removeprefix("error: ").rstrip("\n")
+
+
+# -- the config --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "config.yaml: no such config file"),
+        (b"\xff\xfe\x00", "config.yaml: cannot read the config: it is not UTF-8 text"),
+        (b"run_dir: [unclosed\n", "config.yaml"),
+        (b"- a\n- b\n", "config.yaml: a config is a mapping of keys to values"),
+        (b"run_dir: a\nrun_dir: b\n", "run_dir"),
+        (b"run_dir: a\n", "policy: must be set."),
+    ],
+    ids=["missing", "not text", "not YAML", "a list", "a key twice", "no policy"],
+)
+def test_a_config_file(tmp_path, monkeypatch, capsys, content, says):
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
+    monkeypatch.setattr(sys.modules[__name__], "OVERRIDES", ())
+    assert says in refusal(tmp_path, monkeypatch, capsys, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("rollout.temprature=1",), "rollout.temprature: unknown key; the nearest is rollout.temperature"),
+        (("checkpoint.keep=0",), "checkpoint.keep: should be greater than or equal to 1, got 0"),
+        (("checkpoint.on_failure=retry",), "checkpoint.on_failure: should be 'stop' or 'go_on'"),
+        (("checkpoint.keep_best=1",), "checkpoint.keep_best: needs evaluation.every"),
+        (("mesh.data=4096",), "mesh: data 4096 * fsdp 1 * tensor 1 = 4096 devices, but there "),
+        (("task.name=chain_arithmatic",), "did you mean 'chain_arithmetic'?"),
+        (("task.args={max_term: 3}",), "max_term"),
+        (("run_dir=config.yaml",), "run_dir: cannot create"),
+        (("run_dir=/proc/self",), "cannot be written"),
+        (("speculation.drafter=str",), "speculation.drafter: unknown drafter 'str'; did you mean 'srt'?"),
+        (("speculation.drafter=srt", "speculation.args={depth: 3}"), "speculation.args"),
+        (
+            (
+                "speculation.drafter=quantized",
+                "speculation.choice=roofline",
+                "speculation.calibration_dir=no",
+            ),
+            "speculation.choice: roofline finds no constants",
+        ),
+        (("speculation.drafter=eagle", "speculation.args={path: nowhere}"), "nowhere"),
+        (("speculation.drafter=small_model", "speculation.args={path: nowhere}"), "nowhere"),
+        (("speculation.drafter=small_model", "speculation.args={path: POLICY}"), "vocab"),
+        (("rollout.max_prompt_length=8",), "rollout.max_prompt_length: 8, but the prompt of problem train/0"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else None,
+)
+def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
+    shutil.copytree(world / "policy", tmp_path / "policy")
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal(tmp_path, monkeypatch, capsys, arguments)
+
+
+# -- the policy and its tokenizer --------------------------------------------------------------------------
+
+
+def edit_json(name, **changes):
+    def edit(policy):
+        content = json.loads((policy / name).read_text()) | changes
+        (policy / name).write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
+
+    return edit
+
+
+def edit_tensors(edit):
+    def edited(policy):
+        tensors = safetensors.numpy.load_file(policy / "model.safetensors")
+        edit(tensors)
+        safetensors.numpy.save_file(tensors, policy / "model.safetensors")
+
+    return edited
+
+
+def cut(name):
+    def edit(policy):
+        content = (policy / name).read_bytes()
+        (policy / name).write_bytes(content[: len(content) // 2])
+
+    return edit
+
+
+def no_eos(policy):
+    edit_json("config.json", eos_token_id=None)(policy)
+    edit_json("tokenizer_config.json", eos_token=None)(policy)
+    (policy / "generation_config.json").unlink(missing_ok=True)
+
+
+def larger_vocabulary(policy):
+    content = json.loads((policy / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "<|far|>"})
+    (policy / "tokenizer.json").write_text(json.dumps(content))
+
+
+NORM = "model.norm.weight"
+POLICIES = {
+    "missing directory": (shutil.rmtree, "does not exist"),
+    "no config": (lambda policy: (policy / "config.json").unlink(), "config.json does not exist"),
+    "cut config": (cut("config.json"), "config.json"),
+    "another architecture": (edit_json("config.json", model_type="gpt2"), "gpt2"),
+    "no weights": (lambda policy: (policy / "model.safetensors").unlink(), "model.safetensors"),
+    "cut weights": (cut("model.safetensors"), "model.safetensors"),
+    "empty weights": (lambda policy: (policy / "model.safetensors").write_bytes(b""), "(0 bytes)"),
+    "a missing tensor": (edit_tensors(lambda tensors: tensors.pop(NORM)), f"missing {NORM} [32]"),
+    "a misshapen tensor": (
+        edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(31, np.float32)})),
+        f"tensor {NORM} has shape [31], but config.json asks for [32]",
+    ),
+    "integer weights": (
+        edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(32, np.int8)})),
+        f"tensor {NORM} is stored as I8",
+    ),
+    "another vocabulary": (edit_json("config.json", vocab_size=384), "embed_tokens"),
+    "short positions": (
+        edit_json("config.json", max_position_embeddings=64),
+        "policy: it is made for sequences of 64 tokens, less than rollout.max_prompt_length + max_",
+    ),
+    "no tokenizer": (lambda policy: (policy / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
+    "cut tokenizer": (cut("tokenizer.json"), "tokenizer.json cannot be read"),
+    "cut tokenizer config": (cut("tokenizer_config.json"), "tokenizer_config.json is not readable JSON"),
+    "no chat template": (edit_json("tokenizer_config.json", chat_template=None), "has no chat template"),
+    "a broken chat template": (
+        edit_json("tokenizer_config.json", chat_template="{% for %}"),
+        "chat template, line 1: not valid jinja",
+    ),
+    "a chat template that refuses": (
+        edit_json("tokenizer_config.json", chat_template="{{ raise_exception('only in French') }}"),
+        "the chat template refuses these messages: only in French",
+    ),
+    "an unknown eos": (edit_json("tokenizer_config.json", eos_token="<|no|>"), "eos_token is '<|no|>'"),
+    "no eos": (no_eos, "no EOS token"),
+    "a tokenizer larger than the embedding": (larger_vocabulary, "has id 999, but the policy's vocab_size"),
+}
+
+
+@pytest.mark.parametrize("case", POLICIES)
+def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
+    damage, says = POLICIES[case]
+    shutil.copytree(world / "policy", tmp_path / "policy")
+    write_config(tmp_path)
+    damage(tmp_path / "policy")
+    assert says in refusal(tmp_path, monkeypatch, capsys, FROM_POLICY)
+
+
+def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monkeypatch, capsys):
+    shutil.copytree(world / "policy", tmp_path / "policy")
+    write_config(tmp_path)
+    assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
+    assert (tmp_path / "run" / "config.yaml").exists()
+    monkeypatch.setattr(loop.TrainingRun, "compile", lambda _: None)
+    monkeypatch.setattr(loop.TrainingRun, "train", lambda run: None)
+    assert (
+        load_script("train").main(
+            ["--config", str(tmp_path / "config.yaml"), *OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
+        )
+        == 0
+    )
+
+
+# -- a run that is resumed ---------------------------------------------------------------------------------
+
+
+def array_file(run):
+    files = [file for file in (run / "checkpoints" / "2" / "arrays").rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def edit_seal(**changes):
+    def edit(run):
+        seal = run / "checkpoints" / "2" / "checkpoint.json"
+        seal.write_text(json.dumps(json.loads(seal.read_text()) | changes))
+
+    return edit
+
+
+def garbage_lines(name, line=b"garbage\n"):
+    def edit(run):
+        path = run / name
+        path.write_bytes(line + path.read_bytes())
+
+    return edit
+
+
+def checkpoints_as_a_file(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("")
+
+
+def nothing(run):
+    pass
+
+
+GO_BACK = "to go on from step 1"
+SHAPE = "policy.shape.hidden_size=32"
+RUNS = {
+    "another seed": (nothing, ("seed=5",), (), "seed: is 5, but the run in "),
+    "several keys": (
+        nothing,
+        ("rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
+        (),
+        "has 1.0 (and optimizer.learning_rate: 0.001 -> 1e-05); choose another run_dir, set it back to resume"
+        " that run, or go on with --allow-changes",
+    ),
+    "another task": (nothing, ("task.args.max_terms=4",), (), "task.args.max_terms: is 4, but the run"),
+    "another policy": (nothing, (SHAPE,), (), "policy.shape.hidden_size: is 32, but the run in "),
+    "another policy, allowed": (
+        nothing,
+        (SHAPE,),
+        ("--allow-changes",),
+        "in this run; give the run the policy and optimizer it was saved with, or another run_dir",
+    ),
+    "an unreadable config": (
+        lambda run: (run / "config.yaml").write_text("nonsense: 1\n"),
+        (),
+        (),
+        "holds a run with an unreadable config (nonsense: unknown key",
+    ),
+    "a missing array file": (lambda run: array_file(run).unlink(), (), (), GO_BACK),
+    "a cut array file": (lambda run: os.truncate(array_file(run), 10), (), (), "bytes were saved"[6:]),
+    "a flipped bit": (lambda run: flip(array_file(run)), (), (), "differs from what was saved (CRC-32)"),
+    "a missing host file": (
+        lambda run: (run / "checkpoints" / "2" / "host_arrays.npz").unlink(),
+        (),
+        (),
+        "host_arrays.npz: cannot be read (No such file or directory)",
+    ),
+    "a cut seal": (cut("checkpoints/2/checkpoint.json"), (), (), "checkpoint.json: damaged; delete "),
+    "a seal of nothing": (edit_seal(files=None), (), (), "checkpoint.json: damaged; delete "),
+    "no data position": (edit_seal(host_state={}), (), (), "data_position"),
+    "checkpoints as a file": (checkpoints_as_a_file, (), (), "cannot be read (Not a directory)"),
+    "garbage metrics": (garbage_lines("metrics.jsonl"), (), (), "metrics.jsonl:1: not a metrics line"),
+    "metrics without step": (
+        garbage_lines("metrics.jsonl", b'{"reward": 1}\n'),
+        (),
+        (),
+        "metrics.jsonl:1: not a metrics line",
+    ),
+    "garbage decisions": (
+        garbage_lines("decisions.jsonl"),
+        (),
+        (),
+        "decisions.jsonl:1: not a decisions line",
+    ),
+    "garbage sessions": (garbage_lines("sessions.jsonl"), (), (), "sessions.jsonl:1: not a line of JSON"),
+    "a cut tokenizer": (cut("tokenizer/tokenizer.json"), (), (), "tokenizer.json cannot be read"),
+}
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    """A copy of the run, with a config that resumes it."""
+    shutil.copytree(world / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(world), str(tmp_path)))
+    write_config(tmp_path)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run(run, tmp_path, monkeypatch, capsys, case):
+    damage, arguments, options, says = RUNS[case]
+    damage(run)
+    arguments = ("speculation.drafter=srt", *arguments)
+    assert says in refusal(tmp_path, monkeypatch, capsys, arguments, options)
+
+
+def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys):
+    code = (
+        "import sys; from rljax.training.run_directory import RunDirectory\n"
+        "with RunDirectory(sys.argv[1]).locked(): print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        says = refusal(tmp_path, monkeypatch, capsys, ("speculation.drafter=srt",))
+        assert says.startswith(f"run_dir: another process works on the run in {run}; let it end")
+
+
+def test_the_run_is_good_until_it_is_damaged(run, tmp_path, monkeypatch):
+    """What the cases above begin with does resume, with a drafter or without."""
+    reached = []
+    monkeypatch.setattr(loop.TrainingRun, "compile", lambda run: reached.append(run.step))
+    monkeypatch.setattr(loop.TrainingRun, "advance", lambda run, _: setattr(run, "step", 9))
+    for drafter in ("srt", "null"):
+        arguments = [*OVERRIDES, f"speculation.drafter={drafter}"]
+        assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *arguments]) == 0
+    assert reached == [2, 2]

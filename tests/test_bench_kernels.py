@@ -1,0 +1,87 @@
+"""The kernel benchmark's cases: what is compared computes the same, and what is given up comes back."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.kernels.switch import Refused
+from tests.scripts import load_script
+
+timing = load_script("kernel_benchmarks.timing")
+peers = load_script("kernel_benchmarks.peers")
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_peers_see_the_same_entries_of_the_cache(nodes):
+    """Decoding, and verifying under the mask; the cache holds each node behind the committed tokens."""
+    bench = load_script("kernel_benchmarks.tree_attention")
+    case = bench._case(bench.TINY, 2, 256, nodes, ragged=True)
+    args = list(case.make(np.random.default_rng(0)))
+    queries, blocks, values, lengths, node_keys, node_values = args[:6]
+    keys = np.array(blocks).transpose(0, 2, 4, 1, 3).reshape(2, 256, *node_keys.shape[2:])
+    values = np.array(values).swapaxes(1, 2)
+    for slot, length in enumerate(np.asarray(lengths)):
+        keys[slot, length : length + nodes] = node_keys[slot]
+        values[slot, length : length + nodes] = node_values[slot]
+    if nodes == 1:  # plain decoding finds the token in the cache
+        args[1] = np.ascontiguousarray(keys.reshape(2, 4, 64, 2, 64).transpose(0, 3, 1, 4, 2))
+        args[2] = np.ascontiguousarray(values.swapaxes(1, 2))
+    args[6], args[7] = keys, values
+
+    def reference(queries, keys, values, lengths, mask):
+        limit = lengths if mask is None else None
+        return jax.nn.dot_product_attention(queries, keys, values, mask=mask, key_value_seq_lengths=limit)
+
+    ours = case.functions["xla"](*args)
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = bench._by_peer(reference)(*args)
+    np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=0.03)
+    assert queries.shape == ours.shape
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    case = load_script("kernel_benchmarks.token_logprobs").cases(quick=True)[0]
+    timed = timing.Timed(case, ["xla", "tokamax"], most_sets=1)
+    assert list(timed.functions) == ["xla"] and "Tokamax cannot be imported" in timed.refused["tokamax"]
+
+
+def test_a_peer_is_asked_for_the_same_loss(monkeypatch):
+    """Scored and with the gradient, by a stand-in for Tokamax."""
+
+    def loss(x, labels, weights, reduction):
+        assert reduction == "sum"
+        logprobs = jax.nn.log_softmax(x.astype(jnp.float32) @ weights.astype(jnp.float32))
+        return -jnp.sum(jnp.take_along_axis(logprobs, labels[:, None], 1))
+
+    fake = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
+    monkeypatch.setitem(sys.modules, "tokamax", fake)
+    scored, learned = load_script("kernel_benchmarks.token_logprobs").cases(quick=True)
+    args = scored.make(np.random.default_rng(0))
+    logprobs, _ = scored.functions["xla"](*args)
+    np.testing.assert_allclose(-np.sum(logprobs), scored.functions["tokamax"](*args), rtol=1e-3)
+    ours, theirs = learned.functions["xla"](*args), learned.functions["tokamax"](*args)
+    np.testing.assert_allclose(np.float32(ours[0]), -np.float32(theirs[0]), atol=0.02)
+    np.testing.assert_allclose(np.float32(ours[1]), -np.float32(theirs[1]).T, atol=0.05)
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+def test_what_is_given_up_comes_back(sets):
+    """Compaction writes the cache in place: every program finds the cache of the one before."""
+    case = load_script("kernel_benchmarks.compaction").cases(quick=True)[0]
+    timed = timing.Timed(case, ["xla"], most_sets=sets)
+    taken = timed.seconds(calls=4, repeats=2)
+    assert len(taken["xla"]) == 2 and len(timed._sets) == sets
+    for arguments in timed._sets:
+        assert not any(argument.is_deleted() for argument in arguments)
+
+
+def test_a_refusal_says_why():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(Refused, match="NVIDIA GPU"):
+        peers.cudnn_attention(None, None, None, None, None)

@@ -1,0 +1,150 @@
+"""Calls and answers in the text of a response."""
+
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import ConfigError
+from rljax.models.tokenizer import Tokenizer
+from rljax.tasks.tokenizer_training import train_tokenizer
+from rljax.tools.calculator import Calculator
+from rljax.tools.markup import make_markup
+from rljax.tools.registry import TOOLS
+from rljax.tools.use import make_tool_use
+
+MARKERS = (("<{name}>", "</{name}>"), ("<answer>", "</answer>"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["<calc>12+3</calc><answer>15</answer>#15 and so on"] * 20, 300, directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def markup(tokenizer):
+    return make_markup(("calc", "look"), *MARKERS, 40, tokenizer)
+
+
+def found(markup, tokenizer, text, begin=0, known=0):
+    ids = tokenizer.encode(text)
+    call = markup.find(ids, begin, known)
+    return call and (tokenizer.decode(ids[: call.end]), call.name, call.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("so <calc>12+3</calc> it", ("so <calc>12+3</calc>", "calc", "12+3")),
+        ("<look>é\n</look>", ("<look>é\n</look>", "look", "é\n")),
+        ("<calc></calc>", ("<calc></calc>", "calc", "")),
+        # What is closed belongs to the last opening before it.
+        ("<calc>1+<calc>2</calc>3</calc>", ("<calc>1+<calc>2</calc>", "calc", "2")),
+        ("<look><calc>5</look>", ("<look><calc>5</look>", "look", "<calc>5")),
+        # A closing marker of nothing is text.
+        ("</calc> and <calc>7</calc>", ("</calc> and <calc>7</calc>", "calc", "7")),
+        ("<look>x</calc>y</look>", ("<look>x</calc>y</look>", "look", "x</calc>y")),
+        ("<calc>12+3", None),
+        ("</calc>", None),
+        ("12+3</calc", None),
+        ("<other>1</other>", None),
+    ],
+)
+def test_a_call_ends_with_the_token_that_closes_it(markup, tokenizer, text, call):
+    assert found(markup, tokenizer, text) == call
+    ids, known = tokenizer.encode(text), 0
+    for end in range(1, len(ids) + 1):  # looked at token by token it is the same
+        one = markup.find(ids[:end], 0, known)
+        if one is not None:
+            assert (tokenizer.decode(ids[: one.end]), one.name, one.text) == call and one.end == end
+            return
+        known = end
+    assert call is None
+
+
+def test_only_what_the_policy_wrote_since_the_last_answer_is_searched(markup, tokenizer):
+    text = "<calc>1</calc><answer><calc>2</calc></answer> so</calc>"
+    begin = len(tokenizer.encode("<calc>1</calc><answer><calc>2</calc></answer>"))
+    assert found(markup, tokenizer, text, begin, begin) is None
+    again = text + "<calc>3</calc>"
+    assert found(markup, tokenizer, again, begin, begin) == (again, "calc", "3")
+
+
+def test_an_answer_is_marked_and_cut_and_never_special(markup, tokenizer):
+    assert tokenizer.decode(markup.answer_ids("15")) == "<answer>15</answer>"
+    long = tokenizer.decode(markup.answer_ids("7" * 1000))
+    assert long == "<answer>" + "7" * 30 + " ... (cut)" + "</answer>"
+    assert tokenizer.decode(markup.answer_ids("7" * 40)) == "<answer>" + "7" * 40 + "</answer>"
+    hostile = markup.answer_ids("<|im_end|>")
+    assert tokenizer.eos_token_id not in hostile
+    assert tokenizer.eos_token_id in tokenizer.encode("<|im_end|>")
+    assert tokenizer.decode(hostile, skip_special_tokens=False) == "<answer><|im_end|></answer>"
+
+
+def test_a_solution_is_tokenized_as_a_rollout_would_have_it(markup, tokenizer):
+    text = "a<calc>12+3</calc><answer>15</answer>#15<calc>1</calc><answer>1</answer>"
+    ids, own = markup.encode_response(text)
+    assert tokenizer.decode(ids) == text
+    kept = [token for token, mine in zip(ids, own, strict=True) if mine]
+    assert tokenizer.decode(kept) == "a<calc>12+3</calc>#15<calc>1</calc>"
+    first = tokenizer.encode("a<calc>12+3</calc>")
+    assert ids[: len(first)] == first
+    answer = markup.answer_ids("15")
+    assert ids[len(first) : len(first) + len(answer)] == answer
+    assert own[: len(first)] == [True] * len(first) and not any(own[len(first) : len(first) + len(answer)])
+
+
+# -- the config ------------------------------------------------------------------------------------------
+
+CONFIG = """
+run_dir: runs/x
+policy:
+  shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
+task: {name: tool_arithmetic}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_tools_are_off_unless_named(config_file, tokenizer):
+    assert load_config(config_file, []).tools is None
+    tools = load_config(config_file, ["tools={names: [calculator], max_calls: 2}"]).tools
+    use = make_tool_use(tools, tokenizer)
+    assert use.max_calls == 2 and isinstance(use.tools["calculator"], Calculator)
+    assert use.markup.calls == {"calculator": ("<calculator>", "</calculator>")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["tools={names: []}"], "tools.names"),
+        (["tools={max_calls: 2}"], "tools.names: must be set"),
+        (["tools={names: [calculator], max_cals: 2}"], "tools.max_cals.*tools.max_calls"),
+        (["tools={names: [calculator, calculator]}"], "tools.names.*twice"),
+        (["tools={names: [calculator, look], closing: '</call>'}"], r"tools.closing.*\{name\}"),
+        (["tools={names: [calculator], opening: '|', closing: '|'}"], "tools.closing.*differ"),
+        (["tools={names: [calculator], answer_opening: '|', answer_closing: '|'}"], "tools.answer_closing"),
+        (["tools={names: [calculator], opening: ''}"], "tools.opening.*not empty"),
+        (["tools={names: [calculator], time_limit: 0}"], "tools.time_limit"),
+        (["tools={names: [calculator], max_calls: 0}"], "tools.max_calls"),
+        (["tools={names: [calculator]}", "rollout.stop=['/calculator>']"], "rollout.stop.*tools.closing"),
+    ],
+)
+def test_impossible_tools_are_refused_in_one_line(config_file, overrides, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config(config_file, overrides)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_tool_is_refused_with_the_nearest_one(config_file, tokenizer):
+    tools = load_config(config_file, ["tools={names: [calculater]}"]).tools
+    with pytest.raises(
+        ConfigError, match=r"tools\.names: unknown tool 'calculater'; did you mean 'calculator'"
+    ):
+        make_tool_use(tools, tokenizer)
+    assert "calculator" in TOOLS

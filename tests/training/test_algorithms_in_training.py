@@ -1,0 +1,116 @@
+"""Every algorithm in whole runs, from a config: parameters move, numbers are finite, PPO resumes exactly."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from rljax.algorithms.registry import ALGORITHMS
+from tests.training.tiny_run import train
+
+pytestmark = pytest.mark.slow
+
+_VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
+_OTHERS = {
+    "ppo": ("critic/loss", "critic/explained_variance", "reward/kl_penalty"),
+    "rloo": ("reward/kl_penalty",),
+    "reinforce++": ("reward/kl_penalty",),
+    "reinforce++-baseline": ("loss/kl",),
+    "corrected": ("correction/ratio_mean", "loss/entropy"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _production_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One warm start for all."""
+    return tmp_path_factory.mktemp("warm_start")
+
+
+def run(directory, cache, name, *overrides):
+    """The tiny run by an algorithm, with its own KL coefficient instead of the tiny run's 0."""
+    coefficient = ALGORITHMS[name].settings.get("kl_coefficient", 0.0)
+    return train(
+        directory,
+        f"warm_start.cache_dir={cache}",
+        "evaluation.problems=0",
+        f"algorithm.name={name}",
+        f"algorithm.kl_coefficient={coefficient}",
+        "algorithm.dynamic_sampling=false",
+        "training.minibatches_per_step=2",
+        *overrides,
+    )
+
+
+def arrays(directory, step):
+    """Leaves of a checkpoint, by name."""
+    path = directory / "run" / "checkpoints" / str(step)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return {name: np.asarray(leaf) for name, leaf in checkpointer.restore(path / "arrays").items()}
+
+
+def check(lines, name):
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        assert "nonfinite" not in line and line["mismatch/logprob_abs_max"] == 0.0
+        assert line["gradient_norm"] > 0 and line["update/tokens"] > 0
+        assert all(key in line for key in _OTHERS.get(name, ()))
+    assert lines[1]["engine/compilations"] == lines[2]["engine/compilations"]
+    assert ("critic/loss" in lines[-1]) == (name == "ppo")
+
+
+@pytest.fixture(scope="module")
+def ppo(cache, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ppo")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return directory, run(directory, cache, "ppo")
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("grpo", "dapo", "ppo")])
+def test_an_algorithm_trains(tmp_path, cache, name):
+    check(run(tmp_path, cache, name), name)
+    first, second = arrays(tmp_path, 1), arrays(tmp_path, 2)
+    assert any(np.any(first[leaf] != second[leaf]) for leaf in first if leaf.startswith("params."))
+
+
+def test_with_a_correction_and_an_entropy_bonus(tmp_path, cache):
+    lines = run(
+        tmp_path,
+        cache,
+        "dapo",
+        "algorithm.correction_cap=2.0",
+        "algorithm.correction_mask=sequence",
+        "algorithm.entropy_coefficient=0.01",
+    )
+    check(lines, "corrected")
+    for line in lines[1:]:  # the rollout is the policy's own, so there is nothing to correct
+        assert line["correction/ratio_mean"] == line["correction/ratio_max"] == 1.0
+        assert line["correction/kl"] == line["correction/masked"] == 0.0
+
+
+def test_ppo_trains_policy_and_critic(ppo):
+    directory, lines = ppo
+    check(lines, "ppo")
+    first, second = arrays(directory, 1), arrays(directory, 2)
+    for start in ("params.", "critic.params.trunk.", "critic.params.head.", "critic.optimizer_state."):
+        assert any(np.any(first[leaf] != second[leaf]) for leaf in first if leaf.startswith(start)), start
+
+
+def test_ppo_resumes_with_the_same_numbers(ppo, cache, tmp_path):
+    """Killed after a step and started again: metrics and every array of the last checkpoint, bit for bit."""
+    directory, lines = ppo
+    run(tmp_path, cache, "ppo", "training.steps=1")
+    resumed = run(tmp_path, cache, "ppo")
+    for line, other in zip(resumed, lines, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in line.items():
+            assert key.startswith(_VOLATILE) or value == other[key], key
+    mine, expected = arrays(tmp_path, 2), arrays(directory, 2)
+    assert mine.keys() == expected.keys() and any(name.startswith("critic.") for name in mine)
+    for name, leaf in mine.items():
+        np.testing.assert_array_equal(leaf, expected[name], err_msg=name)

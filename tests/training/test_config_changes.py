@@ -1,0 +1,121 @@
+"""What may differ between a run and the config that it goes on with, and what is told of it."""
+
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import ConfigError
+from rljax.training.config_changes import config_changes
+from rljax.training.run_directory import RunDirectory
+from tests.training.test_run_directory import make_config
+
+
+def harmless(**sections):
+    return {change.name: change.harmless for change in config_changes(make_config(), make_config(**sections))}
+
+
+def test_what_changes_no_number_is_harmless():
+    assert harmless(
+        run_dir="elsewhere",
+        training={"steps": 7},
+        checkpoint={"every": 3, "keep_every": 6, "on_failure": "go_on"},
+        evaluation={"every": 2},
+        speculation={"drafter": "srt", "calibration_dir": "there"},
+        engine={"max_slots": 8, "batch_buckets": [8], "decode_steps_per_visit": 4, "compilation_cache": None},
+    ) == dict.fromkeys(
+        (
+            "run_dir",
+            "training.steps",
+            "checkpoint.every",
+            "checkpoint.keep_every",
+            "checkpoint.on_failure",
+            "evaluation.every",
+            "speculation.drafter",
+            "speculation.calibration_dir",
+            "engine.max_slots",
+            "engine.batch_buckets",
+            "engine.decode_steps_per_visit",
+            "engine.compilation_cache",
+        ),
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"task": {"name": "t", "args": {"a": 1, "b": 2}}}, "task.args.b"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
+        ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high"),
+        ({"optimizer": {"learning_rate": 1e-5}}, "optimizer.learning_rate"),
+        ({"engine": {"row_invariant": False}}, "engine.row_invariant"),
+        ({"engine": {"verification": "target_only"}}, "engine.verification"),
+        ({"training": {"minibatches_per_step": 2}}, "training.minibatches_per_step"),
+        ({"mesh": {"data": 2}}, "mesh.data"),
+        ({"kernels": {"compaction": "xla"}}, "kernels.compaction"),
+    ],
+)
+def test_what_changes_the_experiment_is_not(sections, name):
+    assert harmless(**sections)[name] is False
+
+
+def test_scheduling_is_harmless_only_where_rows_are_invariant():
+    one = make_config(engine={"row_invariant": False})
+    other = make_config(engine={"row_invariant": False, "max_slots": 8, "compilation_cache": None})
+    changes = {change.name: change.harmless for change in config_changes(one, other)}
+    assert changes == {"engine.max_slots": False, "engine.compilation_cache": True}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "run")
+
+
+def test_all_keys_that_differ_are_named_with_the_ways_out(run):
+    run.write_config(make_config())
+    run.append_metrics({"step": 0})
+    changed = make_config(seed=3, rollout={"temperature": 0.5, "top_p": 0.9}, training={"steps": 7})
+    with pytest.raises(ConfigError) as error:
+        run.begin(changed)
+    assert str(error.value) == (
+        f"seed: is 3, but the run in {run.path} has 0 (and rollout.temperature: 1.0 -> 0.5, rollout.top_p:"
+        " 1.0 -> 0.9); choose another run_dir, set it back to resume that run, or go on with --allow-changes"
+    )
+    assert load_config(run.config_path) == make_config()
+
+
+def test_changes_that_are_allowed_are_noted_with_the_session(run):
+    run.write_config(make_config())
+    run.append_metrics({"step": 0})
+    run.record_session(0)
+    changed = make_config(seed=3, training={"steps": 7})
+    told = run.begin(changed, allow_changes=True)
+    assert list(map(str, told)) == ["seed: 0 -> 3", "training.steps: 100 -> 7"]
+    assert load_config(run.config_path) == make_config()  # nothing was resumed yet
+    run.write_config(changed, allow_changes=True)
+    run.record_session(4)
+    before, now = run.read_sessions()
+    assert "changed" not in before
+    assert now["changed"] == {"seed": [0, 3], "training.steps": [100, 7]}
+    assert run.begin(changed) == []
+
+
+def test_a_start_that_failed_binds_nothing(run):
+    run.write_config(make_config())
+    tokenizer = run.path / "tokenizer" / "tokenizer.json"
+    tokenizer.parent.mkdir()
+    tokenizer.write_text("{}")
+    assert run.begin(make_config(training={"steps": 7})) != []
+    assert tokenizer.exists()  # the same experiment
+    assert run.begin(make_config(seed=3)) == []
+    assert load_config(run.config_path) == make_config(seed=3)
+    assert not tokenizer.exists()
+
+
+@pytest.mark.parametrize("begun", ["metrics.jsonl", "checkpoints/1/arrays", "warm_start/1/arrays"])
+def test_a_start_that_left_something_does(run, begun):
+    run.write_config(make_config())
+    (run.path / begun).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / begun).write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError, match="seed: is 3, but the run in"):
+        run.begin(make_config(seed=3))

@@ -1,0 +1,203 @@
+"""Exports: what transformers computes from them, what the card says, and what is never overwritten."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from drafters.eagle.checkpoint import load_head
+from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.training import published_training
+from drafters.training import BufferSettings, HeadTrainer, head_optimizer
+from rljax.evaluation.records import default_output
+from rljax.models.huggingface import load_model_config, load_params
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import init_params
+from rljax.training import export
+from rljax.training.model_card import model_card
+from rljax.training.run_directory import RunDirectory
+from rljax.training.saved_policy import load_saved_policy
+from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits, reload
+from tests.scripts import load_script
+from tests.training.test_saved_policy import write_run
+
+
+def main(*arguments):
+    return load_script("export").main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two checkpoints, at steps 3 and 5, with metrics of seven steps."""
+    path, model = write_run(tmp_path_factory.mktemp("export"))
+    directory = RunDirectory(path)
+    directory.record_session(0)
+    for step in range(8):
+        line = {"step": step, "reward/mean": 0.1 * step, "response_length/mean": 20.0 + step}
+        if step in (0, 5, 7):
+            line["evaluation/reward"] = 0.5 + step / 100
+        directory.append_metrics(line)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    output = tmp_path_factory.mktemp("exported") / "policy"
+    assert main(run[0], output) == 0
+    return output
+
+
+def test_transformers_computes_the_same_logits(run, exported):
+    _, model = run
+    assert_same_logits(our_logits(model, init_params(model, 5)), reference_logits(reload(exported)))
+
+
+def test_tokenizer_and_chat_template_come_along(run, exported):
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = Tokenizer.load(run[0] / "tokenizer"), transformers.AutoTokenizer.from_pretrained(exported)
+    messages = [{"role": "user", "content": "47a5b8c9="}]
+    theirs_ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    assert theirs_ids == ours.encode_chat(messages)
+    assert theirs.eos_token_id == ours.eos_token_id
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_token_id
+
+
+def test_an_older_step_in_bfloat16(run, tmp_path):
+    path, model = run
+    assert main(path, tmp_path / "half", "--step", 3, "--dtype", "bfloat16") == 0
+    assert load_model_config(tmp_path / "half") == model
+    params = load_params(tmp_path / "half", model)
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(model, 3))
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert "bfloat16" in (tmp_path / "half" / "README.md").read_text()
+
+
+def test_the_card_tells_what_it_is(run, exported):
+    card = (exported / "README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header)["tags"] == ["rljax", "reinforcement-learning", "grpo"]
+    assert "after 5 of 2 steps of grpo on the task `chain_arithmetic`" in text
+    assert "| reward on held-out problems | 0.5 (step 0) | 0.55 (step 5) |" in text
+    assert "| reward in training | 0 (step 0) | 0.5 (step 5) |" in text  # not 0.7, of step 7
+    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert config["task"]["args"] == {"max_terms": 3} and config["optimizer"]["learning_rate"] == 1e-3
+    assert config["run_dir"] == "run"  # the folders of a machine are not told
+    assert str(run[0].parent) not in card
+    assert RunDirectory(run[0]).read_sessions()[0]["date"] in text
+    assert "Evaluated on" not in text
+
+
+def test_the_card_has_what_evaluate_found(run):
+    path, _ = run
+    output = default_output(path, 5, "heldout")
+    output.mkdir(parents=True)
+    estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
+    found = {"overall": {"pass@4": estimate}, "problems": 8, "samples": 4}
+    (output / "results.json").write_text(json.dumps(found))
+    card = model_card(load_saved_policy(path), "float32", "policy")
+    assert "Evaluated on 8 held-out problems, 4 responses each" in card
+    assert "| pass@4 | 0.5 (0.25 to 0.75) |" in card
+    assert "Evaluated on" not in model_card(load_saved_policy(path, 3), "float32", "policy")
+
+
+def test_no_backticks_in_a_config_end_its_block(tmp_path):
+    path, _ = write_run(tmp_path, "rollout.stop=['```', '````']", steps=(1,))
+    card = model_card(load_saved_policy(path), "float32", "policy")
+    block = card.split("`````yaml\n")[1].split("\n`````")[0]
+    assert yaml.safe_load(block)["rollout"]["stop"] == ["```", "````"]
+
+
+def test_nothing_is_overwritten_unless_asked_for(run, tmp_path, capsys):
+    path, model = run
+    output = tmp_path / "policy"
+    assert main(path, output, "--step", 3) == 0
+    before = (output / "model.safetensors").read_bytes()
+    assert main(path, output) == 2
+    assert (
+        "holds a model already; choose another directory, or replace it: --force" in capsys.readouterr().err
+    )
+    assert (output / "model.safetensors").read_bytes() == before
+    (output / "left-over").write_text("")
+    assert main(path, output, "--force") == 0
+    params = load_params(output, model)
+    np.testing.assert_array_equal(params["embed"], init_params(model, 5)["embed"])
+    assert not (output / "left-over").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
+
+
+def test_what_is_no_model_is_never_replaced(run, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years")
+    assert main(run[0], tmp_path, "--force") == 2
+    assert "is not a model directory; choose another one" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_export_that_fails_leaves_everything_as_it_was(run, tmp_path, monkeypatch, capsys, force):
+    path, _ = run
+    if force:
+        assert main(path, tmp_path / "policy", "--step", 3) == 0
+    before = sorted((file.name, file.read_bytes()) for file in tmp_path.rglob("*") if file.is_file())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "model_card", full)
+    assert main(path, tmp_path / "policy", *(["--force"] if force else [])) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    after = sorted((file.name, file.read_bytes()) for file in tmp_path.rglob("*") if file.is_file())
+    assert after == before
+    assert [entry.name for entry in tmp_path.iterdir()] == (["policy"] if force else [])
+
+
+def test_the_head_is_what_its_loader_reads(tmp_path):
+    """From the state that its trainer keeps in checkpoints, under the name of its drafter."""
+    drafters = "speculation={drafter: srt, others: {eagle: {variant: eagle, path: null}}}"
+    _, model = write_run(tmp_path, drafters, steps=())
+    head = HeadConfig("eagle", model)
+    params = init_head(head, init_params(model, 1), seed=7)
+    training = published_training("eagle")
+    rope = rope_table(model, 32)
+    trainer = HeadTrainer(
+        head, training, head_optimizer(1e-3), rope, Numerics(), BufferSettings(), 16, 1, 0, params
+    )
+    state = {f"eagle/{name}": array for name, array in trainer.state().items()}
+    path, _ = write_run(tmp_path, drafters, steps=(1,), drafter=state)
+    assert main(path, tmp_path / "policy", "--drafter", tmp_path / "head") == 0
+    config, loaded = load_head(tmp_path / "head", model)
+    assert config == HeadConfig("eagle", model)
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_a_run_without_a_head_exports_nothing(run, tmp_path, capsys):
+    assert main(run[0], tmp_path / "policy", "--drafter", tmp_path / "head") == 2
+    assert "no EAGLE head at this step, as it was trained without a drafter" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere", "out"], "nowhere does not exist"),
+        (["{run}", "{run}"], "is not a model directory"),
+        (["{run}", "out", "--step", "4"], "no checkpoint of step 4; there are 3, 5"),
+        (["{model}", "out"], "is a Hugging Face directory already"),
+    ],
+)
+def test_bad_input_is_one_line(run, exported, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    given = [each.format(run=run[0], model=exported) for each in arguments]
+    assert main(*given) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()

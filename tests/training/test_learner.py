@@ -1,0 +1,392 @@
+"""From rewarded groups to updates: what each algorithm makes of them, and that GRPO's numbers are as ever."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.advantages import group_relative_advantages
+from rljax.algorithms.losses import aggregation_weights
+from rljax.algorithms.reward_shaping import soft_overlong_punishment
+from rljax.config import ExperimentConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.sampling import SamplingParams
+from rljax.kernels.switch import KernelChoice
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.numerics import Numerics
+from rljax.rollout.collector import Group
+from rljax.rollout.records import Completion
+from rljax.tasks.base import Problem
+from rljax.training.learner import Learner
+from rljax.training.optimizer import make_optimizer
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.update import Trainer
+
+CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)
+PROBLEM = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
+POOL = ExecutablePool()  # programs are compiled once for the module
+LONGEST = 12
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def groups(params):
+    return make_groups(params)
+
+
+def make_params():
+    return jax.tree.map(
+        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
+    )
+
+
+def experiment(algorithm, **training):
+    return ExperimentConfig.model_validate(
+        {
+            "run_dir": "nowhere",
+            "policy": {"path": "nowhere"},
+            "task": {"name": "none"},
+            "rollout": {
+                "prompts_per_step": 3,
+                "samples_per_prompt": 2,
+                "max_prompt_length": 8,
+                "max_response_length": LONGEST,
+            },
+            "algorithm": algorithm,
+            "optimizer": {"learning_rate": 1e-2},
+            "training": {"pack_length": 32, "rows_per_microbatch": 2} | training,
+        }
+    )
+
+
+def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
+    config = experiment(algorithm, **training)
+    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
+    numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh())
+    arguments = (CONFIG, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh)
+    return Learner(config, CONFIG, numerics, Trainer(*arguments), pool, params)
+
+
+def make_groups(params):
+    """Three prompts with two responses each, and the logprobs that the policy gives them."""
+    rng = np.random.default_rng(0)
+    learner = make_learner(params, {"name": "dapo"})
+    made = []
+    for size, rewards in ((3, (1.0, 0.0)), (5, (0.5, 2.5)), (2, (0.25, 0.25))):
+        prompt = tuple(rng.integers(0, CONFIG.vocab_size, size).tolist())
+        lengths = rng.integers(1, LONGEST + 1, 2)
+        responses = [rng.integers(0, CONFIG.vocab_size, length).astype(np.int32) for length in lengths]
+        sequences = [TrainingSequence(prompt, response, None, 0.0, 1.0) for response in responses]
+        packing = pack_sequences([sequence.length for sequence in sequences], 32)
+        (rows,) = packing.microbatches(2) if packing.num_rows == 2 else [range(2)]
+        batch = build_batch(sequences, packing, rows)
+        (scored,) = learner._trainer.score(params, [batch])
+        completions = []
+        for response, row, start in zip(responses, packing.row, packing.start, strict=True):
+            first = int(start) + size - 1
+            completions.append(Completion(response, scored[row, first : first + len(response)], "eos"))
+        made.append(Group(PROBLEM, prompt, completions, [{"reward": reward} for reward in rewards]))
+    return made
+
+
+def disturbed(groups, ratios):
+    """The same with rollout logprobs off by the logs of `ratios` (training over rollout), token by token."""
+    flat = iter(ratios)
+
+    def change(completion):
+        log = np.log([next(flat) for _ in completion.response_ids])
+        return dataclasses.replace(completion, logprobs=(completion.logprobs - log).astype(np.float32))
+
+    return [
+        dataclasses.replace(group, completions=[change(each) for each in group.completions])
+        for group in groups
+    ]
+
+
+def prepared(learner, params, groups):
+    """Mini-batches ready for their updates, with their metrics."""
+    state = learner.init(params)
+    minibatches, _ = learner._pack(groups, 0)
+    learner._score(state, minibatches)
+    return minibatches, learner._prepare(groups, minibatches)
+
+
+def tokens_of(minibatches, field):
+    """A field of the batches at all response tokens, by response in the order of the groups."""
+    found = {}
+    for minibatch in minibatches:
+        rows = np.concatenate([np.asarray(getattr(batch, field)) for batch in minibatch.batches])
+        for member, (row, positions) in zip(minibatch.members, minibatch.places, strict=True):
+            found[int(member)] = rows[row, positions]
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_the_batches_of_grpo_and_dapo_are_those_of_their_equations(params, groups, name):
+    """Bit for bit what the loop built before it knew other algorithms, mini-batch by mini-batch."""
+    algorithm = {"name": name, "overlong_buffer": 5}
+    learner = make_learner(params, algorithm, minibatches_per_step=2)
+    minibatches, _ = prepared(learner, params, groups)
+
+    rewards = np.stack([group.reward for group in groups])
+    completions = [completion for group in groups for completion in group.completions]
+    prompts = [group.prompt_ids for group in groups for _ in group.completions]
+    lengths = np.asarray([len(completion.response_ids) for completion in completions])
+    rewards = rewards + soft_overlong_punishment(lengths, LONGEST, 5, 1.0).reshape(rewards.shape)
+    advantages = np.asarray(group_relative_advantages(jnp.asarray(rewards, jnp.float32))).reshape(-1)
+    order = np.random.default_rng((0, 0)).permutation(len(completions))
+    mode = {"grpo": "sequence_mean", "dapo": "token_mean"}[name]
+    for minibatch, part in zip(minibatches, np.array_split(order, 2), strict=True):
+        sequences = [
+            TrainingSequence(
+                prompts[i],
+                completions[i].response_ids,
+                completions[i].logprobs,
+                advantage=float(advantages[i]),
+                weight=float(weight),
+            )
+            for i, weight in zip(part, aggregation_weights(lengths[part], mode), strict=True)
+        ]
+        packing = pack_sequences([sequence.length for sequence in sequences], 32)
+        expected = [build_batch(sequences, packing, rows) for rows in packing.microbatches(2)]
+        jax.tree.map(np.testing.assert_array_equal, minibatch.batches, expected)
+        assert (minibatch.reference_logprobs is None) == (name == "dapo")
+        assert minibatch.old_logprobs is None and minibatch.old_values is None
+
+
+def test_tokens_come_back_from_where_they_were_laid(params, groups):
+    learner = make_learner(params, {"name": "dapo"}, minibatches_per_step=2)
+    minibatches, _ = learner._pack(groups, 0)
+    lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
+    values = np.arange(6 * LONGEST, dtype=np.float32).reshape(6, LONGEST) + 1
+    found = np.zeros_like(values)
+    for minibatch in minibatches:
+        arrays = minibatch.lay_out(values)
+        for array, batch in zip(arrays, minibatch.batches, strict=True):
+            np.testing.assert_array_equal(array != 0, batch.response_mask)
+        minibatch.gather(arrays, found)
+    np.testing.assert_array_equal(found, np.where(np.arange(LONGEST) < np.array(lengths)[:, None], values, 0))
+
+
+def test_an_undisturbed_rollout_needs_no_correction(params, groups):
+    """pi_old is the rollout's own policy here: factors of 1, nothing left out, the update of before."""
+    keys = {"name": "dapo", "dynamic_sampling": False}
+    plain = make_learner(params, keys)
+    corrected = make_learner(params, keys | {"correction_cap": 2.0, "correction_mask": "token"})
+    found = []
+    for learner in (plain, corrected):
+        state, metrics = learner.learn(learner.init(params), groups, 0)
+        found.append((jax.device_get(state.params), metrics))
+    (expected, before), (same, after) = found
+    assert after["correction/kl"] == after["correction/masked"] == after["correction/truncated"] == 0
+    assert after["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    for name, value in before.items():
+        if not name.startswith("time/"):
+            assert after[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, same)
+
+
+RATIOS = np.random.default_rng(3).choice([0.2, 0.7, 1.0, 1.4, 5.0], 6 * LONGEST)
+
+
+def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
+    """Truncated factors on the advantages; masked tokens without weight, and out of the average; a ratio of 1
+    in the first update, whose weights are those of the scoring pass.
+    """
+    wrong = disturbed(groups, RATIOS)
+    keys = {"name": "dapo", "dynamic_sampling": False, "correction_cap": 2.0}
+    masking = {"correction_mask": "token", "correction_low": 0.5, "correction_high": 2.0}
+    learner = make_learner(params, keys | masking)
+    minibatches, metrics = prepared(learner, params, wrong)
+    lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
+    ratios = np.split(RATIOS[: sum(lengths)], np.cumsum(lengths)[:-1])
+    advantages = np.asarray(
+        group_relative_advantages(np.stack([group.reward for group in groups]).astype(np.float32))
+    ).reshape(-1)
+    kept = sum(int(np.sum((ratio >= 0.5) & (ratio <= 2.0))) for ratio in ratios)
+    assert 0 < kept < sum(lengths)
+    found = (tokens_of(minibatches, "advantages"), tokens_of(minibatches, "weights"))
+    for advantage, ratio, own, weight in zip(advantages, ratios, *found, strict=True):
+        np.testing.assert_allclose(own, advantage * np.minimum(ratio, 2.0), rtol=1e-4, atol=1e-6)
+        inside = (ratio >= 0.5) & (ratio <= 2.0)
+        np.testing.assert_allclose(weight, inside / kept, rtol=1e-5)
+    used = RATIOS[: sum(lengths)]
+    assert metrics["correction/ratio_mean"] == pytest.approx(used.mean(), rel=1e-4)
+    assert metrics["correction/ratio_max"] == pytest.approx(5.0, rel=1e-4)
+    assert metrics["correction/truncated"] == pytest.approx(np.mean(used > 2.0), rel=1e-4)
+    assert metrics["correction/masked"] == pytest.approx(1 - kept / sum(lengths), rel=1e-4)
+    assert metrics["correction/kl"] == pytest.approx(np.mean(used - 1 - np.log(used)), rel=1e-3)
+
+    _, first = learner.learn(learner.init(params), wrong, 0)
+    assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert first["policy/clip_fraction_low"] == first["policy/clip_fraction_high"] == 0
+    assert first["mismatch/logprob_abs_max"] == pytest.approx(np.log(5.0), rel=1e-3)  # still told
+    uncorrected = make_learner(params, {"name": "dapo", "dynamic_sampling": False})
+    _, other = uncorrected.learn(uncorrected.init(params), wrong, 0)
+    assert other["policy/ratio_mean"] == pytest.approx(used.mean(), rel=1e-4)
+    assert other["policy/clip_fraction_low"] + other["policy/clip_fraction_high"] > 0
+
+
+def test_whole_responses_are_left_out_of_the_average(params, groups):
+    """One response's rollout is off by a factor of 1.5 at every token: it neither counts nor is counted."""
+    lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
+    ratios = np.repeat([1.0, 1.5, 1.0, 1.0, 1.0, 1.0], lengths)
+    keys = {"correction_mask": "sequence", "correction_low": 0.99, "correction_high": 1.01}
+    learner = make_learner(params, {"name": "grpo", "kl_coefficient": 0.0, **keys})
+    minibatches, metrics = prepared(learner, params, disturbed(groups, ratios))
+    for i, (weight, length) in enumerate(zip(tokens_of(minibatches, "weights"), lengths, strict=True)):
+        np.testing.assert_allclose(weight, np.full(length, 0.0 if i == 1 else 1 / (5 * length)), rtol=1e-6)
+    assert metrics["correction/masked"] == pytest.approx(lengths[1] / sum(lengths), rel=1e-6)
+
+
+def test_nothing_left_is_an_update_without_gradient(params, groups):
+    wrong = disturbed(groups, np.full(6 * LONGEST, 9.0))
+    keys = {"name": "dapo", "dynamic_sampling": False, "correction_mask": "token"}
+    learner = make_learner(params, keys)
+    _, metrics = learner.learn(learner.init(params), wrong, 0)
+    assert metrics["correction/masked"] == 1.0 and metrics["gradient_norm"] == 0.0
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss(params, groups):
+    """Against a reference that is the policy it takes nothing; against another, what `kl_estimate` says."""
+    keys = {"name": "reinforce++", "kl_coefficient": 0.5}
+    learner = make_learner(params, keys)
+    _, metrics = learner.learn(learner.init(params), groups, 0)
+    assert metrics["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-6) and "loss/kl" not in metrics
+    reference = jax.tree.map(lambda leaf: leaf * 0.9, params)
+    learner = make_learner(reference, keys | {"advantage_normalization": "none"})
+    minibatches, metrics = prepared(learner, params, groups)
+    (minibatch,) = minibatches
+    logprobs = tokens_of(minibatches, "rollout_logprobs")
+    minibatch.batches = [
+        batch.replace(old_logprobs=each)
+        for batch, each in zip(minibatch.batches, minibatch.reference_logprobs, strict=True)
+    ]
+    references = tokens_of(minibatches, "old_logprobs")
+    rewards = np.concatenate([group.reward for group in groups])
+    totals = []
+    for reward, mine, other, advantage in zip(
+        rewards, logprobs, references, tokens_of(minibatches, "advantages"), strict=True
+    ):
+        penalty = 0.5 * (mine - other)
+        totals.append(penalty.sum())
+        np.testing.assert_allclose(advantage, reward - np.cumsum(penalty[::-1])[::-1], rtol=1e-4, atol=1e-5)
+    assert metrics["reward/kl_penalty"] == pytest.approx(np.mean(totals), rel=1e-4)
+
+
+def test_constant_aggregation_reports_means_all_the_same(params, groups):
+    learner = make_learner(params, {"name": "dr_grpo"})
+    _, metrics = learner.learn(learner.init(params), groups, 0)
+    lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
+    assert metrics["update/weight"] == pytest.approx(np.mean(lengths) / LONGEST, rel=1e-5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_an_entropy_bonus_raises_the_entropy(params, groups):
+    """With advantages of 0 it is all there is; without it nothing moves."""
+    equal = [dataclasses.replace(group, rewards=[{"reward": 0.0}] * 2) for group in groups]
+    entropies = {}
+    for coefficient in (0.0, 0.5):
+        keys = {"name": "dapo", "dynamic_sampling": False, "entropy_coefficient": coefficient}
+        learner = make_learner(params, keys, epochs_per_step=3)
+        state, metrics = learner.learn(learner.init(params), equal, 0)
+        assert ("loss/entropy" in metrics) == (coefficient > 0)
+        _, after = learner.learn(state, equal, 0)
+        entropies[coefficient] = metrics["entropy"], after["entropy"]
+        assert (metrics["gradient_norm"] > 0) == (coefficient > 0)
+    assert entropies[0.0][1] == entropies[0.0][0]
+    assert entropies[0.5][1] > entropies[0.5][0] + 0.01
+
+
+def test_the_critic_learns_and_leaves_the_policy_alone(params, groups):
+    """Values start at 0 and come to explain the returns; what its optimizer does moves no bit of the policy
+    in the same step.
+    """
+    keys = {"name": "ppo", "kl_coefficient": 0.0, "gae_lambda": 1.0}
+    found = []
+    for rate in (1e-2, 1e-9):
+        learner = make_learner(params, keys | {"critic": {"learning_rate": rate}}, epochs_per_step=4)
+        state = learner.init(params)
+        assert {leaf.shape for leaf in jax.tree.leaves(state.critic.params["head"])} == {(16,), ()}
+        assert "lm_head" not in state.critic.params["trunk"]
+        state, first = learner.learn(state, groups, 0)
+        assert first["critic/value_mean"] == 0.0 and first["critic/explained_variance"] == 0.0
+        found.append((jax.device_get(state.params), first))
+        if rate == 1e-2:
+            assert int(state.critic.updates) == int(state.updates) == 4
+            for _ in range(6):
+                state, last = learner.learn(state, groups, 0)
+            assert last["critic/loss"] < first["critic/loss"]
+            assert last["critic/explained_variance"] > 0.3
+    (policy, metrics), (other, _) = found
+    jax.tree.map(np.testing.assert_array_equal, policy, other)
+    assert metrics["critic/gradient_norm"] > 0
+
+
+def test_nothing_compiles_after_warm_up(params, groups):
+    pool = ExecutablePool()
+    keys = {"name": "ppo", "correction_cap": 2.0, "entropy_coefficient": 0.01}
+    learner = make_learner(params, keys, pool, minibatches_per_step=2)
+    state = learner.init(params)
+    learner.warm_up(state)
+    compiled = pool.compilations
+    learner.learn(state, groups, 0)
+    assert pool.compilations == compiled
+
+
+_ON_A_MESH = """
+import json, sys
+import jax, numpy as np
+from rljax.config import MeshConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.sharding import make_mesh
+from tests.training.test_learner import make_groups, make_learner, make_params
+
+params = make_params()
+groups = make_groups(params)
+found = {}
+for name in ("ppo", "gspo"):
+    keys = {"name": name, "correction_cap": 2.0, "entropy_coefficient": 0.01}
+    runs = []
+    for mesh in (None, make_mesh(MeshConfig(data=2, tensor=2))):
+        learner = make_learner(params, keys, ExecutablePool(), mesh, minibatches_per_step=2)
+        state = learner.init(params)
+        state, metrics = learner.learn(state, groups, 0)
+        runs.append((jax.tree.leaves(jax.device_get((state.params, state.critic))), metrics))
+    (leaves, metrics), (others, other) = runs
+    found[name] = {
+        "difference": max(float(np.abs(a - b).max()) for a, b in zip(leaves, others, strict=True)),
+        "metrics": [metrics, other],
+    }
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_rounding_only():
+    """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", _ON_A_MESH], capture_output=True, text=True, env=os.environ | flags
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout[result.stdout.index("FOUND") + len("FOUND") :])
+    for name, each in found.items():
+        assert each["difference"] < 1e-3, name  # Adam's first steps are nearly signs: small gradients decide
+        metrics, other = each["metrics"]
+        for key in ("loss/policy", "gradient_norm", "entropy", "correction/ratio_mean"):
+            assert other[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-5), (name, key)
+    for key in ("critic/loss", "critic/gradient_norm"):
+        metrics, other = found["ppo"]["metrics"]
+        assert other[key] == pytest.approx(metrics[key], rel=1e-3), key

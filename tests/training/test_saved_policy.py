@@ -1,0 +1,206 @@
+"""Saved policies: the bits of a run's checkpoint without its optimizer, a Hugging Face directory, and every
+directory that is neither.
+"""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import CheckpointError, ConfigError, UserError
+from rljax.models.growth import grow
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.tasks.registry import make_task
+from rljax.training.accumulation import TrainState
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.policy import make_policy
+from rljax.training.run_directory import RunDirectory
+from rljax.training.saved_policy import load_saved_policy, saved_steps
+from tests.training.tiny_run import write_config
+
+STEPS = (3, 5)
+
+
+def write_run(directory, *overrides, steps=STEPS, drafter=None):
+    """A run directory as training leaves it, without training: other weights at every step."""
+    config = load_config(write_config(directory), overrides)
+    run = RunDirectory(config.run_dir)
+    run.write_config(config)
+    task = make_task(config.task.name, config.seed, **config.task.args)
+    policy = make_policy(config, task, run.path / "tokenizer")
+    checkpoints, model = RunCheckpoints(run.checkpoints_path, keep=10), policy.config
+    for step in steps:
+        params = init_params(policy.config, step)
+        if config.policy.growth is not None:
+            params, model = grow(params, policy.config, **config.policy.growth.model_dump(), seed=0)
+        state = TrainState(params, optax.adamw(1e-3).init(params), np.asarray(step, np.int32))
+        checkpoints.save(step, state, {"data_position": step}, drafter)
+    checkpoints.close()
+    return run.path, model
+
+
+def assert_params(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(ours, jax.Array) and not ours.committed
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("saved"), drafter={"srt/tokens": np.arange(3)})
+
+
+def test_a_run_gives_the_newest_checkpoint_or_the_one_asked_for(run):
+    path, model = run
+    saved = load_saved_policy(path)
+    assert (saved.step, saved.policy.config, saved.path) == (5, model, path)
+    assert_params(saved.policy.params, init_params(model, 5))
+    assert saved.policy.eos_token_ids == (saved.policy.tokenizer.eos_token_id,)
+    assert saved.policy.tokenizer_directory == path / "tokenizer"
+    assert saved.experiment == load_config(path / "config.yaml")
+    assert_params(load_saved_policy(str(path), step=3).policy.params, init_params(model, 3))
+    assert saved_steps(path) == [3, 5]
+
+
+def test_the_drafters_state_is_there_when_it_is_asked_for(run, tmp_path):
+    np.testing.assert_array_equal(load_saved_policy(run[0]).drafter_state()["srt/tokens"], np.arange(3))
+    without, _ = write_run(tmp_path, steps=(1,))
+    assert load_saved_policy(without).drafter_state() == {}
+
+
+def test_a_grown_policy_has_its_grown_shape(tmp_path):
+    path, model = write_run(
+        tmp_path, "policy.growth={hidden_size: 128, mlp_size: 96, num_layers: 2}", steps=(1,)
+    )
+    saved = load_saved_policy(path)
+    assert saved.policy.config == model and model.num_layers == 2
+    grown, _ = grow(init_params(_base(model), 1), _base(model), 128, 96, 2, 0)
+    assert_params(saved.policy.params, grown)
+
+
+def _base(model):
+    return dataclasses.replace(
+        model, hidden_size=64, mlp_size=64, num_layers=1, norm_epsilon=model.norm_epsilon * 2
+    )
+
+
+def test_a_moved_run_is_called_by_its_new_name(run, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(run[0], moved)
+    assert load_saved_policy(moved).experiment.run_dir == str(moved)
+
+
+def test_a_hugging_face_directory(run, tmp_path):
+    path, model = run
+    saved = load_saved_policy(path)
+    save_model(tmp_path / "hf", model, saved.policy.params, "float32", path / "tokenizer")
+    loaded = load_saved_policy(tmp_path / "hf")
+    assert (loaded.experiment, loaded.step, loaded.drafter_state()) == (None, None, {})
+    assert loaded.policy.config == model
+    assert loaded.policy.eos_token_ids == saved.policy.eos_token_ids
+    assert_params(loaded.policy.params, saved.policy.params)
+    with pytest.raises(CheckpointError, match="no step 3"):
+        load_saved_policy(tmp_path / "hf", step=3)
+
+
+def _missing(path):
+    return path / "nowhere"
+
+
+def _a_file(path):
+    return path / "config.yaml"
+
+
+def _neither(path):
+    (path / "empty").mkdir()
+    return path / "empty"
+
+
+def _its_checkpoints(path):
+    return path / "checkpoints"
+
+
+def _one_checkpoint(path):
+    return path / "checkpoints" / "5"
+
+
+def _none_yet(path):
+    shutil.rmtree(path / "checkpoints")
+    return path
+
+
+def _unfinished(path):
+    for seal in path.glob("checkpoints/*/checkpoint.json"):
+        seal.unlink()
+    return path
+
+
+def _no_tokenizer(path):
+    shutil.rmtree(path / "tokenizer")
+    return path
+
+
+def _other_config(path):
+    text = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(text.replace("seed: 0", "sead: 0"))
+    return path
+
+
+def _other_shape(path):
+    text = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(text.replace("hidden_size: 64", "hidden_size: 32"))
+    return path
+
+
+def _policy_gone(path):
+    config = load_config(path / "config.yaml", ["policy={path: models/gone}"])
+    (path / "config.yaml").unlink()
+    RunDirectory(path).write_config(config)
+    return path
+
+
+def _damaged(path):
+    largest = max(
+        (file for file in path.glob("checkpoints/5/arrays/**/*") if file.is_file()),
+        key=lambda file: file.stat().st_size,
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make, kind, message",
+    [
+        (_missing, CheckpointError, "does not exist; give a run directory or a Hugging Face"),
+        (_a_file, CheckpointError, "is not a directory"),
+        (_neither, CheckpointError, "neither a run .* nor a Hugging Face model directory"),
+        (_its_checkpoints, CheckpointError, "the run is .*, and --step chooses"),
+        (_one_checkpoint, CheckpointError, "the run is .*, and --step chooses"),
+        (_none_yet, CheckpointError, "no complete checkpoint yet; the first comes at step 1"),
+        (_unfinished, CheckpointError, "no complete checkpoint yet"),
+        (_no_tokenizer, UserError, "tokenizer.json does not exist"),
+        (_other_config, ConfigError, "the run's config cannot be used .*sead"),
+        (_other_shape, CheckpointError, r"float32\[.*\] in the checkpoint"),
+        (_policy_gone, CheckpointError, "policy.path of its config.yaml, models/gone, which is not there"),
+        (_damaged, CheckpointError, "CRC-32"),
+    ],
+)
+def test_every_other_directory_is_one_clear_error(run, tmp_path, make, kind, message):
+    path = tmp_path / "run"
+    shutil.copytree(run[0], path)
+    with pytest.raises(kind, match=message) as raised:
+        load_saved_policy(make(path))
+    assert isinstance(raised.value, UserError) and "\n" not in str(raised.value)
+
+
+def test_an_unknown_step_names_those_there_are(run):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are 3, 5"):
+        load_saved_policy(run[0], step=4)

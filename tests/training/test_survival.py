@@ -1,0 +1,307 @@
+"""A run that is killed at random moments, over and over, ends as one that never was: bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from rljax.training.run_directory import RunDirectory
+from tests.training.tiny_run import write_config
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+STEPS = 48
+KILLS = 24
+CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 5, 10, 15  # before which start
+SMALL = 100_000  # bytes: no checkpoint of the policy's fits into files of this size, a line of metrics does
+PATIENCE = 60.0  # seconds, for anything
+# Times differ between runs, and one that is started again compiles again.
+VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
+
+
+class Sessions:
+    """Starts, watches and kills the process that works on a run.
+
+    Args:
+      world: a directory for what runs share, and the file of their errors.
+    """
+
+    def __init__(self, world: Path) -> None:
+        self.world, self.errors = world, world / "errors.txt"
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.fork_server"],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._process: int | None = None
+
+    def close(self) -> None:
+        if self._process is not None:
+            os.kill(self._process, signal.SIGKILL)
+        self._server.stdin.close()
+        self._server.wait(PATIENCE)
+
+    def start(self, run: Path, *overrides: str, file_size: int | None = None) -> None:
+        arguments = [
+            "--config",
+            str(self.world / "config.yaml"),
+            f"run_dir={run}",
+            f"training.steps={STEPS}",
+            "evaluation.every=5",
+            "evaluation.problems=2",
+            "checkpoint.keep_every=7",
+            "checkpoint.keep_best=1",
+            f"engine.compilation_cache={self.world}/programs",
+            *overrides,
+        ]
+        command = {"arguments": arguments, "errors": str(self.errors), "file_size": file_size}
+        print(json.dumps(command), file=self._server.stdin, flush=True)
+        self._process = int(self._server.stdout.readline())
+
+    def end(self, kill: bool = False) -> int:
+        """The exit status, when the process is over."""
+        if kill:
+            os.kill(self._process, signal.SIGKILL)
+        status = int(self._server.stdout.readline())
+        self._process = None
+        return status
+
+    def wait_until(self, happened, beginning: float) -> float:
+        """Seconds from the beginning until it has happened."""
+        while not happened():
+            assert time.perf_counter() - beginning < PATIENCE, self.errors.read_text()
+            time.sleep(0.001)
+        return time.perf_counter() - beginning
+
+
+def unfinished(run: Path) -> bool:
+    """Whether a checkpoint is being written, or was when the process died."""
+    try:
+        entries = [entry for entry in (run / "checkpoints").iterdir() if entry.name.isdecimal()]
+    except FileNotFoundError:
+        return False
+    return not all((entry / "checkpoint.json").exists() for entry in entries)
+
+
+def complete(run: Path) -> list[int]:
+    return sorted(int(seal.parent.name) for seal in run.glob("checkpoints/*/checkpoint.json"))
+
+
+def num_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def cut_line(run: Path) -> None:
+    """As a power cut in the middle of writing a line leaves the file."""
+    content = (run / "metrics.jsonl").read_bytes()
+    last = content.rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(last[: len(last) // 2])
+
+
+def half_checkpoint(run: Path) -> None:
+    """A later checkpoint, as far as it was when the process died: all files there, the largest cut."""
+    steps = complete(run)
+    half = run / "checkpoints" / str(steps[-1] + 1)
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(run / "checkpoints" / str(steps[-1]), half)
+    (half / "checkpoint.json").rename(half / ".checkpoint.json.tmp")
+    largest = max((file for file in half.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def numbers(run: Path) -> list[dict]:
+    lines = RunDirectory(run).read_metrics()
+    return [{k: v for k, v in line.items() if not k.startswith(VOLATILE)} for line in lines]
+
+
+def final_state(run: Path) -> dict[str, bytes]:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(run / "checkpoints" / str(STEPS) / "arrays")
+    return {name: np.asarray(array).tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    world = tmp_path_factory.mktemp("world")
+    write_config(world)
+    server = Sessions(world)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def whole(sessions):
+    """The run that nothing happens to; and the seconds it takes to its first line, programs being kept."""
+    run = sessions.world / "whole"
+    sessions.start(run)
+    assert sessions.end() == 0, sessions.errors.read_text()
+    again = sessions.world / "again"
+    sessions.start(again)
+    seconds = sessions.wait_until(lambda: num_lines(again) > 1, time.perf_counter())
+    sessions.end(kill=True)
+    return run, seconds
+
+
+def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole):
+    expected, to_first_line = whole
+    run = sessions.world / "killed"
+    rng = np.random.default_rng(6)
+    while_saving, before_a_step, reached = 0, 0, []
+    for number in range(KILLS):
+        if number == CUT_LINE:
+            cut_line(run)
+        if number == HALF_CHECKPOINT:
+            half_checkpoint(run)
+        if number == FULL_DISK:
+            fill_disk(sessions, run)
+        beginning, known = time.perf_counter(), num_lines(run)
+        sessions.start(run)
+        moment = number % 3
+        if moment == 0:  # at any time: importing, compiling, restoring, training
+            time.sleep(rng.uniform(0.0, 1.5 * to_first_line))
+        elif moment == 1:  # between two lines of metrics
+            sessions.wait_until(lambda known=known: num_lines(run) not in (0, known), beginning)
+            time.sleep(rng.uniform(0.0, 0.5))
+        else:  # while a checkpoint is being written
+            leftover = complete(run)
+            sessions.wait_until(lambda old=leftover: complete(run) != old, beginning)
+            sessions.wait_until(lambda: unfinished(run), beginning)
+            time.sleep(rng.uniform(0.0, 0.05))
+        assert sessions.end(kill=True) == -signal.SIGKILL, sessions.errors.read_text()
+        while_saving += unfinished(run)
+        before_a_step += num_lines(run) <= known
+        reached.append(max(complete(run), default=0))
+    assert while_saving >= 3 and before_a_step >= 2, (while_saving, before_a_step, reached)
+    assert reached[-1] < STEPS and len(set(reached)) > KILLS // 3, reached
+    sessions.start(run)
+    assert sessions.end() == 0, sessions.errors.read_text()
+    assert sessions.errors.read_text().count("\n") == 1  # the full disk's
+    assert numbers(run) == numbers(expected)
+    assert final_state(run) == final_state(expected)
+    assert complete(run) == complete(expected)
+    assert len(RunDirectory(run).read_sessions()) > KILLS // 2
+
+
+def fill_disk(sessions: Sessions, run: Path) -> None:
+    """A session in which no checkpoint can be written: one clear line, and the last good one stays."""
+    before = complete(run)
+    sessions.start(run, file_size=SMALL)
+    assert sessions.end() == 2, sessions.errors.read_text()
+    assert complete(run) == before
+    (line,) = sessions.errors.read_text().splitlines()
+    assert line.startswith(f"error: {run / 'checkpoints'}: the checkpoint of step ")
+    assert line.endswith(f"could not be written (File too large); that of step {before[-1]} is still good")
+
+
+def test_a_run_may_go_on_without_checkpoints_while_the_disk_is_full(sessions, whole):
+    run, steps = sessions.world / "going on", "training.steps=4"
+    sessions.errors.unlink(missing_ok=True)
+    sessions.start(run, steps, "checkpoint.on_failure=go_on", file_size=SMALL)
+    assert sessions.end() == 2  # what counts is that the last one is there
+    assert "the checkpoint of step 4 could not be written" in sessions.errors.read_text()
+    assert sessions.errors.read_text().count("\n") == 1
+    assert num_lines(run) == 5 and complete(run) == []
+    sessions.start(run, steps)
+    assert sessions.end() == 0
+    assert num_lines(run) == 5 and complete(run) == [3, 4]
+
+
+def test_the_comparison_can_fail(sessions, whole):
+    """Were a checkpoint's optimizer, weights or position lost, this is what would be seen."""
+    lines = numbers(whole[0])
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert len({line["reward/mean"] for line in lines[1:]}) > 3
+    assert len({line["gradient_norm"] for line in lines[1:]}) > STEPS / 2
+    assert len(final_state(whole[0])) > 20
+
+
+def mounts_allowed() -> bool:
+    """Whether a file system of our own can be mounted, in a namespace of our own."""
+    try:
+        command = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        return subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """A file system of two megabytes, filled up to the last byte."""
+    if not mounts_allowed():
+        pytest.skip("no file system can be mounted here (unshare -rm)")
+    code = """
+import sys
+import jax.numpy as jnp
+from rljax.errors import UserError
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.run_directory import RunDirectory
+
+def state(value):
+    return {"weight": jnp.full((100_000,), float(value))}
+
+def fill():
+    with open(directory.path / "filler", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+def tried(function, *arguments):
+    try:
+        for _ in range(1000):
+            function(*arguments)
+    except UserError as error:
+        print(error)
+
+directory = RunDirectory(sys.argv[1])
+checkpoints = RunCheckpoints(directory.checkpoints_path, keep=2)
+checkpoints.save(1, state(1), {})
+directory.append_metrics({"step": 1})
+checkpoints.wait()
+fill()
+tried(lambda: (checkpoints.save(2, state(2), {}), checkpoints.wait()))
+fill()
+tried(directory.append_metrics, {"step": 2, "note": "x" * 1000})
+tried(directory.record_session, 2)
+print(checkpoints.steps(), checkpoints.restore(state(0))[1]["weight"][0])
+(directory.path / "filler").unlink()
+kept = directory.truncate_after(1)
+directory.append_metrics({"step": 2})
+checkpoints.save(2, state(2), {})
+checkpoints.close()
+print(checkpoints.steps(), [line["step"] for line in directory.read_metrics()])
+"""
+    mount = 'mount -t tmpfs -o size=2m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    result = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, code],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    full = "(No space left on device)"
+    again = "started again, the run goes on from its newest checkpoint"
+    assert result.stdout.splitlines() == [
+        f"{tmp_path}/checkpoints: the checkpoint of step 2 could not be written {full};"
+        " that of step 1 is still good",
+        f"{tmp_path}/metrics.jsonl: cannot be written {full}; {again}",
+        f"{tmp_path}/sessions.jsonl: cannot be written {full}; {again}",
+        "[1] 1.0",
+        "[1, 2] [1, 2]",
+    ]

@@ -1,0 +1,92 @@
+"""Whole runs whose responses call a calculator: what is learned from them, and that they can be repeated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.config import AlgorithmConfig
+from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.training.update import policy_objective
+from tests.training.tiny_run import train
+
+# What a policy after three steps of warm start writes of itself: "a5+47=52" calls the calculator with "47".
+TOOLS = "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
+VOLATILE = ("time/", "rollout/tokens_per_second", "engine/", "speculation/", "tools/seconds", "tools/waiting")
+
+
+@pytest.fixture(autouse=True)
+def _production_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.slow
+def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
+    plain = train(tmp_path / "plain", TOOLS)
+    for line in plain[1:]:
+        assert line["tools/calls"] > line["tools/errors"] >= 0 and line["tools/tokens"] > 0
+        assert line["mismatch/logprob_abs_max"] == 0.0
+        assert line["update/tokens"] == line["rollout/tokens"]
+        assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
+    assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
+    drafted = [TOOLS, "speculation.drafter=srt"]
+    train(tmp_path / "drafted", *drafted, "training.steps=1")
+    resumed = train(tmp_path / "drafted", *drafted)
+    assert resumed[-1]["speculation/accepted"] >= 0
+    for line, other in zip(resumed, plain, strict=True):
+        shared = [name for name in line if name in other and not name.startswith(VOLATILE)]
+        assert {"tools/calls", "loss/policy"} <= set(shared) or line["step"] == 0
+        assert {name: line[name] for name in shared} == {name: other[name] for name in shared}
+
+
+OWN = [True, True, False, False, True]
+
+
+def batch_of(own):
+    sequences = [
+        TrainingSequence([5, 6, 7], [1, 2, 3, 4, 5], [-1.0, -2.0, 0.0, 0.0, -3.0], 0.5, 0.25, own),
+        TrainingSequence([8], [9, 9], [-1.0, -1.0], -0.5, 0.25),
+    ]
+    return build_batch(sequences, pack_sequences([each.length for each in sequences], 16), range(1))
+
+
+def test_answers_are_read_and_not_learned():
+    batch, whole = batch_of(OWN), batch_of(None)
+    np.testing.assert_array_equal(batch.response_mask[0, 2:7], OWN)
+    np.testing.assert_array_equal(batch.tokens, whole.tokens)
+    np.testing.assert_array_equal(batch.targets, whole.targets)
+    for name in ("rollout_logprobs", "advantages", "weights"):
+        values = getattr(batch, name)
+        np.testing.assert_array_equal(values, getattr(whole, name) * batch.response_mask)
+    everything = batch_of([True] * 5)
+    for name in ("tokens", "response_mask", "rollout_logprobs", "advantages", "weights"):
+        np.testing.assert_array_equal(getattr(everything, name), getattr(whole, name))
+
+
+def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
+    batch = jax.tree.map(jnp.asarray, batch_of(OWN))
+    algorithm = AlgorithmConfig(kl_coefficient=0.1)
+    reference = jnp.full(batch.tokens.shape, -1.5)
+
+    def loss(logprobs, entropy):
+        return policy_objective(logprobs, entropy, batch, reference, algorithm)
+
+    rng = np.random.default_rng(0)
+    logprobs, entropy = (jnp.asarray(rng.normal(size=batch.tokens.shape), jnp.float32) for _ in range(2))
+    answers = np.zeros(batch.tokens.shape, bool)
+    answers[0, 4:6] = True
+    gradient, metrics = jax.grad(loss, has_aux=True)(logprobs, entropy)
+    assert (np.asarray(gradient)[answers] == 0).all()
+    assert (np.asarray(gradient)[np.asarray(batch.response_mask)] != 0).all()
+    assert metrics["update/tokens"] == 5
+    other, same = jax.grad(loss, has_aux=True)(
+        jnp.where(answers, jnp.nan, logprobs), jnp.where(answers, jnp.nan, entropy)
+    )
+    np.testing.assert_array_equal(other, gradient)
+    assert {k: float(v) for k, v in same.items()} == {k: float(v) for k, v in metrics.items()}
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="own is of 3, not of 5 tokens"):
+        batch_of([True, True, False])
