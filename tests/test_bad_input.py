@@ -27,7 +27,7 @@ from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 ROOT = Path(__file__).parents[1]
-POLICY = ModelConfig("qwen3", 320, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)
+POLICY = ModelConfig("qwen3", 384, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)
 OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
 FROM_POLICY = ("policy={path: POLICY}",)
 
@@ -131,7 +131,7 @@ def test_a_config_file(tmp_path, monkeypatch, capsys, content, says):
             (
                 "speculation.drafter=quantized",
                 "speculation.choice=roofline",
-                "speculation.calibration_dir=no",
+                "speculation.calibration_dir=none",
             ),
             "speculation.choice: roofline finds no constants",
         ),
@@ -187,7 +187,7 @@ def no_eos(policy):
 
 def larger_vocabulary(policy):
     content = json.loads((policy / "tokenizer.json").read_text())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "<|far|>"})
+    content["model"]["vocab"]["far"] = 999
     (policy / "tokenizer.json").write_text(json.dumps(content))
 
 
@@ -200,7 +200,7 @@ POLICIES = {
     "no weights": (lambda policy: (policy / "model.safetensors").unlink(), "model.safetensors"),
     "cut weights": (cut("model.safetensors"), "model.safetensors"),
     "empty weights": (lambda policy: (policy / "model.safetensors").write_bytes(b""), "(0 bytes)"),
-    "a missing tensor": (edit_tensors(lambda tensors: tensors.pop(NORM)), f"missing {NORM} [32]"),
+    "a missing tensor": (edit_tensors(lambda tensors: tensors.pop(NORM)), f"missing tensor {NORM} [32]"),
     "a misshapen tensor": (
         edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(31, np.float32)})),
         f"tensor {NORM} has shape [31], but config.json asks for [32]",
@@ -209,7 +209,7 @@ POLICIES = {
         edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(32, np.int8)})),
         f"tensor {NORM} is stored as I8",
     ),
-    "another vocabulary": (edit_json("config.json", vocab_size=384), "embed_tokens"),
+    "another vocabulary": (edit_json("config.json", vocab_size=448), "embed_tokens"),
     "short positions": (
         edit_json("config.json", max_position_embeddings=64),
         "policy: it is made for sequences of 64 tokens, less than rollout.max_prompt_length + max_",

@@ -350,6 +350,9 @@ class SlotEngine:
             for i, (row, slot) in enumerate(zip(rows, slots, strict=True))
         ]
         decode = self.engine.bulk_insert(prompt.prefix, state.decode, assignments)
+        if decode.counts is not None and sampled.any():  # penalties know of the first tokens, too
+            first = prompt.prefix.last_tokens[: len(slots)]
+            decode = decode.replace(counts=decode.counts.at[jnp.asarray(slots), first].set(1))
         over = [slot for i, slot in enumerate(slots) if ended[i]]
         if over:
             decode = self.engine.free_resource(decode, over)

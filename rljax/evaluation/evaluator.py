@@ -8,6 +8,7 @@ checkpoint gives the same numbers here and there.
 
 import datetime
 import hashlib
+import math
 import os
 import time
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.evaluation.judging import check_success, judge
+from rljax.errors import UserError
+from rljax.evaluation.judging import check_success
 from rljax.evaluation.metrics import (
     Estimate,
     JudgedProblem,
@@ -36,14 +38,13 @@ from rljax.rollout.records import Completion
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
 from rljax.training.decoder import make_numerics, make_scheduler, warm_up
 from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 
 _JUDGED_TOGETHER = 64  # tasks may judge many responses in parallel
-_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
-_SAMPLED_BY += ("presence_penalty", "max_prompt_length", "max_response_length", "stop")
 
 
 class Evaluator:
@@ -104,13 +105,15 @@ class Evaluator:
 
     def _identity(self) -> dict[str, Any]:
         config = self.config
-        rollout = config.rollout.model_dump(include=set(_SAMPLED_BY))
+        rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
+        task = config.task.model_dump(exclude={"reward_workers"})
         return {
             "policy": weights_digest(self.saved.policy.params),
             "split": self.split,
             "seed": config.seed,
-            **{f"task.{name}": value for name, value in config.task.model_dump().items()},
-            **{f"rollout.{name}": rollout[name] for name in _SAMPLED_BY},
+            **{f"task.{name}": value for name, value in task.items()},
+            **{f"rollout.{name}": value for name, value in rollout.items()},
+            "tools": None if config.tools is None else config.tools.model_dump(),
             "policy.compute_dtype": config.policy.compute_dtype,
             "engine.row_invariant": config.engine.row_invariant,
         }
@@ -194,10 +197,16 @@ class Evaluator:
                 keys = missing[start : start + _JUDGED_TOGETHER]
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
                 for key, each, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
-                    numbers = {name: float(value) for name, value in rewards.items()}
+                    numbers = self._finite(key[0], rewards)
                     log.append(key, {"rewards": numbers, "answer": extracted_answer(self.task, *each)})
                 self.progress.step(done + start + len(keys), {})
         log.sort()
+
+    def _finite(self, index: int, rewards: dict[str, float]) -> dict[str, float]:
+        for name, value in rewards.items():
+            if not math.isfinite(value):
+                raise UserError(f"task: the reward of problem {self.problems[index].id} has {name} {value}")
+        return {name: float(value) for name, value in rewards.items()}
 
     # -- results ---------------------------------------------------------------------------------------------
 

@@ -1,7 +1,4 @@
-"""Rewards and answers of responses, and the metrics of the evaluations inside a run."""
-
-import math
-from collections.abc import Sequence
+"""The metrics of the evaluations inside a run."""
 
 from rljax.config import EvaluationConfig
 from rljax.errors import UserError
@@ -16,32 +13,8 @@ from rljax.evaluation.metrics import (
 from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.collector import Group
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Problem, Split, Task
-
-Answered = tuple[Problem, str]
-"""A problem and the text of one response to it."""
-
-
-def judge(task: Task, answered: Sequence[Answered]) -> list[dict[str, float]]:
-    """The task's reward of each response, in order; together, if the task has a method `rewards` for that.
-
-    Raises:
-      UserError: a reward raised, or is not finite.
-    """
-    together = getattr(task, "rewards", None)
-    found = [_reward(task, *each) for each in answered] if together is None else together(answered)
-    for (problem, _), rewards in zip(answered, found, strict=True):
-        for name, value in rewards.items():
-            if not math.isfinite(value):
-                raise UserError(f"task: the reward of problem {problem.id} has {name} {value}")
-    return found
-
-
-def _reward(task: Task, problem: Problem, text: str) -> dict[str, float]:
-    try:
-        return task.reward(problem, text)
-    except Exception as error:
-        raise UserError(f"task: the reward of problem {problem.id} raised {error!r}") from error
+from rljax.tasks.base import Split, Task
+from rljax.tasks.judging import judge
 
 
 def check_success(task: Task, split: Split, evaluation: EvaluationConfig) -> None:

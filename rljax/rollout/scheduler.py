@@ -388,13 +388,17 @@ class _Run:
         if self.speculator is not None:
             ended = np.asarray([self.slots[slot] is None for slot in slots], bool)
             self.speculator.observe(requests, result.tokens[slots], np.asarray(kept, np.int32), ended)
-        if self.on_finished is not None:
-            for slot, index in zip(slots, requests.tolist(), strict=True):
-                if self.slots[slot] is None and index < self.wanted:
-                    self.on_finished(index, self.completion(index))
+        self.report_finished(slots, requests.tolist())
         if self.on_progress is not None:
             self.on_progress(statistics.tokens, self.finished)
         return self.grow(self.engine.free_resource(state, stopped) if stopped else state, result, slots)
+
+    def report_finished(self, slots: Sequence[int], requests: Sequence[int]) -> None:
+        """Hands out the responses of these requests, each in its slot until now, that have ended."""
+        if self.on_finished is not None:
+            for slot, index in zip(slots, requests, strict=True):
+                if self.slots[slot] is None and index < self.wanted:
+                    self.on_finished(index, self.completion(index))
 
     def find_end(self, index: int, known: int) -> tuple[int | None, ToolCall | None]:
         """Where a stop string or a call ends what a request has sampled behind its first `known` tokens, if
@@ -439,6 +443,7 @@ class _Run:
             indices = [index for index, _ in answers]
             ended = [self.slots[slot] is None for slot in slots]
             self.speculator.append(slots, indices, sizes, appended, ended)
+        self.report_finished(slots, [index for index, _ in answers])
         if self.on_progress is not None:
             self.on_progress(self.statistics.tokens, self.finished)
         return state

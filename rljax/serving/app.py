@@ -227,13 +227,15 @@ class _Service:
         """Raises a RequestError unless this policy can answer."""
         self._check_name(body.model)
         sampling = self.served.sampling
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
             asked, is_ = getattr(body, name), getattr(sampling, name)
             if asked is not None and asked != is_:
+                way_out = "leave it out"
+                if name in ("temperature", "top_p"):
+                    way_out += f", or start a server with --{name.replace('_', '-')} {asked:g}"
                 raise RequestError(
                     400,
-                    f"{name}: this server samples with {is_:g} and no other, got {asked:g}; leave it out, or"
-                    f" start a server with --{name.replace('_', '-')} {asked:g}",
+                    f"{name}: this server samples with {is_:g} and no other, got {asked:g}; {way_out}",
                     name,
                     "unsupported_value",
                 )

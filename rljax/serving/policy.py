@@ -192,7 +192,9 @@ def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
         say(f"the run used {mesh.num_devices} devices; here is {jax.device_count()}: decoding on one")
         mesh = MeshConfig()
     speculation = _speculation(config.speculation, options.drafter, say)
-    parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh}
+    if config.tools is not None:
+        say("the run's tools are not called here: a response goes on behind its call")
+    parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     config = config.model_copy(update=parts)
     longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
     if longest > most:

@@ -1,7 +1,7 @@
 """What a client may ask: the bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send.
 
-What cannot be done is refused with a reason, not left out in silence: a researcher who asks for
-`frequency_penalty` should not get samples without it.
+What cannot be done is refused with a reason, not left out in silence: a researcher who asks for `logit_bias`
+should not get samples without it.
 """
 
 from typing import Annotated, Any, Literal
@@ -96,9 +96,6 @@ class Body(_Strict):
 
     def refuse_the_impossible(self) -> None:
         """Raises a RequestError for what the engine does not do."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(self, name):
-                raise _unsupported(name, "there are no penalties; leave it out, or 0")
         if self.logit_bias:
             raise _unsupported("logit_bias", "logits are not changed; leave it out")
         if self.stream_options is not None and not self.stream:

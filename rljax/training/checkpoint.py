@@ -11,16 +11,19 @@ TensorStore's internals. Older checkpoints are deleted only after a newer one is
 `rljax/training/retention.py` does not keep.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
 import shutil
+import sys
 import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -110,6 +113,7 @@ class RunCheckpoints:
                 # uncompressed, processor time` of benchmarks/results/training.json.
                 handler = ocp.PyTreeCheckpointHandler(use_compression=False)
                 self._checkpointer = ocp.AsyncCheckpointer(handler)
+            _silence_lost_callbacks()
             self._checkpointer.save(path / _ARRAYS, args=ocp.args.PyTreeSave(leaves))
         except Exception as error:
             self._failure = error
@@ -239,7 +243,8 @@ class RunCheckpoints:
         if self._failure is None:
             return
         error, self._failure = self._failure, None
-        self._drop_checkpointer()
+        with contextlib.suppress(Exception):  # what else of Orbax's failed by the same cause
+            self._drop_checkpointer()
         self._clear_unfinished()  # on a full disk the space is needed: metrics must still be written
         newest = self.latest_step()
         left = "there is no older one" if newest is None else f"that of step {newest} is still good"
@@ -336,6 +341,22 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     if isinstance(leaf, np.ndarray) or _is_uncommitted(leaf):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _silence_lost_callbacks() -> None:
+    """Of arrays that fail together, as on a full disk, Orbax waits for the first. What TensorStore has to
+    tell of the others it tells an event loop that is gone, and each time there is a traceback.
+    """
+    say = sys.excepthook
+    if getattr(say, "silences_lost_callbacks", False):
+        return
+
+    def say_what_counts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            say(kind, error, trace)
+
+    say_what_counts.silences_lost_callbacks = True
+    sys.excepthook = say_what_counts
 
 
 def _fingerprint(file: Path) -> tuple[int, int]:

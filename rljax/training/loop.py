@@ -203,15 +203,24 @@ class TrainingRun:
         score = metrics.get("evaluation/reward")
         due = due or (config.checkpoint.keep_best and score is not None)
         stopped_by = stop.signal
-        try:
-            self.checkpoints.check()
-            if last or due or stopped_by is not None:
-                self.save(score)
-        except CheckpointError as error:
-            if config.checkpoint.on_failure == "stop" or last or stopped_by is not None:
-                raise
-            progress.message(f"warning: {error}; the run goes on, and the next one is tried as usual")
+        final = last or stopped_by is not None
+        self.checkpoint(bool(due or final), final, score)
         return stopped_by
+
+    def checkpoint(self, due: bool, final: bool, score: float | None) -> None:
+        """Begins a checkpoint if one is due, and tells of the last one if that has failed. A `final` one must
+        not; others as `checkpoint.on_failure` says.
+        """
+        save = functools.partial(self.save, score)
+        for attempt in (self.checkpoints.wait, save) if due else (self.checkpoints.check,):
+            try:
+                attempt()
+            except CheckpointError as error:
+                if self.config.checkpoint.on_failure == "stop" or (final and attempt is save):
+                    raise
+                self.progress.message(
+                    f"warning: {error}; the run goes on, and the next one is tried as usual"
+                )
 
     def save(self, score: float | None) -> None:
         """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""

@@ -32,7 +32,7 @@ def prompt(seed, length):
 
 
 def start(engine, params, prompts, limit=40):
-    state = engine.init_state(4, max(map(len, prompts)) + 1)
+    state = engine.init_state(4, max(map(len, prompts)) + STEPS + 1)
     prefix = engine.prefill(params, prompts)
     keys = [request_key(0, slot) for slot in range(len(prompts))]
     return engine.bulk_insert(

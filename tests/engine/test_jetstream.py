@@ -109,7 +109,8 @@ def test_through_jetstreams_orchestrator(served, run):
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jetstream", None)
+    for name in ("jetstream", "jetstream.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "rljax.engine.jetstream", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'rljax\[jetstream\]'"):
         import rljax.engine.jetstream  # noqa: F401

@@ -155,6 +155,21 @@ def test_a_response_that_its_first_token_ends(engine, params, slots):
     assert result.get_result_at_slot(0).valid.tolist() == [[0]]
 
 
+def test_penalties_count_the_first_token(params):
+    sampling = SamplingParams(frequency_penalty=3.0)
+    engine = DecodeEngine(
+        CONFIG, Numerics(), sampling, Buckets((2,), (LONGEST,)), (EOS,), decode_steps_per_visit=8
+    )
+    slots = SlotEngine(engine, slots=2, max_prompt_length=64, seed=7)
+    prefix, first = slots.prefill(
+        params=params, padded_tokens=padded(PROMPTS[0]), true_length=3, request_id=IDS[0]
+    )
+    got = first.get_result_at_slot(0)
+    into = {1: ([int(got.tokens[0, 0])], [got.log_prob[0, 0]])}
+    decode_all(slots, params, slots.insert(prefix, slots.init_decode_state(), 1), into)
+    assert_same(into[1], expected_of(engine, params, PROMPTS[0], identity(IDS[0]))[0])
+
+
 def test_requests_without_an_identity_get_one_each(engine, params, slots):
     ask = lambda: slots.prefill(params=params, padded_tokens=padded((8,)), true_length=1)[0]  # noqa: E731
     keys = [np.asarray(ask().noise_keys).tolist() for _ in range(3)]

@@ -5,6 +5,8 @@ drafted or not, from a run or a Hugging Face directory, the same bytes.
 import json
 import zlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -188,6 +190,16 @@ def test_other_settings_do_not_go_on_with_an_evaluation(trained, whole, capsys):
     assert "rollout.temperature: is 0.7, but the evaluation in" in capsys.readouterr().err
     assert evaluate(run, "--output", whole, "seed=1") == 2
     assert "seed: is 1" in capsys.readouterr().err
+
+
+def test_a_digest_names_the_bits_of_the_weights():
+    params = {"embed": np.ones((2, 3), np.float32), "layers": [{"q": np.zeros(4, np.float32)}]}
+    assert evaluator.weights_digest(params) == evaluator.weights_digest(jax.tree.map(jnp.asarray, params))
+    changed = jax.tree.map(np.copy, params)
+    changed["layers"][0]["q"][3] = -0.0
+    renamed = {"embed": params["embed"], "layers": [{"k": params["layers"][0]["q"]}]}
+    digests = [evaluator.weights_digest(each) for each in (params, changed, renamed)]
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize(

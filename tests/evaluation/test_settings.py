@@ -28,6 +28,13 @@ def test_a_runs_own_config_is_what_it_is_evaluated_with(run):
     assert config.warm_start is None
 
 
+def test_the_tools_of_a_run_are_those_of_its_evaluation(run):
+    text = (run / "config.yaml").read_text().replace("tools: null", "tools: {names: [calculator]}")
+    (run / "config.yaml").write_text(text)
+    assert evaluation_config(run, None, []).tools.names == ("calculator",)
+    assert evaluation_config(run, None, ["tools=null"]).tools is None
+
+
 def test_overrides_reach_what_training_would_refuse(run):
     overrides = ["rollout.max_response_length=100", "engine.cache_buckets=null", "evaluation.samples=4"]
     config = evaluation_config(run, None, overrides)

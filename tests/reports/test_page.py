@@ -130,12 +130,12 @@ def test_long_runs_stay_small(tmp_path):
 def several(tmp_path_factory):
     base = tmp_path_factory.mktemp("several")
     seeds = [write_full_run(base / f"chains-seed{s}", steps=6, seed=s, drafts=False) for s in range(3)]
-    return read_runs([*seeds[:2], write_full_run(base / "faster", steps=4, learning_rate=3e-4), seeds[2]])
+    return read_runs([*seeds[:2], write_full_run(base / "fast$er$", steps=4, learning_rate=3e-4), seeds[2]])
 
 
 def test_seeds_are_one_series(several):
     first, other = series_of(several)
-    assert first.name == "chains-seed (3 seeds)" and other.name == "faster"
+    assert first.name == "chains-seed (3 seeds)" and other.name == "fast$er$"
     assert [run.name for run in first.runs] == ["chains-seed0", "chains-seed1", "chains-seed2"]
     colors = colors_of(several)
     assert [colors[run.name] for run in several] == [COLORS[0], COLORS[0], COLORS[1], COLORS[0]]
@@ -148,7 +148,7 @@ def test_several_runs_are_on_one_page(several):
     assert labels.count("Reward") == 1
     assert "Response lengths by step: chains-seed0" in labels and "Running requests" in labels
     reward = re.search(r'aria-label="Reward".*?</svg>', text, re.DOTALL).group()
-    assert "chains-seed (3 seeds)</text>" in reward and "faster</text>" in reward
+    assert "chains-seed (3 seeds)</text>" in reward and "fast$er$</text>" in reward
     assert len(labels) == len(set(labels))
 
 

@@ -15,7 +15,7 @@ from tests.rollout import test_manager
 from tests.rollout.test_manager import CHEAP, learn, make_engine, roll_out
 from tests.rollout.tiny_policy import CONFIG, SLOTS, make_params, make_requests
 
-EAGLE = {"depths": [1, 3], "slices": 1, "train_below": 0, "pack_length": 64}
+EAGLE = {"variant": "eagle", "depths": [2], "slices": 1, "train_below": 0, "pack_length": 64, "rows": 1}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ KEPT = {
             "chains_of_eagle",
             "eagle/step",
             "eagle/train.params.layer.q",
-            "eagle/train.opt_state",
+            "eagle/train.optimizer_state",
             "eagle/train.updates",
             "eagle/buffer.tokens",
             "eagle/buffer.states",

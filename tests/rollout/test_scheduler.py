@@ -104,6 +104,22 @@ def test_progress_is_reported_up_to_the_end(engine, params, requests):
     assert seen[-1] == (statistics.tokens, len(requests))
 
 
+@pytest.mark.parametrize("max_slots", [3, 16])
+def test_every_response_is_handed_out_once_when_it_has_ended(engine, params, requests, expected, max_slots):
+    handed_out, finished = {}, []
+
+    def hand_out(index, completion):
+        assert index not in handed_out
+        handed_out[index] = completion
+
+    def look(_, done):
+        finished.append((done, len(handed_out)))
+
+    Scheduler(engine, max_slots).run(params, requests, look, hand_out)
+    assert_same([handed_out[index] for index in range(len(requests))], expected)
+    assert all(done == out for done, out in finished) and len({done for done, _ in finished}) > 2
+
+
 def spell(ids):
     """Letters, so that one stop string can be spelled by several tokens."""
     return "".join("abcd"[i % 4] for i in ids)

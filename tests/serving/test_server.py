@@ -105,6 +105,8 @@ def test_a_stop_string_ends_the_text_before_itself(client):
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     streamed = [event.choices[0].delta.content or "" for event in chat(client, 5, stop=stop, stream=True)]
     assert "".join(streamed) == cut.message.content
+    nearly = whole.message.content[-1] + " never there"  # its beginning is held back, and said in the end
+    assert chat(client, 5, stop=nearly).choices[0] == whole
 
 
 @pytest.mark.parametrize("n", [1, 3])

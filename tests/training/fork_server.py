@@ -13,12 +13,20 @@ import resource
 import signal
 import sys
 import traceback
+import zlib
 
+from rljax.tasks.chain_arithmetic import ChainArithmetic
 from tests.scripts import load_script
+
+
+def luck(task: ChainArithmetic, problem: object, text: str) -> dict[str, float]:
+    """A reward that every response has its own of: so small a policy never earns one."""
+    return {"reward": zlib.crc32(text.encode()) % 1000 / 1000}
 
 
 def carry_out(command: dict) -> int:
     train = load_script("train")
+    ChainArithmetic.reward = luck
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = open(command["errors"], "a", buffering=1)  # noqa: SIM115
     if command["file_size"] is not None:
