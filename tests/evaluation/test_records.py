@@ -20,6 +20,7 @@ def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path):
     assert set(again.lines) == {(1, 0), (0, 1)}
     with again:
         again.append((0, 0), {"text": ""})
+    assert JsonLog(tmp_path / "log").lines == again.lines
     again.sort()
     lines = (tmp_path / "log").read_text().splitlines()
     assert [(json.loads(line)["problem"], json.loads(line)["sample"]) for line in lines] == [
