@@ -158,9 +158,9 @@ def test_a_response_that_its_first_token_ends(engine, params, slots):
 def test_penalties_count_the_first_token(params):
     sampling = SamplingParams(frequency_penalty=3.0)
     engine = DecodeEngine(
-        CONFIG, Numerics(), sampling, Buckets((2,), (LONGEST,)), (EOS,), decode_steps_per_visit=8
+        CONFIG, Numerics(), sampling, Buckets((4,), (LONGEST,)), (EOS,), decode_steps_per_visit=8
     )
-    slots = SlotEngine(engine, slots=2, max_prompt_length=64, seed=7)
+    slots = SlotEngine(engine, slots=4, max_prompt_length=64, seed=7)
     prefix, first = slots.prefill(
         params=params, padded_tokens=padded(PROMPTS[0]), true_length=3, request_id=IDS[0]
     )

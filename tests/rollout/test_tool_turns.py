@@ -193,7 +193,7 @@ def test_same_bits_with_drafts_and_with_tools_that_answer_in_another_order(
     speculator.choose = times.choose
     for _ in range(2):  # the second time with what the first one taught
         turns = itertools.count()
-        tool = Counter((lambda text: next(turns) % 2 * 0.05) if slow else lambda text: 0.0)
+        tool = Counter((lambda text, turns=turns: next(turns) % 2 * 0.05) if slow else lambda text: 0.0)
         scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(tool))
         completions, statistics = scheduler.run(params, requests)
         assert_as_expected(completions, expected)

@@ -15,7 +15,6 @@ from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import make_run
-from tests.training.test_saved_policy import write_run
 
 PROMPT = "47a5b8="
 
@@ -85,25 +84,14 @@ def test_the_runs_drafter_is_used_with_what_it_has_learned(run, tmp_path, monkey
         "load_state",
         lambda self, state: (learned.append(state), load_state(self, state)),
     )
-    overrides = ["speculation.drafter=eagle", "speculation.others={srt: {}}", "speculation.max_drafts=3"]
-    state = {"history/" + name: array for name, array in _history().items()}
-    drafted, _ = write_run(
-        tmp_path,
-        *overrides,
-        "rollout.temperature=0.7",
-        "rollout.max_response_length=48",
-        steps=(1, 2),
-        drafter=state,
-    )
+    overrides = ["speculation.drafter=eagle", "speculation.others={srt: {}}", "rollout.temperature=0.7"]
+    state = {"history/" + name: array for name, array in make_drafter("srt").state().items()}
+    drafted = make_run(tmp_path, *overrides, drafter=state)
     status, text, said = generate(drafted, PROMPT, "--tokens")
     assert status == 0 and text == generate(run, PROMPT, "--tokens")[1]
     assert "eagle cannot follow" in said and "drafter srt" in said
     assert len(learned) == 1 and set(state) <= set(learned[0])
     assert "drafter none" in generate(drafted, PROMPT, "--drafter", "none")[2]
-
-
-def _history():
-    return make_drafter("srt").state()
 
 
 def test_a_hugging_face_directory(generate, run, tmp_path):

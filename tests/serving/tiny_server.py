@@ -15,9 +15,10 @@ MODEL = "tiny"
 SLOTS = 4
 
 
-def make_run(directory, *overrides):
-    """A run directory with a policy of random weights, whose responses end by length."""
-    return write_run(directory, "rollout.max_response_length=48", *overrides, steps=(1, 2))[0]
+def make_run(directory, *overrides, drafter=None):
+    """A run directory with a policy of random weights, which may be given what its drafters have learned."""
+    few_programs = ("speculation.verify_buckets=[8, 16]", "speculation.max_drafts=3")
+    return write_run(directory, *few_programs, *overrides, steps=(1, 2), drafter=drafter)[0]
 
 
 @contextlib.contextmanager
