@@ -11,7 +11,7 @@ from rljax.reports.runs import NORMAL_QUANTILE, RunData, Series, series_of, t_in
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMOOTHING = 5  # steps in the running mean of the reward
+SMOOTHING = 5  # steps in the running mean of the reward, at most
 
 
 def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
@@ -25,7 +25,7 @@ def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
     )
     yield Panel(
         "Reward",
-        f"Training rewards, mean of {SMOOTHING} steps. {band}",
+        f"Training rewards, running mean of up to {SMOOTHING} steps. {band}",
         lambda axes: draw_rewards(axes, series),
     )
     if any(run.evaluations for run in runs):
@@ -64,7 +64,15 @@ def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
             variances = _smoothed(run.column("step"), run.column("reward/standard_error") ** 2)[1]
             error = NORMAL_QUANTILE * np.sqrt(variances / _window(len(run.steps)))
             _band(axes, steps, smooth, error, color)
-            axes.plot(in_blocks(steps), in_blocks(smooth), color=color, linewidth=1.8, label=each.name)
+            single = "o" if len(steps) == 1 else None
+            axes.plot(
+                in_blocks(steps),
+                in_blocks(smooth),
+                color=color,
+                linewidth=1.8,
+                marker=single,
+                label=each.name,
+            )
         else:
             _draw_repeated(axes, curves, color, each.name, "-")
     if any(len(each.runs) > 1 for each in series):
@@ -177,7 +185,8 @@ def _band(axes: "Axes", steps: np.ndarray, middle: np.ndarray, error: np.ndarray
 
 
 def _window(steps: int) -> int:
-    return min(SMOOTHING, steps)
+    """Short runs are not smoothed away."""
+    return min(SMOOTHING, max(steps // 4, 1))
 
 
 def _smoothed(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
