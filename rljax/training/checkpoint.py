@@ -23,7 +23,6 @@ import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -347,16 +346,16 @@ def _silence_lost_callbacks() -> None:
     """Of arrays that fail together, as on a full disk, Orbax waits for the first. What TensorStore has to
     tell of the others it tells an event loop that is gone, and each time there is a traceback.
     """
-    say = sys.excepthook
+    say = sys.unraisablehook
     if getattr(say, "silences_lost_callbacks", False):
         return
 
-    def say_what_counts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            say(kind, error, trace)
+    def say_what_counts(lost: Any) -> None:
+        if not (lost.exc_type is RuntimeError and str(lost.exc_value) == "Event loop is closed"):
+            say(lost)
 
     say_what_counts.silences_lost_callbacks = True
-    sys.excepthook = say_what_counts
+    sys.unraisablehook = say_what_counts
 
 
 def _fingerprint(file: Path) -> tuple[int, int]:

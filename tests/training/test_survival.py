@@ -171,9 +171,13 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole
             fill_disk(sessions, run)
         beginning, known = time.perf_counter(), num_lines(run)
         sessions.start(run)
-        moment = number % 3 if max(reached, default=0) < STEPS - 10 else 0
-        if moment == 0:  # at any time: importing, compiling, restoring, training
-            time.sleep(rng.uniform(0.0, 1.5 * to_first_line))
+        moment = number % 3 if max(reached, default=0) < STEPS - 15 else 0
+        if moment == 0:  # at any time: loading programs, restoring, training, but not for many steps
+            most = beginning + rng.uniform(0.0, 1.5 * to_first_line)
+            most_lines = known + rng.integers(0, 3)
+            sessions.wait_until(
+                lambda t=most, n=most_lines: time.perf_counter() > t or num_lines(run) > n, beginning
+            )
         elif moment == 1:  # between two lines of metrics
             sessions.wait_until(lambda known=known: num_lines(run) not in (0, known), beginning)
             time.sleep(rng.uniform(0.0, 0.2))
