@@ -191,9 +191,9 @@ def test_same_bits_with_drafts_and_with_tools_that_answer_in_another_order(
     times = FavouriteRows(ALL_ROWS)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times)
     speculator.choose = times.choose
+    turns = itertools.count()
     for _ in range(2):  # the second time with what the first one taught
-        turns = itertools.count()
-        tool = Counter((lambda text, turns=turns: next(turns) % 2 * 0.05) if slow else lambda text: 0.0)
+        tool = Counter((lambda text: next(turns) % 2 * 0.05) if slow else lambda text: 0.0)
         scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(tool))
         completions, statistics = scheduler.run(params, requests)
         assert_as_expected(completions, expected)
@@ -327,7 +327,7 @@ def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_p
         CONFIG,
         Numerics(),
         SamplingParams(),
-        Buckets((2, 4), (128,), (16,), 5),
+        Buckets((4,), (128,), (16,), 5),
         (EOS,),
         16,
         hidden_layers=states_read(drafters, CONFIG),

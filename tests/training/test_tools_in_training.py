@@ -23,6 +23,8 @@ def _production_promotion():
 
 @pytest.mark.slow
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
+    for name in ("plain", "drafted"):
+        (tmp_path / name).mkdir()
     plain = train(tmp_path / "plain", TOOLS)
     for line in plain[1:]:
         assert line["tools/calls"] > line["tools/errors"] >= 0 and line["tools/tokens"] > 0
