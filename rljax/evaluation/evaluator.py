@@ -154,11 +154,12 @@ class Evaluator:
         warm_up(scheduler, params, config)
         done, start = len(wanted) - len(missing), time.perf_counter()
         self.progress.stage("evaluate", len(wanted), completed=done, sparse=True)
-        shown = 0
+        # Slots end in bursts: the time of a few responses would say nothing of what is left.
+        shown, burst = 0, max(1, len(missing) // 20)
 
         def show(tokens: int, finished: int) -> None:
             nonlocal shown
-            if finished > shown:
+            if finished - shown >= burst or shown < finished == len(missing):
                 rate = tokens / (time.perf_counter() - start)
                 self.progress.step(done + finished, {"tokens_per_second": rate})
                 shown = finished
