@@ -10,7 +10,7 @@ from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import policy_objective
 from tests.training.tiny_run import train
 
-# What a policy after three steps of warm start writes of itself: "a5+47=52" calls the calculator with "47".
+# What a policy soon writes of itself: "a5+47=52" calls the calculator with "47".
 TOOLS = "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
 VOLATILE = ("time/", "rollout/tokens_per_second", "engine/", "speculation/", "tools/seconds", "tools/waiting")
 
@@ -25,14 +25,15 @@ def _production_promotion():
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()
-    plain = train(tmp_path / "plain", TOOLS)
+    tools = [TOOLS, "warm_start.steps=20"]
+    plain = train(tmp_path / "plain", *tools)
     for line in plain[1:]:
-        assert line["tools/calls"] > line["tools/errors"] >= 0 and line["tools/tokens"] > 0
+        assert line["tools/calls"] >= line["tools/errors"] >= 0 and line["tools/tokens"] > 0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["update/tokens"] == line["rollout/tokens"]
         assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
-    drafted = [TOOLS, "speculation.drafter=srt"]
+    drafted = [*tools, "speculation.drafter=srt"]
     train(tmp_path / "drafted", *drafted, "training.steps=1")
     resumed = train(tmp_path / "drafted", *drafted)
     assert resumed[-1]["speculation/accepted"] >= 0
