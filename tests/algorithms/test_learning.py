@@ -209,12 +209,12 @@ def test_a_term_of_the_loss_leads_to_the_regularised_optimum(keys):
 
 
 def test_a_correction_undoes_a_rollout_from_another_policy():
-    """The rollout favours token 0 where the policy does not. Uncorrected, clipping takes that for an update
-    that went too far, and the policy stays away from the optimum.
+    """The rollout samples the best token less than the policy would. Uncorrected, clipping takes that for an
+    update that went too far, and the reward has no gradient left.
     """
 
     def disturb(params):
-        return {**params, "first": params["first"] + jnp.array([1.5, 0.0, 0.0, -1.0])}
+        return {**params, "first": params["first"] + jnp.array([-1.5, 1.0, 0.0, 1.0])}
 
     def distance(**keys):
         algorithm = AlgorithmConfig(
