@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 40
 KILLS = 24
 CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 5, 9, 13  # before which start
-SMALL = 250_000  # bytes: no checkpoint of the policy's fits into files of this size, a line of metrics does
+SMALL = 250_000  # bytes: not even one matrix of a checkpoint fits into files of this size, all metrics do
 PATIENCE = 120.0  # seconds, for anything
 # Times differ between runs, and one that is started again compiles again.
 VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
@@ -60,6 +60,7 @@ class Sessions:
             str(self.world / "config.yaml"),
             f"run_dir={run}",
             f"training.steps={STEPS}",
+            "policy.shape.mlp_size=2048",
             "rollout.max_response_length=24",
             "evaluation.every=5",
             "evaluation.problems=2",
