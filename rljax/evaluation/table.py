@@ -5,9 +5,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_NAME_WIDTH, _CELL_WIDTH = 22, 17  # of a metric's name and of a value with its interval, with their borders
+
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    """Prints the metrics, of all problems and by difficulty, each with half the width of its 95 % interval.
+    """Prints the metrics, each with half the width of its 95 % interval: a column for all problems and for each
+    difficulty, in tables as wide as the console.
 
     Args:
       results: as in results.json.
@@ -15,18 +18,25 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     """
     overall = results["overall"]
     names = [name for name in overall if name == "reward" or name != results["success"]]  # `mean@n` says it
-    table = Table(title=_title(results), title_justify="left", title_style="not italic")
-    table.add_column("difficulty")
-    for name in ("problems", *names):
-        table.add_column(name.replace("_", " "), justify="right")
-    lines = [("all", results["problems"], overall)]
+    columns = [("all", results["problems"], overall)]
     if len(results["by_difficulty"]) > 1:
-        lines += [
-            (each["difficulty"], each["problems"], each["metrics"]) for each in results["by_difficulty"]
+        columns += [
+            (f"difficulty {each['difficulty']}", each["problems"], each["metrics"])
+            for each in results["by_difficulty"]
         ]
-    for label, problems, metrics in lines:
-        table.add_row(label, f"{problems:,}", *(_cell(name, metrics[name]) for name in names))
-    console.print(table)
+    at_once = max(1, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
+    for first in range(0, len(columns), at_once):
+        shown = columns[first : first + at_once]
+        title = None if first else _title(results)
+        table = Table(title=title, title_justify="left", title_style="not italic")
+        table.add_column("")
+        for label, _, _ in shown:
+            table.add_column(label, justify="right", no_wrap=True)
+        table.add_row("problems", *(f"{problems:,}" for _, problems, _ in shown))
+        for name in names:
+            cells = (_cell(name, metrics[name]) for _, _, metrics in shown)
+            table.add_row(name.replace("_", " "), *cells)
+        console.print(table)
 
 
 def _title(results: dict[str, Any]) -> str:
