@@ -9,8 +9,8 @@ _NAME_WIDTH, _CELL_WIDTH = 22, 17  # of a metric's name and of a value with its 
 
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    """Prints the metrics, each with half the width of its 95 % interval: a column for all problems and for each
-    difficulty, in tables as wide as the console.
+    """Prints the metrics, each with half the width of its 95 % interval: a column for all problems and for
+    each difficulty, in tables as wide as the console.
 
     Args:
       results: as in results.json.
