@@ -1,4 +1,4 @@
-"""Responses with tools' answers in them: what is learned from them, and what is not."""
+"""Whole runs whose responses call a calculator: what is learned from them, and that they can be repeated."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,40 @@ import pytest
 from rljax.config import AlgorithmConfig
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import policy_objective
+from tests.training.tiny_run import train
+
+# What a policy soon writes of itself: "a5+47=52" calls the calculator with "47".
+TOOLS = "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
+VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
+VOLATILE += ("engine/", "speculation/", "tools/seconds", "tools/waiting")
 
 
 @pytest.fixture(autouse=True)
 def _production_promotion():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.mark.slow
+def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
+    for name in ("plain", "drafted"):
+        (tmp_path / name).mkdir()
+    tools = [TOOLS, "warm_start.steps=20"]
+    plain = train(tmp_path / "plain", *tools)
+    for line in plain[1:]:
+        assert line["tools/calls"] >= line["tools/errors"] >= 0 and line["tools/tokens"] > 0
+        assert line["mismatch/logprob_abs_max"] == 0.0
+        assert line["update/tokens"] == line["rollout/tokens"]
+        assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
+    assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
+    drafted = [*tools, "speculation.drafter=srt"]
+    train(tmp_path / "drafted", *drafted, "training.steps=1")
+    resumed = train(tmp_path / "drafted", *drafted)
+    assert resumed[-1]["speculation/accepted"] >= 0
+    for line, other in zip(resumed, plain, strict=True):
+        shared = [name for name in line if name in other and not name.startswith(VOLATILE)]
+        assert {"tools/calls", "loss/policy"} <= set(shared) or line["step"] == 0
+        assert {name: line[name] for name in shared} == {name: other[name] for name in shared}
 
 
 OWN = [True, True, False, False, True]
