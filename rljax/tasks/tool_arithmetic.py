@@ -4,8 +4,8 @@
     solution  <calculator>347*862-95</calculator><answer>299019</answer>#299019
 
 An expression is easily copied into a call, and a number out of an answer; products of three digits by three
-are hard to work out without writing. In the warm start only a share `demonstrated_calls` of the solutions
-asks the calculator; the others guess. What is left for RL to find out is that asking pays.
+are hard to work out without writing. In the warm start only a share `demonstrated_calls`
+of the solutions asks the calculator; the others guess. What is left for RL to find out is that asking pays.
 
 Solutions are written with the markers that the config's section `tools` has by default.
 """
