@@ -1,11 +1,13 @@
 """The worker: requests that come and go at any time get the tokens that they get from the scheduler."""
 
+import inspect
 import queue
 import threading
 
 import numpy as np
 import pytest
 
+from drafters.base import DeviceDrafter
 from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.noise import request_key
@@ -257,11 +259,9 @@ def test_drafts_change_no_token_while_requests_join(make_worker, engine, name):
 
 
 def test_drafters_that_follow_slots_are_refused(engine, params):
-    class Follows:
-        strategies = ()
-
-        def __getattr__(self, name):
-            return lambda *arguments: None
+    names = {name for each in DeviceDrafter.__mro__ for name in (*vars(each), *inspect.get_annotations(each))}
+    members = {name: lambda *arguments: None for name in names if not name.startswith("_")}
+    Follows = type("Follows", (), members)
 
     class Speculates:
         def __init__(self):
