@@ -187,12 +187,8 @@ class Speculator:
         self._ask_all("begin", self._as_drafters_know(requests, len(requests)))
         under_way = np.asarray([i for i, own in enumerate(tokens) if len(own)], np.int32)
         if len(under_way):
-            counts = np.asarray([len(tokens[i]) for i in under_way], np.int32)
-            known = np.zeros((len(under_way), counts.max()), np.int32)
-            for row, i in enumerate(under_way):
-                known[row, : counts[row]] = tokens[i]
-            none = np.zeros_like(counts)
-            self._ask_all("observe", Sampled(under_way, known, counts, none, none, none.astype(bool)))
+            known, counts = _padded([tokens[i] for i in under_way])
+            self._tell_undrafted(under_way, known, counts, np.zeros(len(under_way), bool))
         self._statistics.host_seconds += time.perf_counter() - start
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
@@ -349,16 +345,18 @@ class Speculator:
         slots[i], or the response is complete.
         """
         start = time.perf_counter()
-        counts = np.asarray([len(own) for own in tokens], np.int32)
-        padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
-        for row, own in enumerate(tokens):
-            padded[row, : len(own)] = own
+        padded, counts = _padded(tokens)
         for drafter in self._on_device:
             drafter.append(slots, sizes, padded, counts)
-        nothing = np.zeros_like(counts)
-        requests = np.asarray(requests, np.int32)
-        self._ask_all("observe", Sampled(requests, padded, counts, nothing, nothing, np.asarray(ended, bool)))
+        self._tell_undrafted(np.asarray(requests, np.int32), padded, counts, np.asarray(ended, bool))
         self._statistics.host_seconds += time.perf_counter() - start
+
+    def _tell_undrafted(
+        self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray
+    ) -> None:
+        """Drafters hear of tokens that no draft of theirs stood for; arguments as of `Sampled`."""
+        nothing = np.zeros_like(counts)
+        self._ask_all("observe", Sampled(requests, tokens, counts, nothing, nothing, ended))
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """The rewarded responses of a training rollout."""
@@ -503,3 +501,12 @@ class Speculator:
 
 def _on_host(drafter: Drafter) -> bool:
     return not isinstance(drafter, SelfDrafter | DeviceDrafter)
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence from its first column on, int32 [n, T] with T at least 1, and their lengths, int32 [n]."""
+    counts = np.asarray([len(own) for own in tokens], np.int32)
+    padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
+    for row, own in enumerate(tokens):
+        padded[row, : len(own)] = own
+    return padded, counts
