@@ -504,7 +504,7 @@ def _on_host(drafter: Drafter) -> bool:
 
 
 def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Each sequence from its first column on, int32 [n, T] with T at least 1, and their lengths, int32 [n]."""
+    """Each sequence from its first column on, int32 [n, T], T at least 1, and their lengths, int32 [n]."""
     counts = np.asarray([len(own) for own in tokens], np.int32)
     padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
     for row, own in enumerate(tokens):

@@ -24,22 +24,9 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
 from tests.rollout.test_scheduler import assert_same, spell
-from tests.rollout.tiny_policy import CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.rollout.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16,), 5)
-
-
-class CheapTimes:
-    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
-
-    def __getitem__(self, shape):
-        return 1.0 if shape[2] == 0 else 1e-3
-
-    def __contains__(self, shape):
-        return True
-
-    def add(self, shape, seconds):
-        assert seconds > 0
 
 
 @pytest.fixture(scope="module")

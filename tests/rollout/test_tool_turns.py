@@ -30,7 +30,7 @@ from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolWorkers
 from tests.rollout.test_scheduler import assert_same, spell
 from tests.rollout.test_speculation import ALL_ROWS, FavouriteRows
-from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
 OPENING, CLOSING, MAX_CALLS = "a", "cb", 3
 
@@ -296,19 +296,6 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
     speculator.choose = times.choose
     completions, _ = scheduler.run(params, requests)
     assert_as_expected(completions, expected)
-
-
-class CheapTimes:
-    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
-
-    def __getitem__(self, shape):
-        return 1.0 if shape[2] == 0 else 1e-3
-
-    def __contains__(self, shape):
-        return True
-
-    def add(self, shape, seconds):
-        assert seconds > 0
 
 
 @pytest.mark.slow

@@ -42,3 +42,16 @@ class FixedTimes:
 
     def add(self, shape, seconds):
         assert seconds > 0
+
+
+class CheapTimes:
+    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
+
+    def __getitem__(self, shape):
+        return 1.0 if shape[2] == 0 else 1e-3
+
+    def __contains__(self, shape):
+        return True
+
+    def add(self, shape, seconds):
+        assert seconds > 0
