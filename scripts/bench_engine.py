@@ -50,9 +50,9 @@ def measurements() -> list[Measurement]:
                 name,
                 lambda name=name: self_draft_rows(name, POLICIES[name], (1, 8), repeats=5),
             )
-            for name in ("25M", "98M")
+            for name in ("25M", "95M")
         ),
-        Measurement("companion", "98M", lambda: companion_rows("98M", POLICIES["98M"], 2, (2, 8), repeats=9)),
+        Measurement("companion", "95M", lambda: companion_rows("95M", POLICIES["95M"], 2, (2, 8), repeats=9)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
     ]

@@ -45,7 +45,7 @@ POLICIES = {
     "2M": qwen3(vocab=320, hidden=192, layers=4, heads=6, kv_heads=2, mlp=512),  # the quickstart's
     "25M": qwen3(vocab=8192, hidden=512, layers=7, heads=8, kv_heads=4, mlp=1536),
     # The shape of configs/bench_long_tail.yaml, grown: nearly all of it projections.
-    "98M": qwen3(vocab=320, hidden=192, layers=12, heads=6, kv_heads=2, mlp=13824),
+    "95M": qwen3(vocab=320, hidden=768, layers=12, heads=6, kv_heads=2, mlp=3072),
     "140M": qwen3(vocab=32000, hidden=768, layers=18, heads=12, kv_heads=4, mlp=2048),
 }
 
