@@ -13,7 +13,7 @@ from pathlib import Path
 _COMPILED = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else ours is a worker, or somebody has one already
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED = tempfile.mkdtemp(prefix="rljax-tests-")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
 
 import jax  # noqa: E402  (it reads these variables)
 import pytest  # noqa: E402

@@ -79,7 +79,7 @@ class DynamicSampler(Generic[Group]):
 
     @property
     def num_missing(self) -> int:
-        """Informative groups still needed: the next round may be smaller than a batch."""
+        """Informative groups still needed."""
         return self.num_groups - len(self._kept)
 
     def offer(self, groups: Sequence[Group], rewards: ArrayLike) -> int:

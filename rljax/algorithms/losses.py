@@ -136,10 +136,12 @@ def policy_loss(
     def weighted_sum(values: Array) -> Array:
         return jax.lax.stop_gradient(jnp.sum(weights * values))
 
+    possible = jnp.isfinite(token_log_ratio)  # else a filter excludes the token now, and this KL is infinite
+    finite_log_ratio = jnp.where(possible, token_log_ratio, 0.0)
     metrics = {
         "ratio_mean": weighted_sum(ratio),
         "clip_fraction_low": weighted_sum(jnp.where((advantages < 0) & (ratio < 1.0 - clip_low), 1.0, 0.0)),
         "clip_fraction_high": weighted_sum(jnp.where((advantages > 0) & (ratio > 1.0 + clip_high), 1.0, 0.0)),
-        "rollout_kl": weighted_sum(jnp.expm1(token_log_ratio) - token_log_ratio),
+        "rollout_kl": weighted_sum(jnp.expm1(finite_log_ratio) - finite_log_ratio),
     }
     return loss, metrics

@@ -160,6 +160,16 @@ class AlgorithmConfig(Section):
         """Whether the training pass scores the responses before the first update, to correct them."""
         return self.correction_cap is not None or self.correction_mask != "none"
 
+    def describe(self) -> str:
+        """The name, and where the settings are not those of its paper."""
+        preset = {**_GRPO, **ALGORITHMS[self.name].settings}
+        changed = [
+            f"{key} {getattr(self, key)} instead of {value}"
+            for key, value in preset.items()
+            if getattr(self, key) != value
+        ]
+        return self.name + (f" with {', '.join(changed)}" if changed else "")
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
@@ -178,5 +188,17 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "algorithm.ratio: sequence gives all tokens of a response one gradient, but"
                 f" advantage_baseline {self.advantage_baseline} gives each an advantage of its own; use token"
+            )
+        if self.compares_groups and self.discount != 1:
+            raise ValueError(
+                f"algorithm.discount: {self.discount} is read with advantage_baseline none or critic, not"
+                f" with {self.advantage_baseline}"
+            )
+        # Expected gradients near the reference: docs/algorithms.md, "KL as a penalty".
+        if self.kl_coefficient > 0 and (self.kl_estimator == "k1") != (self.kl_in == "reward"):
+            right = "k1" if self.kl_in == "reward" else "k2 or k3"
+            raise ValueError(
+                f"algorithm.kl_estimator: {self.kl_estimator} with kl_in: {self.kl_in} does not hold the"
+                f" policy near the reference; use {right}"
             )
         return self

@@ -13,6 +13,7 @@ from rljax.config import ExperimentConfig
 _HARMLESS = (
     "run_dir",
     "training.steps",
+    "algorithm.dynamic_sampling_max_rounds",  # a run that got through has the same numbers with more
     "checkpoint",
     "evaluation",
     "tracking",

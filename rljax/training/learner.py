@@ -7,6 +7,7 @@ updates, mini-batch by mini-batch. What an algorithm does not need is not scored
 """
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,6 +22,7 @@ from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
+from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
@@ -29,7 +31,7 @@ from rljax.training.accumulation import TrainState
 from rljax.training.critic import Critic, ValueTargets
 from rljax.training.minibatches import Minibatch, completions_of, make_minibatches
 from rljax.training.optimizer import make_optimizer
-from rljax.training.update import Trainer
+from rljax.training.update import WEIGHT, Trainer
 
 
 class Learner:
@@ -45,6 +47,9 @@ class Learner:
       trainer: of the policy.
       pool: compiled programs.
       policy_params: what the run starts from; copied where a reference is needed.
+
+    Attributes:
+      reference_checksum: of the reference's weights; None without one.
     """
 
     def __init__(
@@ -59,8 +64,9 @@ class Learner:
         self._config = config
         self._algorithm = algorithm = config.algorithm
         self._trainer = trainer
-        self._reference = None
+        self._reference = self.reference_checksum = None
         if algorithm.kl_coefficient > 0:
+            self.reference_checksum = _checksum(policy_params)
             self._reference = trainer.place(jax.tree.map(jnp.copy, policy_params))
         self._critic = None
         if algorithm.advantage_baseline == "critic":
@@ -134,7 +140,9 @@ class Learner:
         """What must be known before the first update, with the weights before it."""
         for minibatch in minibatches:
             if self._reference is not None:
-                minibatch.reference_logprobs = self._trainer.score(self._reference, minibatch.batches)
+                minibatch.reference_logprobs = self._trainer.score_reference(
+                    self._reference, minibatch.batches
+                )
             if self._algorithm.corrects_rollout:
                 minibatch.old_logprobs = self._trainer.score(state.params, minibatch.batches)
             if self._critic is not None:
@@ -206,10 +214,9 @@ class Learner:
     def _kl_penalties(
         self, logprobs: np.ndarray, reference_logprobs: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:
-        """What the KL takes from the reward at each token, [N, L]; nothing where a filter excludes it."""
+        """What the KL takes from the reward at each token, [N, L]."""
         algorithm = self._algorithm
-        counts = mask & np.isfinite(logprobs) & np.isfinite(reference_logprobs)
-        both = [jnp.asarray(np.where(counts, each, 0.0)) for each in (logprobs, reference_logprobs)]
+        both = [jnp.asarray(np.where(mask, each, 0.0)) for each in (logprobs, reference_logprobs)]
         return algorithm.kl_coefficient * np.asarray(kl_estimate(*both, algorithm.kl_estimator))
 
     def _fill_in(
@@ -223,7 +230,12 @@ class Learner:
             weights[minibatch.members] = np.where(kept[minibatch.members], of_members[:, None], 0.0)
         olds = minibatch.old_logprobs or [None] * len(minibatch.batches)
         minibatch.batches = [
-            batch.replace(advantages=advantage, weights=weight, old_logprobs=old)
+            batch.replace(
+                advantages=advantage,
+                weights=weight,
+                # What is left out is in no ratio either: that of a response (GSPO) would pass gradient on.
+                old_logprobs=None if old is None else np.where(weight > 0, old, np.float32(-np.inf)),
+            )
             for batch, advantage, weight, old in zip(
                 minibatch.batches,
                 minibatch.lay_out(advantages),
@@ -251,10 +263,30 @@ class Learner:
                 on_update(epoch * len(minibatches) + number)
                 reference = minibatch.reference_logprobs if self._kl_in_loss else None
                 policy, metrics = self._trainer.update(policy, minibatch.batches, reference)
+                _check_gradient("policy", metrics, "optimizer.learning_rate")
                 if self._critic is not None:
                     critic, more = self._critic.update(critic, minibatch.batches, minibatch.value_targets)
+                    _check_gradient("critic", more, "algorithm.critic.learning_rate")
+                    more["clip_fraction"] /= metrics.get(WEIGHT, 1.0) or 1.0  # a mean, as those of the policy
                     metrics |= {f"critic/{name}": value for name, value in more.items()}
                 collected.append(metrics)
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
         averaged = {name: float(np.mean([each[name] for each in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
+
+
+def _checksum(params: Params) -> int:
+    checksum = 0
+    for leaf in jax.tree.leaves(params):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), checksum)
+    return checksum
+
+
+def _check_gradient(of: str, metrics: dict[str, float], key: str) -> None:
+    """Before a checkpoint keeps weights that no run can go on from."""
+    norm = metrics["gradient_norm"]
+    if not np.isfinite(norm):
+        raise UserError(
+            f"update: the gradient norm of the {of} is {norm}, and its weights are lost; the newest"
+            f" checkpoint is from before that. Go on from it with a smaller {key}, or see what was rewarded"
+        )

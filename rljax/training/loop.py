@@ -19,7 +19,7 @@ from drafters.registry import make_drafters
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.errors import CheckpointError, Interrupted
+from rljax.errors import CheckpointError, DrafterError, Interrupted, PolicyError, UserError
 from rljax.evaluation.judging import check_success, group_metrics
 from rljax.models.transformer import Params, num_params
 from rljax.reports import write_report_of_run
@@ -67,7 +67,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                     progress.message(f"changed since the last start: {change}")
                 training = TrainingRun(config, directory, checkpoints, progress, start, stop)
                 with training.trackers:
-                    training.train()
+                    training.train(allow_changes)
         except KeyboardInterrupt:
             if stop.signal is None or stop.insisted:
                 raise
@@ -110,6 +110,7 @@ class TrainingRun:
         policy = make_policy(config, task, directory.path / "tokenizer")
         check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
         progress.message(f"policy: {num_params(policy.config):,} parameters")
+        progress.message(f"algorithm: {config.algorithm.describe()}")
         check_policy(config, policy, task)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)
@@ -148,9 +149,9 @@ class TrainingRun:
         self.data_position = 0  # the next training problem
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
-    def train(self) -> None:
+    def train(self, allow_changes: bool = False) -> None:
         config = self.config
-        self.resume()
+        self.resume(allow_changes)
         self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
         self.trackers.begin()
@@ -226,6 +227,8 @@ class TrainingRun:
         """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""
         drafter = self.drafter_state if self.speculator is None else self.speculator.state()
         host_state = {"data_position": self.data_position, "seed": self.config.seed}
+        if self.learner.reference_checksum is not None:
+            host_state["reference"] = self.learner.reference_checksum
         self.checkpoints.save(self.step, self.state, host_state, drafter, score)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
@@ -234,8 +237,24 @@ class TrainingRun:
         self.directory.append_metrics(line)
         self.trackers.write(line)
 
-    def resume(self) -> None:
-        """Takes up the newest checkpoint, if there is one."""
+    def save_after_failure(self) -> None:
+        """A rollout has failed: the state is still that of the last finished step, which is not lost."""
+        try:
+            self.checkpoints.wait()
+            if self.step > (self.checkpoints.latest_step() or 0):
+                self.save(None)
+                self.checkpoints.wait()
+                self.progress.message(f"step {self.step} is saved")
+        except CheckpointError as error:  # what stops the run is the other one
+            self.progress.message(f"warning: {error}")
+
+    def resume(self, allow_changes: bool = False) -> None:
+        """Takes up the newest checkpoint, if there is one.
+
+        Raises:
+          CheckpointError: it is unreadable or of something else; or its KL penalty had another reference, and
+            not `allow_changes`.
+        """
         if self.checkpoints.latest_step() is None:
             self.directory.truncate_after(-1)
             return
@@ -243,6 +262,15 @@ class TrainingRun:
         if "data_position" not in host_state:
             path = self.checkpoints.directory / str(self.step)
             raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
+        reference = self.learner.reference_checksum
+        if None not in (reference, host_state.get("reference")) and reference != host_state["reference"]:
+            change = (
+                "the reference of the KL penalty, the policy as the run began, has other weights than before:"
+                " policy.path holds something else now, or the warm start is another one"
+            )
+            if not allow_changes:
+                raise CheckpointError(f"{change}; --allow-changes goes on all the same")
+            self.progress.message(f"changed since the last start: {change}")
         self.data_position = host_state["data_position"]
         drafter_state = self.checkpoints.host_arrays(self.step)
         if self.speculator is None:
@@ -258,7 +286,15 @@ class TrainingRun:
 
     def training_step(self) -> dict[str, Any]:
         start = time.perf_counter()
-        groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
+        position = self.data_position
+        try:
+            groups, statistics, timing, sampled = self.roll_out(self.engine.load_params(self.state.params))
+        except (DrafterError, PolicyError):  # what is broken is what would be saved
+            raise
+        except UserError:
+            self.data_position = position
+            self.save_after_failure()
+            raise
         update_metrics = self.learn(groups)
         end = time.perf_counter()
         summary = summarize_rollout(

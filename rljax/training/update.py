@@ -7,6 +7,7 @@ plain sums: micro-batches add up to the mini-batch however it was cut.
 Weights and optimizer state are float32; `Numerics.compute_dtype` says what the products are computed in.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -59,8 +60,8 @@ def policy_objective(
       logprobs, entropy: float32 [R, T], of the policy being trained.
       batch: the micro-batch. With `old_logprobs` the ratio is to these, and not to the rollout's; a token
         that a sampling filter excludes there (-inf) is not learned from.
-      reference_logprobs: float32 [R, T]; None leaves out the KL term. A token that a sampling filter excludes
-        under either policy has no estimate and does not count.
+      reference_logprobs: float32 [R, T], without sampling filters; None leaves out the KL term. A token that
+        a filter excludes under the policy by now has no estimate and does not count.
       algorithm: ratio, clip range, coefficients and estimator.
 
     Returns:
@@ -198,6 +199,9 @@ class Trainer:
             entropy_gradient=algorithm.entropy_coefficient > 0,
             **static,
         )
+        unfiltered = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        self._unfiltered_score = functools.partial(score_packed, sampling=unfiltered, **static)
+        self._filters = sampling.filters(config.vocab_size)
         self._supervised_score = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._objective = functools.partial(policy_objective, algorithm=algorithm)
         self._key = (*static.values(), sampling, algorithm, training.pack_length)
@@ -228,14 +232,17 @@ class Trainer:
 
         Args:
           state: from `init`; not consumed.
-          reference: whether updates will come with reference_logprobs; then `score` is compiled too.
+          reference: whether updates will come with reference_logprobs; `score_reference` is compiled.
           score: compile it anyway.
         """
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
             batch = self._put(build_batch([], nothing, range(rows)))
-            if reference or score or self._corrects:
-                self._score_program((state.params, batch, self._rope))
+            args = (state.params, batch, self._rope)
+            if reference or score:
+                self._score_program(args, unfiltered=True)
+            if self._corrects:
+                self._score_program(args)
             if self._corrects:
                 batch = batch.replace(old_logprobs=batch.rollout_logprobs)
             inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
@@ -244,8 +251,17 @@ class Trainer:
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Logprobs of the targets under the sampling distribution, float32 [R, T] a batch."""
+        return self._scores(params, batches, unfiltered=False)
+
+    def score_reference(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
+        """As `score`, but without top-k, top-p and min-p: a reference's own filter would give -inf to a token
+        that the policy has come to like, and a KL could not say how far that is.
+        """
+        return self._scores(params, batches, unfiltered=True)
+
+    def _scores(self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool) -> list[np.ndarray]:
         args = [(params, self._put(batch.replace(old_logprobs=None)), self._rope) for batch in batches]
-        logprobs = [self._score_program(each)(*each) for each in args]
+        logprobs = [self._score_program(each, unfiltered)(*each) for each in args]
         return [np.asarray(each) for each in logprobs]
 
     def update(
@@ -260,8 +276,8 @@ class Trainer:
           state: from `init` or an earlier update.
           microbatches: the mini-batch, cut. Token weights must sum to 1 over all of them, unless the
             algorithm's aggregation is "constant".
-          reference_logprobs: [R, T] for every micro-batch, from `score` with the reference's params; None
-            leaves out the KL term.
+          reference_logprobs: [R, T] for every micro-batch, from `score_reference` of the reference;
+            None leaves out the KL term.
 
         Returns:
           The new state and the metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
@@ -312,14 +328,20 @@ class Trainer:
         state, metrics = self._accumulation.update(state, inputs, step, kind)
         return state, _finished(metrics)
 
-    def _score_program(self, args: tuple) -> Callable[..., Array]:
+    def _score_program(self, args: tuple, unfiltered: bool = False) -> Callable[..., Array]:
         params, batch, _ = args
-        return self.pool.get(("score", batch.tokens.shape, _dtype(params), *self._key), self._scoring, args)
+        name, scoring = "score", self._scoring
+        if unfiltered and self._filters:  # else it is the same program
+            name, scoring = "score without filters", self._unfiltered_scoring
+        return self.pool.get((name, batch.tokens.shape, _dtype(params), *self._key), scoring, args)
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 
     def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
         return self._score(params, batch=batch, rope=rope)[0]
+
+    def _unfiltered_scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
+        return self._unfiltered_score(params, batch=batch, rope=rope)[0]
 
     def _policy_step(self, params: Params, batch: PackedBatch, reference: Array | None, rope: Array) -> Sums:
         def score(params: Params, batch: PackedBatch) -> tuple[Array, Array]:

@@ -69,4 +69,21 @@ def test_what_cannot_go_together_names_the_key():
     assert "correction_cap" in refusal(correction_cap=0.0)
     assert "gae_lambda" in refusal(gae_lambda=1.01)
     assert "discount" in refusal(discount=0.0)
+    assert "algorithm.discount: 0.9 is read with" in refusal(discount=0.9)
     assert "entropy_coefficient" in refusal(entropy_coefficient=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kl_in"), [("grpo", "reward"), ("reinforce++-baseline", "reward"), ("ppo", "loss")]
+)
+def test_a_kl_whose_gradient_is_not_that_of_a_kl_is_refused(name, kl_in):
+    assert "algorithm.kl_estimator" in refusal(name=name, kl_in=kl_in)
+    AlgorithmConfig(
+        name=name, kl_in=kl_in, kl_coefficient=0.0
+    )  # where there is none, nothing is wrong with it
+
+
+def test_what_differs_from_the_paper_is_told():
+    assert AlgorithmConfig(name="ppo").describe() == "ppo"
+    told = AlgorithmConfig(name="rloo", kl_coefficient=0.0).describe()
+    assert told == "rloo with kl_coefficient 0.0 instead of 0.03"

@@ -17,6 +17,7 @@ from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
+from rljax.errors import UserError
 from rljax.kernels.switch import KernelChoice
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -27,7 +28,7 @@ from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
 from rljax.training.optimizer import make_optimizer
 from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
-from rljax.training.update import Trainer
+from rljax.training.update import Trainer, policy_objective
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)
 PROBLEM = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
@@ -248,6 +249,64 @@ def test_whole_responses_are_left_out_of_the_average(params, groups):
     for i, (weight, length) in enumerate(zip(tokens_of(minibatches, "weights"), lengths, strict=True)):
         np.testing.assert_allclose(weight, np.full(length, 0.0 if i == 1 else 1 / (5 * length)), rtol=1e-6)
     assert metrics["correction/masked"] == pytest.approx(lengths[1] / sum(lengths), rel=1e-6)
+
+
+def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
+    """GSPO: what a token's gradient is multiplied by is that of its response, so leaving it out of the
+    average alone would leave it its gradient.
+    """
+    wrong = disturbed(groups, RATIOS)
+    learner = make_learner(params, {"name": "gspo", "correction_mask": "token"})
+    minibatches, _ = prepared(learner, params, wrong)
+    kept = tokens_of(minibatches, "weights")
+    advantages = tokens_of(minibatches, "advantages")
+    olds = [batch.old_logprobs for minibatch in minibatches for batch in minibatch.batches]
+    (minibatch,) = minibatches
+    scored = learner._trainer.score(params, minibatch.batches)
+
+    def loss(logprobs, batch):
+        entropy = jnp.zeros_like(logprobs)
+        return policy_objective(logprobs, entropy, batch, None, learner._algorithm)[0]
+
+    gradients = [jax.grad(loss)(own, batch) for own, batch in zip(scored, minibatch.batches, strict=True)]
+    minibatch.batches = [
+        batch.replace(advantages=each) for batch, each in zip(minibatch.batches, gradients, strict=True)
+    ]
+    counted = sum(bool((weight > 0).any()) for weight in kept)
+    for weight, advantage, gradient in zip(
+        kept, advantages, tokens_of(minibatches, "advantages"), strict=True
+    ):
+        inside = weight > 0
+        expected = -advantage / (counted * max(inside.sum(), 1))
+        np.testing.assert_allclose(gradient, np.where(inside, expected, 0.0), rtol=1e-4, atol=1e-7)
+    assert any(0 < (weight > 0).sum() < len(weight) for weight in kept)
+    assert all(
+        np.isneginf(np.asarray(old)[np.asarray(batch.weights) == 0]).all()
+        for old, batch in zip(olds, minibatch.batches, strict=True)
+    )
+
+
+def test_the_reference_is_scored_without_filters(params, groups):
+    """Its own top-k would say -inf of what the policy has come to like, and no KL how far that is."""
+    config = experiment({"name": "grpo"})
+    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
+    arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training, optimizer)
+    filtered = Trainer(*arguments, POOL)
+    learner = make_learner(params, {"name": "grpo"})
+    (minibatch,), _ = learner._pack(groups, 0)
+    expected = learner._trainer.score(params, minibatch.batches)
+    found = filtered.score_reference(params, minibatch.batches)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    own = filtered.score(params, minibatch.batches)
+    masks = [batch.response_mask for batch in minibatch.batches]
+    assert any(np.isneginf(each[mask]).any() for each, mask in zip(own, masks, strict=True))
+
+
+def test_a_gradient_that_is_no_number_stops_before_anything_is_saved(params, groups):
+    broken = disturbed(groups, np.full(6 * LONGEST, np.nan))
+    learner = make_learner(params, {"name": "grpo", "kl_coefficient": 0.0})
+    with pytest.raises(UserError, match="the gradient norm of the policy is nan"):
+        learner.learn(learner.init(params), broken, 0)
 
 
 def test_nothing_left_is_an_update_without_gradient(params, groups):

@@ -9,9 +9,10 @@ import sys
 import jax
 import pytest
 
+import rljax.training.learner
 from rljax.algorithms.dynamic_sampling import DynamicSamplingError
 from rljax.config import load_config
-from rljax.errors import ConfigError, Interrupted, UserError
+from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.run_directory import RunDirectory
 from tests.training.tiny_run import train
@@ -169,9 +170,8 @@ def test_a_run_directory_of_another_experiment_is_refused(plain):
         train(directory, "seed=5")
 
 
-def test_reference_overlong_and_several_epochs(tmp_path):
-    lines = train(
-        tmp_path,
+def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
+    keys = (
         "algorithm.kl_coefficient=0.1",
         "algorithm.overlong_buffer=8",
         "training.minibatches_per_step=2",
@@ -180,9 +180,16 @@ def test_reference_overlong_and_several_epochs(tmp_path):
         "rollout.temperature=0.9",
         "rollout.stop=['#']",
     )
+    lines = train(tmp_path, *keys)
     # The first update starts from the reference itself; the second step's does not.
     assert lines[2]["loss/kl"] > 0.0
     assert lines[2]["mismatch/logprob_abs_max"] == 0.0
+    assert all(
+        line["policy/rollout_kl"] is not None for line in lines[1:]
+    )  # finite, whatever a filter excludes
+    monkeypatch.setattr(rljax.training.learner, "_checksum", lambda params: 1)
+    with pytest.raises(CheckpointError, match=r"the reference of the KL penalty.*--allow-changes"):
+        train(tmp_path, *keys, "training.steps=3")
 
 
 def test_dynamic_sampling_gives_up_with_a_message(tmp_path, monkeypatch):
@@ -206,13 +213,22 @@ def test_dynamic_sampling_refills_the_batch(tmp_path, monkeypatch):
     assert lines[-1]["gradient_norm"] > 0.0
 
 
-def test_a_reward_that_raises_is_one_line(tmp_path, monkeypatch):
-    def reward(*_):
-        raise RuntimeError("no")
+def test_a_reward_that_raises_is_one_line_and_costs_no_step(plain, tmp_path, monkeypatch):
+    """In the second step, with no checkpoint due: the first is saved, and the run goes on from there."""
+    _, lines = plain
+    reward, calls = ChainArithmetic.reward, []
 
-    monkeypatch.setattr(ChainArithmetic, "reward", reward)
-    with pytest.raises(UserError, match=r"problem heldout/0 raised RuntimeError\('no'\)"):
-        train(tmp_path)
+    def failing(*args):
+        calls.append(args)
+        if len(calls) > 4 + 2 * 4:  # evaluation, and the first step
+            raise RuntimeError("no")
+        return reward(*args)
+
+    monkeypatch.setattr(ChainArithmetic, "reward", failing)
+    with pytest.raises(UserError, match=r"problem train/2 raised RuntimeError\('no'\)"):
+        train(tmp_path, "checkpoint.every=0")
+    monkeypatch.undo()
+    assert _numbers(train(tmp_path, "checkpoint.every=0")) == _numbers(lines)
 
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
