@@ -56,6 +56,13 @@ def test_on_policy_is_the_plain_policy_gradient(loss_of):
     assert metrics["clip_fraction_low"] == 0 and metrics["clip_fraction_high"] == 0
 
 
+def test_a_token_that_a_filter_excludes_by_now_leaves_the_metrics_finite(loss_of):
+    arguments = (jnp.array([-jnp.inf, -1.0]), jnp.array([-1.0, -1.5]), jnp.ones(2), jnp.ones(2, bool))
+    loss, metrics = loss_of(*arguments, jnp.full(2, 0.5))
+    assert np.isfinite(loss)
+    np.testing.assert_allclose(metrics["rollout_kl"], 0.5 * (np.exp(0.5) - 1 - 0.5), rtol=1e-5)
+
+
 def test_clip_higher_gives_back_the_gradient_of_a_growing_token():
     arguments = (
         jnp.log(jnp.array([0.125])),
