@@ -130,7 +130,7 @@ def test_a_run_with_srt_is_the_run_without(world, plain, srt):
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"srt", "small_model"}))  # that one has no default
 def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
     args = {
-        "eagle": "{variant: eagle, depths: [2], slices: 1, pack_length: 128}",  # the one that compiles soonest
+        "eagle": "{variant: eagle, depths: [2], slices: 1, pack_length: 128}",  # compiles soonest
         "histospec": "{min_match: 1}",
     }
     options = (f"training.steps={HALF}", f"speculation.args={args.get(name, '{}')}")
