@@ -26,12 +26,12 @@ def cases(quick: bool) -> list[Case]:
     sizes = [(16, 4096), (64, 4096), (16, 16_384)]
     some = [
         _case(policy, batch, length, nodes, ragged=False)
-        for policy in POLICIES
         for batch, length in sizes
-        for nodes in (1, 16)
+        for policy in POLICIES
+        for nodes in (16, 1)
     ]
     wide = [_case(policy, 16, 4096, 64, ragged=False) for policy in POLICIES]
-    ragged = [_case(policy, 64, 4096, nodes, ragged=True) for policy in POLICIES for nodes in (1, 16)]
+    ragged = [_case(policy, 64, 4096, nodes, ragged=True) for policy in POLICIES for nodes in (16, 1)]
     return [*some, *wide, *ragged]
 
 

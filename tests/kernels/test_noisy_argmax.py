@@ -29,12 +29,16 @@ FILTERS = {
 }
 
 
-def computed(implementation, logits, params, positions=None, seed=0):
-    """Tokens and logprobs of a backend; skips where it does not run."""
+def skip_where_it_does_not_run(implementation):
     try:
         backend("noisy_argmax", implementation)
     except Refused as refusal:
         pytest.skip(str(refusal))
+
+
+def computed(implementation, logits, params, positions=None, seed=0):
+    """Tokens and logprobs of a backend; skips where it does not run."""
+    skip_where_it_does_not_run(implementation)
     keys, own_positions = identities(len(logits), seed)
     positions = own_positions if positions is None else positions
     run = jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, implementation))
@@ -263,8 +267,9 @@ def rollout(implementation, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
 def test_the_engine_decodes_the_same(implementation, temperature):
+    skip_where_it_does_not_run(implementation)
     tokens, logprobs = rollout(implementation, temperature)
     expected, expected_logprobs = rollout("xla", temperature)
     assert len(np.unique(expected)) > 3

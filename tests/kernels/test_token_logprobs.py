@@ -38,12 +38,16 @@ def arguments(shape, vocab_size, width=128, seed=0, scale=0.3, dtype=jnp.float32
     return hidden, lm_head, jnp.asarray(targets), jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
 
 
-def computed(implementation, hidden, lm_head, targets, gradient, sampling=SamplingParams()):  # noqa: B008
-    """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
+def skip_where_it_does_not_run(implementation):
     try:
         backend("token_logprobs", implementation)
     except Refused as refusal:
         pytest.skip(str(refusal))
+
+
+def computed(implementation, hidden, lm_head, targets, gradient, sampling=SamplingParams()):  # noqa: B008
+    """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
+    skip_where_it_does_not_run(implementation)
 
     def loss(hidden, lm_head):
         logprobs, entropies = token_logprobs(
@@ -192,8 +196,9 @@ def scored(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
 def test_training_scores_the_same(implementation):
+    skip_where_it_does_not_run(implementation)
     (_, outputs), gradients = scored(implementation)
     (_, right), right_gradients = scored("xla")
     for values, reference in zip(outputs, right, strict=True):

@@ -164,7 +164,6 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int) -> None:
             lambda step: (0, step),
             transforms=_TRANSFORMS,
             memory_space=plgpu.SMEM,
-            delay_release=1,
         )
 
     def pipeline(body, context):
@@ -194,7 +193,7 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int) -> None:
             def step(_, hidden_tile, head_tile, accumulator):
                 own = hidden_tile.at[pl.ds(group * _TILE, _TILE)]
                 plgpu.wgmma(accumulator, own, head_tile.transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # the products of the step before, whose memory is then free
+                plgpu.wgmma_wait(0)  # behind it, the step's memory is loaded anew, also with the next tile
                 return accumulator
 
             tokens, entries = pl.ds(row * side, side), pl.ds(column * _TILE, _TILE)
