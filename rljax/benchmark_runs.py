@@ -117,7 +117,7 @@ class Benchmark:
     def _plan(self, quick: bool) -> Sequence[Measurement]:
         return self.quick_plan if quick else self.plan
 
-    def _measure(self, quick: bool, only: str | None, output: Path | None, most: float | None) -> None:
+    def _measure(self, quick: bool, only: str | None, output: Path | None, seconds: float | None) -> None:
         plan = self._plan(quick)
         chosen = _chosen_sections(only, _sections(plan))
         self.prepare(chosen)
@@ -127,8 +127,8 @@ class Benchmark:
             if measurement.section not in chosen:
                 continue
             start = time.perf_counter()
-            if rows and most is not None and start - begun > most:
-                console.print(f"left out after {most:g} s: {measurement.section}, {measurement.what}")
+            if rows and seconds is not None and start - begun > seconds:
+                console.print(f"left out after {seconds:g} s: {measurement.section}, {measurement.what}")
                 continue
             with Interference() as interference:
                 measured = measurement.run()
