@@ -127,7 +127,7 @@ class Policy:
     @functools.cached_property
     def bandwidth(self) -> float:
         """Bytes a second of a copy."""
-        return copy_bandwidth(64 if self.quick else 2048)
+        return copy_bandwidth(8 if self.quick else 2048)
 
     def decode_rows(self, batch: int, verified: bool) -> list[Row]:
         """Decode steps of so many slots; with `verified`, verifying passes too."""

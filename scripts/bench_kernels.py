@@ -49,7 +49,7 @@ def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | N
 @functools.cache
 def _ceilings(quick: bool) -> tuple[float, float]:
     """Bytes, and floating-point operations, a second."""
-    return copy_bandwidth(64 if quick else 2048), matrix_rate(512 if quick else 8192)
+    return copy_bandwidth(8 if quick else 2048), matrix_rate(128 if quick else 8192)
 
 
 def _row(

@@ -108,7 +108,7 @@ def test_blocks_that_take_several_tiles(implementation, monkeypatch):
 
 
 def test_memory_is_given_back_only_when_its_products_are_done(monkeypatch):
-    """Interpreters multiply at once. A pipeline that gives memory back a step later says nothing about its last
+    """Interpreters multiply at once. A pipeline that gives memory back a step later never does so for its last
     step, and the next pipeline does not wait for it.
     """
     emit, specs = plgpu.emit_pipeline_warp_specialized, []
@@ -259,7 +259,7 @@ ODD = {"odd vocabulary": (50_257, 768)}
 @pytest.mark.parametrize("size", (POLICIES | ODD).values(), ids=POLICIES | ODD)
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_for_the_device(device, size):
-    """Forward and backward, in memory that is the results' and errors' of one chunk."""
+    """Forward and backward; scored in memory that depends neither on the vocabulary nor on the tokens."""
     (vocab_size, width), tokens = size, 2048
     function = (mosaic_gpu if device == HOPPER else mosaic_tpu).token_logprobs
 
@@ -272,10 +272,10 @@ def test_compiles_for_the_device(device, size):
         jax.ShapeDtypeStruct((vocab_size, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((2, tokens // 2), jnp.int32),
     )
-    if size in (POLICIES["Qwen2.5-0.5B"], POLICIES["Llama-3.1-8B"]):
-        both = compile_for(device, jax.value_and_grad(loss, (0, 1), has_aux=True), *shapes)
-        print("TEMP", device, size, "both", both.memory_analysis().temp_size_in_bytes)
+    if size in (POLICIES["Qwen2.5-0.5B"], POLICIES["Llama-3.1-8B"]):  # forward, too
+        compile_for(device, jax.value_and_grad(loss, (0, 1), has_aux=True), *shapes)
         return
     scoring = compile_for(device, lambda *args: loss(*args)[0], *shapes)
-    print("TEMP", device, size, "scoring", scoring.memory_analysis().temp_size_in_bytes)
-    assert scoring.memory_analysis().temp_size_in_bytes < tokens * vocab_size  # a quarter of the logits
+    # A chunk of the LM head, and statistics: 2048 tokens' logits of that chunk would take 64 MiB.
+    most = 2 * passes._LARGEST_CHUNK * width + 2**24
+    assert scoring.memory_analysis().temp_size_in_bytes < most
