@@ -108,8 +108,8 @@ def test_blocks_that_take_several_tiles(implementation, monkeypatch):
 
 
 def test_memory_is_given_back_only_when_its_products_are_done(monkeypatch):
-    """Interpreters multiply at once. A pipeline that gives memory back a step later never does so for its last
-    step, and the next pipeline does not wait for it.
+    """No interpreter tells, as they multiply at once. A pipeline that gives memory back a step later never
+    does so for its last step, and the next pipeline does not wait for it.
     """
     emit, specs = plgpu.emit_pipeline_warp_specialized, []
 
