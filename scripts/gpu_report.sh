@@ -100,12 +100,12 @@ engine_tests=(
 
 # Rollouts of configs/bench_long_tail.yaml, whose policy is warmed up first, with few shapes to compile; or of next to
 # nothing.
-variants="SRT,prompt lookup,quantized"
+variants="SRT,prompt lookup,quantized" marked="accelerator"
 rollout_keys=(
     training.steps=4 "engine.batch_buckets=[8]" "engine.cache_buckets=[512]" "speculation.verify_buckets=[32,128]"
 )
 if ((${#quick[@]})); then
-    variants="prompt lookup"
+    variants="prompt lookup" marked="accelerator and not slow"
     rollout_keys=(
         policy.growth=null policy.shape.hidden_size=64 policy.shape.num_layers=1 policy.shape.num_heads=2
         policy.shape.num_kv_heads=1 policy.shape.mlp_size=64 warm_start.steps=2 warm_start.tokens_per_step=512
@@ -118,7 +118,7 @@ fi
 # command_of NAME LIMIT FILE: sets `command`. Benchmarks begin nothing shortly before their limit.
 command_of() {
     local name="$1" limit="$2" output="$3" kernels="${1##*/}"
-    local pytest=("$python" -m pytest -q -p no:cacheprovider -m accelerator --junitxml="$output")
+    local pytest=("$python" -m pytest -q -p no:cacheprovider -m "$marked" --junitxml="$output")
     case "$name" in
         tests/engine) command=("${pytest[@]}" "${engine_tests[@]}") ;;
         tests/*) command=("${pytest[@]}" "tests/kernels/test_${name#tests/}.py") ;;
