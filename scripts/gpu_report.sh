@@ -47,7 +47,11 @@ while (($#)); do
         --quick) quick=(--quick) ;;
         --again) again=1 ;;
         --list) list=1 ;;
-        --parts) wanted="${2:-}" && shift ;;
+        --parts)
+            wanted="${2:-}"
+            [[ -n "$wanted" ]] || { echo "error: --parts: which? --list names them" >&2 && exit 2; }
+            shift
+            ;;
         *) echo "error: $1 is no option; they are --quick, --again, --list and --parts NAMES" >&2 && exit 2 ;;
     esac
     shift
@@ -118,7 +122,7 @@ fi
 # command_of NAME LIMIT FILE: sets `command`. Benchmarks begin nothing shortly before their limit.
 command_of() {
     local name="$1" limit="$2" output="$3" kernels="${1##*/}"
-    local pytest=("$python" -m pytest -q -p no:cacheprovider -m "$marked" --junitxml="$output")
+    local pytest=("$python" -m pytest -v -p no:cacheprovider -m "$marked" --junitxml="$output")
     case "$name" in
         tests/engine) command=("${pytest[@]}" "${engine_tests[@]}") ;;
         tests/*) command=("${pytest[@]}" "tests/kernels/test_${name#tests/}.py") ;;

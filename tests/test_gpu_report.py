@@ -59,7 +59,7 @@ def test_every_part_runs_and_names_the_device(report):
     status, calls, _ = report()
     assert status == 0
     assert calls[0] == (
-        "-m pytest -q -p no:cacheprovider -m accelerator"
+        "-m pytest -v -p no:cacheprovider -m accelerator"
         " --junitxml=benchmarks/results/tests-tree_attention-nvidia-h200.unfinished.xml"
         " tests/kernels/test_tree_attention.py"
     )
@@ -97,6 +97,7 @@ def test_parts_by_name_and_once(report):
     ]
     status, calls, _ = report("--again", "--parts", "kernels")
     assert status == 0 and len(calls) == 5
+    assert report("--parts")[0] == 2
     status, calls, errors = report("--parts", "kernel")
     assert status == 2 and not calls and "error: --parts kernel: no such part" in errors
 
