@@ -78,13 +78,12 @@ def assert_sampled(tokens, logprobs, logits, params, seed=0):
     np.testing.assert_allclose(logprobs, every[rows, tokens], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(
-    "shape", [(1, 5), (3, 97), (2, 128), (9, 2049)], ids=lambda shape: f"{shape[0]}x{shape[1]}"
+    ("batch", "vocab_size", "temperature"), [(1, 5, 0.6), (3, 97, 1.0), (2, 128, 1.7), (9, 2049, 0.6)]
 )
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_samples_and_logprobs(implementation, shape, temperature):
-    logits, params = normal(*shape), SamplingParams(temperature)
+def test_samples_and_logprobs(implementation, batch, vocab_size, temperature):
+    logits, params = normal(batch, vocab_size), SamplingParams(temperature)
     assert_sampled(*computed(implementation, logits, params), logits, params)
 
 
