@@ -88,6 +88,12 @@ class Benchmark:
             help=f"default: {self.default_output(False, _sections(self.plan))}; "
             f"partial {'and quick ' if self.quick_plan else ''}runs write beside it",
         )
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            metavar="S",
+            help="begin no measurement later than this, but one; default: measure everything",
+        )
         return parser
 
     def default_output(self, quick: bool, only: Sequence[str]) -> Path:
@@ -99,7 +105,7 @@ class Benchmark:
     def run(self, arguments: argparse.Namespace) -> int:
         """Does what the arguments of `parser` ask for and returns the exit status; errors are one line."""
         try:
-            self._measure(arguments.quick, arguments.only, arguments.output)
+            self._measure(arguments.quick, arguments.only, arguments.output, arguments.seconds)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -111,16 +117,19 @@ class Benchmark:
     def _plan(self, quick: bool) -> Sequence[Measurement]:
         return self.quick_plan if quick else self.plan
 
-    def _measure(self, quick: bool, only: str | None, output: Path | None) -> None:
+    def _measure(self, quick: bool, only: str | None, output: Path | None, seconds: float | None) -> None:
         plan = self._plan(quick)
         chosen = _chosen_sections(only, _sections(plan))
         self.prepare(chosen)
         output = output or self.default_output(quick, chosen)
-        console, rows = results_console(), []
+        console, rows, begun = results_console(), [], time.perf_counter()
         for measurement in plan:
             if measurement.section not in chosen:
                 continue
             start = time.perf_counter()
+            if rows and seconds is not None and start - begun > seconds:
+                console.print(f"left out after {seconds:g} s: {measurement.section}, {measurement.what}")
+                continue
             with Interference() as interference:
                 measured = measurement.run()
             taken, share = time.perf_counter() - start, interference.share
@@ -134,9 +143,12 @@ class Benchmark:
                     f"[yellow]other processes took {share:.0%} of the cores{most}: "
                     "repeat on a quiet machine[/yellow]"
                 )
-            write_results(output, rows, command_line(), self.packages)
+            if rows:
+                write_results(output, rows, command_line(), self.packages)
             jax.clear_caches()  # a process cannot hold the programs of many measurements
             gc.collect()
+        if not rows:
+            raise UserError("nothing could be measured")
         console.print(
             f"ratios above 1 mean that rljax is better; {len(rows)} rows are in {output}", soft_wrap=True
         )

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,12 @@ from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, param_shapes
 from rljax.rollout.pass_choice import time_drafts, time_passes
 
-_NODES = 16  # of a verifying pass
+_NODES = 16  # of a verifying pass, with every slot's last token
 _LENGTH = 512  # of a slot's cache
-_SELF_DRAFT_BATCHES = (1, 16, 64)
+_DRAFTS = 8  # at most, in a row
+_PASSES = 16  # between two looks of the host, so that its part in their time is small
+_REPEATS = 9
+_SELF_DRAFT_BATCHES = (16, 1, 64)
 
 
 def qwen2(
@@ -53,10 +56,10 @@ def qwen2(
 
 
 POLICIES = {
-    "Qwen2.5-1.5B": qwen2(151_936, 1536, 28, 12, 2, 8960, tied=True),
     "Qwen2.5-7B": qwen2(152_064, 3584, 28, 28, 4, 18_944, tied=False),
+    "Qwen2.5-1.5B": qwen2(151_936, 1536, 28, 12, 2, 8960, tied=True),
 }
-TINY = qwen2(320, 128, 2, 2, 1, 256, tied=True)
+TINY = qwen2(320, 128, 1, 2, 1, 256, tied=True)
 
 
 def random_params(config: ModelConfig) -> Params:
@@ -86,57 +89,60 @@ def read_bytes(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - unread
 
 
-def make_engine(config: ModelConfig, batch: int, kernels: KernelChoice, drafts: int) -> DecodeEngine:
-    """A row-invariant bfloat16 engine, the default of a run, with one batch bucket."""
+def make_engine(config: ModelConfig, batch: int, kernels: KernelChoice, nodes: int = 0) -> DecodeEngine:
+    """A row-invariant bfloat16 engine, the default of a run, with one batch bucket and `nodes` to verify
+    in a pass, if any.
+    """
     buckets = make_buckets(
         batch,
         _LENGTH,
         True,
         batch_buckets=(batch,),
         cache_buckets=(_LENGTH,),
-        verify_buckets=(_NODES,) if batch < _NODES else (),
-        max_drafts=drafts,
+        verify_buckets=(nodes,) if nodes else (),
+        max_drafts=max(nodes - 1, _DRAFTS),
     )
     return DecodeEngine(config, Numerics(True, "bfloat16", kernels), SamplingParams(), buckets, ())
 
 
-def policy_rows(
-    name: str,
-    config: ModelConfig,
-    batches: Sequence[int],
-    self_draft_batches: Sequence[int],
-    kernels: str | tuple[str, ...] | None,
-    repeats: int,
-    quick: bool = False,
-) -> list[Row]:
-    """All rows of one policy, whose weights are made once.
+class Policy:
+    """A policy of random weights, which are made when they are first needed.
 
     Args:
       name: of the policy.
-      batches: whose decode steps are measured; the first one's verifying pass too.
-      self_draft_batches: whose draft steps are measured.
+      config: its shape.
       kernels: implementations of every operation, in the order in which they are tried; None for the default.
-      repeats: of every time.
-      quick: a small copy for the bandwidth.
+      quick: a small copy for the bandwidth, and every time taken once.
     """
-    choice = KernelChoice(**{field.name: kernels for field in dataclasses.fields(KernelChoice)})
-    params = make_engine(config, batches[0], choice, 0).load_params(random_params(config))
-    bandwidth = copy_bandwidth(64 if quick else 2048)
-    label = "default" if kernels is None else "+".join([kernels] if isinstance(kernels, str) else kernels)
-    rows = []
-    for batch in batches:
-        engine = make_engine(config, batch, choice, _NODES - 1)
-        seconds = time_passes(engine, params, engine.buckets.batch[0], _LENGTH, repeats)
-        rows.append(_decode_row(name, label, batch, engine, params, seconds[0], bandwidth))
-        if batch == batches[0] and _NODES in seconds:
-            rows.append(_verify_row(name, label, batch, engine, seconds))
-    for batch in self_draft_batches:
-        rows += _self_draft_rows(name, label, batch, make_engine(config, batch, choice, 8), params, repeats)
-    return rows
+
+    def __init__(self, name: str, config: ModelConfig, kernels: tuple[str, ...] | None, quick: bool) -> None:
+        self.label = f"{name}/{'default' if kernels is None else '+'.join(kernels)}"
+        self.config, self.quick, self.repeats = config, quick, 1 if quick else _REPEATS
+        self.kernels = KernelChoice(**{field.name: kernels for field in dataclasses.fields(KernelChoice)})
+
+    @functools.cached_property
+    def params(self) -> Params:
+        return make_engine(self.config, 1, self.kernels).load_params(random_params(self.config))
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second of a copy."""
+        return copy_bandwidth(8 if self.quick else 2048)
+
+    def decode_rows(self, batch: int, verified: bool) -> list[Row]:
+        """Decode steps of so many slots; with `verified`, verifying passes too."""
+        engine = make_engine(self.config, batch, self.kernels, _NODES if verified else 0)
+        seconds = time_passes(engine, self.params, engine.buckets.batch[0], _LENGTH, self.repeats, _PASSES)
+        rows = [_decode_row(self.label, batch, engine, self.params, seconds[0], self.bandwidth)]
+        return [*rows, _verify_row(self.label, batch, engine, seconds)] if _NODES in seconds else rows
+
+    def draft_rows(self, batch: int) -> list[Row]:
+        """Steps of the quantized self-drafter, against the same with the policy's own weights."""
+        engine = make_engine(self.config, batch, self.kernels)
+        return _self_draft_rows(self.label, batch, engine, self.params, self.repeats)
 
 
 def _decode_row(
-    name: str,
     label: str,
     batch: int,
     engine: DecodeEngine,
@@ -146,7 +152,7 @@ def _decode_row(
 ) -> Row:
     step, size = statistics.median(seconds), read_bytes(params)
     return Row(
-        f"decode/{name}/{label}/batch {batch}",
+        f"decode/{label}/batch {batch}",
         size / step / 1e9,
         "GB/s",
         "copy bandwidth",
@@ -165,12 +171,10 @@ def _decode_row(
     )
 
 
-def _verify_row(
-    name: str, label: str, batch: int, engine: DecodeEngine, seconds: dict[int, list[float]]
-) -> Row:
+def _verify_row(label: str, batch: int, engine: DecodeEngine, seconds: dict[int, list[float]]) -> Row:
     timing = compare(seconds[_NODES], seconds[0])
     return Row(
-        f"verify/{name}/{label}/batch {batch}, {_NODES} nodes",
+        f"verify/{label}/batch {batch}, {_NODES} nodes",
         1e3 * timing.seconds,
         "ms",
         "a decode step",
@@ -186,9 +190,7 @@ def _verify_row(
     )
 
 
-def _self_draft_rows(
-    name: str, label: str, batch: int, engine: DecodeEngine, params: Params, repeats: int
-) -> list[Row]:
+def _self_draft_rows(label: str, batch: int, engine: DecodeEngine, params: Params, repeats: int) -> list[Row]:
     bucket, rows = engine.buckets.batch[0], []
     own = time_drafts(engine, params, bucket, _LENGTH, repeats)
     for bits in (4, 8):
@@ -198,12 +200,12 @@ def _self_draft_rows(
         try:
             ours = time_drafts(engine, drafter, bucket, _LENGTH, repeats)
         except Refused as refusal:
-            print(f"self_draft/{name}/{label}, W{bits}, batch {batch} left out: {refusal}")
+            print(f"self_draft/{label}, W{bits}, batch {batch} left out: {refusal}")
             continue
         timing = compare(ours, own)
         rows.append(
             Row(
-                f"self_draft/{name}/{label}/batch {batch}/W{bits}",
+                f"self_draft/{label}/batch {batch}/W{bits}",
                 1e3 * timing.seconds,
                 "ms/step",
                 "the policy's own weights",
@@ -223,21 +225,38 @@ def _self_draft_rows(
     return rows
 
 
-def benchmark(kernels: str | tuple[str, ...] | None) -> Benchmark:
+def measurements(
+    name: str, policy: Policy, batches: Sequence[int], drafts: Sequence[int]
+) -> list[Measurement]:
+    """Of one policy, what matters most first; the first batch's passes are verified too."""
+    first, *others = batches
+    return [
+        _measurement(name, f"batch {first}", policy.decode_rows, first, True),
+        *(_measurement(name, f"drafts, batch {batch}", policy.draft_rows, batch) for batch in drafts[:1]),
+        *(_measurement(name, f"batch {batch}", policy.decode_rows, batch, False) for batch in others),
+        *(_measurement(name, f"drafts, batch {batch}", policy.draft_rows, batch) for batch in drafts[1:]),
+    ]
+
+
+def _measurement(name: str, what: str, rows: Callable[..., list[Row]], *args: object) -> Measurement:
+    return Measurement(name, what, functools.partial(rows, *args))
+
+
+def benchmark(kernels: tuple[str, ...] | None) -> Benchmark:
     """What this script measures."""
-
-    def one(name: str, config: ModelConfig) -> Measurement:
-        return Measurement(
-            name, "real shape", lambda: policy_rows(name, config, (1, 8, 64), _SELF_DRAFT_BATCHES, kernels, 5)
+    plan = [
+        measurement
+        for name, config in POLICIES.items()
+        for measurement in measurements(
+            name, Policy(name, config, kernels, quick=False), (1, 8, 64), _SELF_DRAFT_BATCHES
         )
-
-    quick = Measurement("tiny", "a look", lambda: policy_rows("tiny", TINY, (1, 8), (1, 4), kernels, 3, True))
+    ]
     return Benchmark(
         name="device",
         description=__doc__.splitlines()[0],
-        plan=[one(name, config) for name, config in POLICIES.items()],
-        quick_plan=[quick],
-        quick_help="a tiny policy and few repeats: a look at a CPU",
+        plan=plan,
+        quick_plan=measurements("tiny", Policy("tiny", TINY, kernels, quick=True), (1,), (1,)),
+        quick_help="a tiny policy, every time taken once: a look at a CPU",
     )
 
 

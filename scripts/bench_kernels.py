@@ -2,9 +2,10 @@
 
 Every operation of `rljax/kernels` at shapes of real policies: seconds a call, and what share of the copy
 bandwidth and matrix rate of the device, measured in the same run, that amounts to. Each row compares one way
-to compute with plain JAX (`xla`). On a CPU only `--quick` makes sense: kernels are interpreted there.
+to compute with plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interpreted there.
 """
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -16,36 +17,57 @@ from kernel_benchmarks.ceilings import copy_bandwidth, matrix_rate
 from kernel_benchmarks.timing import Timed, chosen_functions
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, compare
+from rljax.errors import UserError, known_names
 
 OPS = ("noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "compaction")
 
 
-def op_rows(op: str, implementations: Sequence[str], quick: bool) -> list[Row]:
-    """Rows of one operation: every case, every function."""
-    module = importlib.import_module(f"kernel_benchmarks.{op}")
-    bandwidth = copy_bandwidth(64 if quick else 2048)
-    rate = matrix_rate(512 if quick else 8192)
+def op_cases(op: str, quick: bool) -> list[Case]:
+    """Shapes of one operation, the most telling ones first."""
+    return importlib.import_module(f"kernel_benchmarks.{op}").cases(quick)
+
+
+def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) -> list[Row]:
+    """Rows of one shape of an operation, one a function."""
     calls, repeats, most_sets = (1, 1, 1) if quick else (32, 15, 16)
-    rows = []
-    for case in module.cases(quick):
-        timed = Timed(case, chosen_functions(case, implementations, quick), most_sets)
-        seconds = timed.seconds(calls, repeats)
-        for name, refusal in timed.refused.items():
-            print(f"{op}, {case.name}: {name} left out: {refusal}")
-        rows += [
-            _row(op, case, name, seconds, bandwidth, rate)
-            for name in timed.functions
-            if name != "xla" or len(timed.functions) == 1
-        ]
-    return rows
+    timed = Timed(case, chosen_functions(case, implementations, quick), most_sets)
+    seconds = timed.seconds(calls, repeats)
+    for name, refusal in timed.refused.items():
+        print(f"{op}, {case.name}: {name} left out: {refusal}")
+    if "xla" not in seconds:
+        return []
+    names = [name for name in seconds if name != "xla"] or ["xla"]
+    return [_row(op, case, name, timed, seconds, *_ceilings(quick)) for name in names]
+
+
+def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | None = None) -> list[Row]:
+    """Rows of one operation: of so many of its first cases, of all without a number."""
+    chosen = op_cases(op, quick)[:cases]
+    return [row for case in chosen for row in case_rows(op, case, implementations, quick)]
+
+
+@functools.cache
+def _ceilings(quick: bool) -> tuple[float, float]:
+    """Bytes, and floating-point operations, a second."""
+    return copy_bandwidth(8 if quick else 2048), matrix_rate(128 if quick else 8192)
 
 
 def _row(
-    op: str, case: Case, name: str, seconds: dict[str, list[float]], bandwidth: float, rate: float
+    op: str,
+    case: Case,
+    name: str,
+    timed: Timed,
+    seconds: dict[str, list[float]],
+    bandwidth: float,
+    rate: float,
 ) -> Row:
     side = compare(seconds[name], seconds["xla"])
     bytes_per_second, flops = case.bytes / side.seconds, case.flops / side.seconds
     base = side.baseline_seconds
+    shares = {
+        "bandwidth_share": bytes_per_second / bandwidth,
+        "xla_bandwidth_share": case.bytes / base / bandwidth,
+    }
     return Row(
         f"{op}/{case.name}/{name}",
         side.seconds * 1e6,
@@ -55,23 +77,40 @@ def _row(
         side.ratio,
         {
             "gigabytes_per_second": bytes_per_second / 1e9,
-            "bandwidth_share": bytes_per_second / bandwidth,
+            **(shares if timed.cold else {}),
             "teraflops": flops / 1e12,
             "matrix_share": flops / rate,
-            "xla_bandwidth_share": case.bytes / base / bandwidth,
             "xla_matrix_share": case.flops / base / rate,
+            "temporary_megabytes": timed.temporary_bytes(name) / 1e6,
+            "xla_temporary_megabytes": timed.temporary_bytes("xla") / 1e6,
+            "rounds": len(seconds[name]),
             "copy_gigabytes_per_second": bandwidth / 1e9,
             "matrix_teraflops": rate / 1e12,
         },
     )
 
 
-def benchmark(implementations: Sequence[str], ops: Sequence[str] = OPS) -> Benchmark:
-    """What this script measures."""
+def benchmark(implementations: Sequence[str]) -> Benchmark:
+    """What this script measures.
+
+    Args:
+      implementations: which; operations that have none of them are left out. Empty for all.
+
+    Raises:
+      UserError: no operation has such an implementation.
+    """
+    known = {name: None for op in OPS for name in op_cases(op, quick=True)[0].functions}
+    for name in implementations:
+        if name not in known:
+            raise UserError(f"--implementation: {name!r} is not one; {known_names(name, known)}")
 
     def plan(quick: bool) -> list[Measurement]:
-        what = "tiny" if quick else "real policies"
-        return [Measurement(op, what, lambda op=op: op_rows(op, implementations, quick)) for op in ops]
+        return [
+            Measurement(op, case.name, functools.partial(case_rows, op, case, implementations, quick))
+            for op in OPS
+            for case in op_cases(op, quick)
+            if chosen_functions(case, implementations, quick)
+        ]
 
     return Benchmark(
         name="kernels",
@@ -90,12 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--implementation",
         default="",
         metavar="NAMES",
-        help="separated by commas; default: all of the device",
+        help="separated by commas, of the operations that have them; default: all of the device",
     )
     arguments = parser.parse_args(argv)
     if jax.default_backend() == "cpu" and not arguments.quick:
         parser.error("no accelerator here: --quick measures tiny shapes, interpreted")
-    return benchmark([name for name in arguments.implementation.split(",") if name]).run(arguments)
+    try:
+        chosen = benchmark([name for name in arguments.implementation.split(",") if name])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return chosen.run(arguments)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `accelerator` skip where there is none."""
+    """Tests marked `accelerator` skip where there is none, but for those that do not need it."""
     if jax.default_backend() in ("gpu", "tpu"):
         return
     skip = pytest.mark.skip(reason="needs a GPU or TPU")
     for item in items:
-        if "accelerator" in item.keywords:
+        if any(mark.kwargs.get("needed", True) for mark in item.iter_markers("accelerator")):
             item.add_marker(skip)
 
 

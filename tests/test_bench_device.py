@@ -19,12 +19,7 @@ def test_a_cpu_is_only_looked_at(capsys):
 
 
 @pytest.mark.slow
-def test_a_quick_run(tmp_path, monkeypatch):
-    def once(name, config, batches, self_draft_batches, kernels, repeats, quick):
-        return policy_rows(name, config, (1,), (1,), kernels, 1, quick)
-
-    policy_rows = bench_device.policy_rows
-    monkeypatch.setattr(bench_device, "policy_rows", once)
+def test_a_quick_run(tmp_path):
     output = tmp_path / "rows.json"
     assert bench_device.main(["--quick", "--kernels", "xla", "--output", str(output)]) == 0
     rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
@@ -37,6 +32,16 @@ def test_a_quick_run(tmp_path, monkeypatch):
     decode = rows["decode/tiny/xla/batch 1"]
     assert decode["ratio"] == pytest.approx(decode["limit_ms"] / decode["step_ms"])
     assert rows["self_draft/tiny/xla/batch 1/W4"]["ideal_time_ratio"] < 1
+
+
+def test_what_matters_most_is_measured_first():
+    plan = bench_device.benchmark(None).plan
+    assert [(each.section, each.what) for each in plan[:3]] == [
+        ("Qwen2.5-7B", "batch 1"),
+        ("Qwen2.5-7B", "drafts, batch 16"),
+        ("Qwen2.5-7B", "batch 8"),
+    ]
+    assert {each.section for each in plan} == set(bench_device.POLICIES)
 
 
 def test_shapes_are_those_of_the_models():
@@ -55,5 +60,5 @@ def test_weights_that_a_step_reads():
     every = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert bench_device.read_bytes(params) == every
     assert bench_device.read_bytes(params | {"lm_head": params["embed"]}) == every
-    engine = bench_device.make_engine(bench_device.TINY, 64, KernelChoice(), 8)
+    engine = bench_device.make_engine(bench_device.TINY, 64, KernelChoice())
     assert engine.buckets.batch == (64,) and not engine.buckets.verify

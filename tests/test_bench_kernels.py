@@ -1,5 +1,6 @@
 """The kernel benchmark's cases: what is compared computes the same, and what is given up comes back."""
 
+import dataclasses
 import sys
 import types
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.errors import UserError
 from rljax.kernels.switch import Refused
 from tests.scripts import load_script
 
+bench_kernels = load_script("bench_kernels")
 timing = load_script("kernel_benchmarks.timing")
 peers = load_script("kernel_benchmarks.peers")
 
@@ -78,6 +81,66 @@ def test_what_is_given_up_comes_back(sets):
     assert len(taken["xla"]) == 2 and len(timed._sets) == sets
     for arguments in timed._sets:
         assert not any(argument.is_deleted() for argument in arguments)
+
+
+class Slow(timing.Timed):
+    """Two functions that take the seconds of their names, in a program of one call each."""
+
+    def __init__(self, seconds):
+        self.functions, self.refused, self.programs = {name: float(name) for name in seconds}, {}, []
+        self._sets = [()]
+
+    def _once(self, function, programs):
+        self.programs.append(programs)
+        if function > 8:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nat all")
+        return function
+
+
+def test_what_takes_long_is_called_less():
+    """All repeats of a function take about a second, or three calls."""
+    timed = Slow(["0.001", "0.01"])
+    taken = timed.seconds(calls=32, repeats=15)
+    assert {name: len(each) for name, each in taken.items()} == {"0.001": 15, "0.01": 15}
+    assert sorted(set(timed.programs)) == [1, 6, 32]
+    taken = Slow(["0.001", "3"]).seconds(calls=32, repeats=15)
+    assert {len(each) for each in taken.values()} == {3}
+
+
+def test_what_finds_no_memory_is_left_out():
+    timed = Slow(["1", "9"])
+    assert list(timed.seconds(calls=2, repeats=2)) == ["1"]
+    assert timed.refused == {"9": "RESOURCE_EXHAUSTED: no memory"}
+
+
+def test_an_error_of_a_kernel_is_no_refusal(monkeypatch):
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: misaligned address")
+
+    case = load_script("kernel_benchmarks.tree_attention").cases(quick=True)[0]
+    monkeypatch.setattr(timing.Timed, "_compile", fail)
+    assert "misaligned" in timing.Timed(case, ["cudnn"], 1).refused["cudnn"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="misaligned"):
+        timing.Timed(case, ["xla"], 1)
+
+
+def test_a_share_of_bandwidth_only_of_what_memory_delivers():
+    """A few megabytes stay in a cache from one call to the next."""
+    case = load_script("kernel_benchmarks.noisy_argmax")._case(load_script("kernel_benchmarks.case").TINY, 1)
+    timed = timing.Timed(case, ["xla"], most_sets=1)
+    args = ("noisy_argmax", case, "xla", timed, {"xla": [1.0]}, 1e9, 1e12)
+    assert not timed.cold and "bandwidth_share" not in bench_kernels._row(*args).details
+    timed._case = dataclasses.replace(case, bytes=2**30)
+    assert timed.cold and "bandwidth_share" in bench_kernels._row(*args).details
+
+
+def test_an_implementation_that_not_all_operations_have():
+    """Those without it are left out; a name that none has is one error."""
+    plan = bench_kernels.benchmark(["cudnn"]).plan
+    assert {measurement.section for measurement in plan} == {"tree_attention"}
+    with pytest.raises(UserError, match="--implementation: 'cudn' is not one; did you mean 'cudnn'"):
+        bench_kernels.benchmark(["cudn"])
+    assert {measurement.section for measurement in bench_kernels.benchmark([]).plan} == set(bench_kernels.OPS)
 
 
 def test_a_refusal_says_why():

@@ -106,6 +106,19 @@ def test_only_a_whole_run_replaces_the_published_results(quick, only, name):
     assert BENCHMARK.default_output(quick, only) == Path("benchmarks/results") / name
 
 
+def test_after_some_seconds_nothing_begins_but_the_first(capsys, tmp_path):
+    output = tmp_path / "results.json"
+    assert run("--only", "mean,sum", "--seconds", 0, "--output", output) == 0
+    assert names(output) == ["sum/1M"]
+    assert "left out after 0 s: mean, 1M" in capsys.readouterr().out
+
+
+def test_where_nothing_could_be_measured_there_is_an_error(capsys, tmp_path):
+    nothing = Benchmark("none", "Of nothing.", [Measurement("sum", "1M", list)])
+    assert run("--output", tmp_path / "results.json", benchmark=nothing) == 2
+    assert "error: nothing could be measured" in capsys.readouterr().err
+
+
 def test_without_an_output_results_go_beside_the_published_ones(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run("--quick") == 0

@@ -44,4 +44,4 @@ def test_cells_run(path, monkeypatch, capsys):
                 exec(compile("".join(cell["source"]), f"{path.name}[{index}]", "exec"), names)
     shown = capsys.readouterr().out
     if path.stem == "kernels":
-        assert names["rows"] and "% of the bandwidth" in shown
+        assert names["rows"] and "% of the matrix rate" in shown

@@ -138,7 +138,7 @@ Kernels = Annotated[Annotated[tuple[Kernel, ...], Field(strict=False)] | None, B
 class KernelsConfig(Section):
     """Who computes the operations that decide the speed on an accelerator (docs/kernels.md): xla, a Pallas
     kernel (mosaic_gpu, mosaic_tpu; interpret_... runs one on a CPU, for tests), several in the order in which
-    they are tried, or null for what is known of device and shape."""
+    they are tried, or null for what is known of device and policy."""
 
     noisy_argmax: Kernels = Field(
         None, description="The sampled token. Name one to measure it, or to rule a kernel out as a cause."

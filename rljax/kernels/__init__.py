@@ -10,5 +10,5 @@ In each, `base.py` is the contract and the reference in plain JAX (the backend `
 Pallas kernel for Hopper, `mosaic_tpu.py` one for TPUs; `interpret_gpu` and `interpret_tpu` run these two on a
 CPU, for tests. The folder's `__init__.py` has the operation's one public function; who computes it is the
 config's `kernels`: a name, names in the order in which they are tried, or null for what `tuned.py` knows
-about device and shape. See `switch.py` and `docs/kernels.md`.
+about device and policy. See `switch.py` and `docs/kernels.md`.
 """

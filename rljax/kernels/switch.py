@@ -34,7 +34,7 @@ class Refused(UserError):
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
     """The backend of every operation: a name of `IMPLEMENTATIONS`, several in the order in which they are
-    tried, or None for the default of device and shape.
+    tried, or None for the default of device and policy, the same for every number of rows (`tuned`).
     """
 
     noisy_argmax: Implementation = None
@@ -59,19 +59,19 @@ class KernelChoice:
         return KernelChoice(**{field.name: "xla" for field in dataclasses.fields(self)})
 
 
-def call(op: str, implementation: Implementation, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     """Computes an operation by the backend that is asked for.
 
     Args:
       op: its folder, and the name of the function in each of its files.
       implementation: see `KernelChoice`.
-      shape: what the default depends on; each operation says what its numbers are.
+      sizes: of the policy, on which the default depends; each operation says what its numbers are.
       args, kwargs: of the function. Backends that interpret get `interpret=True` as well.
 
     Raises:
       Refused: the one backend named cannot, or none of several can.
     """
-    wanted = tuned.default(op, shape) if implementation is None else _names(implementation)
+    wanted = tuned.default(op, sizes) if implementation is None else _names(implementation)
     refusals = []
     for name in wanted:
         try:

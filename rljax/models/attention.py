@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.models.numerics import KEY_CHUNK, Numerics, row_sum
+from rljax.models.numerics import KEY_CHUNK, Numerics, exact_products, row_sum
 
 MASKED = -1e30
 """The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros
@@ -42,7 +42,7 @@ def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array,
     if numerics.row_invariant and head_dim < _MIN_VALUE_LANES:
         lanes = [(0, 0)] * (values.ndim - 1) + [(0, _MIN_VALUE_LANES - head_dim)]
         values = jnp.pad(values, lanes)
-    weighted = jnp.einsum("...rs,...sd->...rd", terms, values)
+    weighted = jnp.einsum("...rs,...sd->...rd", terms, values, precision=exact_products())
     return row_sum(terms, numerics, ordered=True), weighted[..., :head_dim]
 
 

@@ -78,6 +78,13 @@ def product(x: Array, weight: Array | QuantizedWeight) -> Array:
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def exact_products() -> lax.Precision | None:
+    """The precision of products whose float32 must stay float32: by default a GPU rounds factors to TF32 and
+    a TPU to bfloat16. A CPU has one precision only.
+    """
+    return None if jax.default_backend() == "cpu" else lax.Precision.HIGHEST
+
+
 def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
     """Sum over the last axis of float32 x [..., n]: [..., 1].
 
@@ -89,7 +96,8 @@ def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
     ones = jnp.ones((_ORDERED_ROWS if ordered else _ONES_ROWS, x.shape[-1]), x.dtype)
     # With more than two dimensions a CPU would get the ones as [n, 8]. Elsewhere, axes may be sharded.
     rows = x.reshape(-1, x.shape[-1]) if jax.default_backend() == "cpu" else x
-    total = lax.dot_general(rows, ones, (((rows.ndim - 1,), (1,)), ((), ())))[..., :1]
+    last = (((rows.ndim - 1,), (1,)), ((), ()))
+    total = lax.dot_general(rows, ones, last, precision=exact_products())[..., :1]
     return total.reshape(*x.shape[:-1], 1)
 
 

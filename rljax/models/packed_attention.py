@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.models.attention import scale_queries, weigh_chunk
-from rljax.models.numerics import KEY_CHUNK, Numerics, row_max
+from rljax.models.numerics import KEY_CHUNK, Numerics, exact_products, row_max
 
 _QUERY_BLOCK = 128
 """Queries that meet the same keys of their own chunk: those up to the block's end."""
@@ -90,7 +90,8 @@ def _own_blocks(chunk: int, block: int) -> Iterator[tuple[int, slice, slice]]:
 def _scores(queries: Array, keys: Array) -> Array:
     """Queries [N, Hk, ..., block, D] against keys [N, Hk, C, D]: float32 [N, Hk, ..., block, C]."""
     batch, heads, *rest, head_dim = queries.shape
-    scores = jnp.einsum("nhrd,nhsd->nhrs", queries.reshape(batch, heads, -1, head_dim), keys)
+    rows = queries.reshape(batch, heads, -1, head_dim)
+    scores = jnp.einsum("nhrd,nhsd->nhrs", rows, keys, precision=exact_products())
     return scores.reshape(batch, heads, *rest, -1)
 
 

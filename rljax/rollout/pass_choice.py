@@ -160,12 +160,16 @@ class Calibration:
 
 
 def time_passes(
-    engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int
+    engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int, passes: int | None = None
 ) -> dict[int, list[float]]:
     """Seconds of forward passes over a batch in half-filled caches, by rows; 0 is a plain step, one of a few.
 
     The shapes take turns, so that a busy machine slows all of them. A pass for which the device has not the
     memory is not run, now or ever.
+
+    Args:
+      passes: of each shape between two looks of the host, whose mean counts; less than half of `length`. None
+        for what a rollout does: one that verifies, or a few plain steps.
     """
     state, slots = engine.init_state(batch, length), np.arange(batch)
     _drop_too_large(engine, params, state)
@@ -174,13 +178,14 @@ def time_passes(
     for repeat in range(repeats + 1):  # the first may compile
         for rows, own in seconds.items():
             state = _half_full(state)
-            start, steps = time.perf_counter(), 1
+            start, steps = time.perf_counter(), passes or 1
             if rows:
                 tree = empty_tree(batch, widths[rows])
-                state, pending = engine.verify(params, state, tree, pack_rows(tree, slots, rows))
+                for _ in range(steps):
+                    state, pending = engine.verify(params, state, tree, pack_rows(tree, slots, rows))
                 pending.result()
             else:
-                state, result = engine.generate(params, state, max_steps=_PLAIN_STEPS)
+                state, result = engine.generate(params, state, max_steps=passes or _PLAIN_STEPS)
                 steps = max(result.steps, 1)
             if repeat:
                 own.append((time.perf_counter() - start) / steps)

@@ -22,9 +22,9 @@ def cases(quick: bool) -> list[Case]:
     sizes = [(16, 4096), (64, 4096)]
     return [
         _case(policy, batch, length, nodes)
-        for policy in POLICIES
         for batch, length in sizes
-        for nodes in (1, 16)
+        for policy in POLICIES
+        for nodes in (16, 1)
     ]
 
 

@@ -1,5 +1,6 @@
 """The sampled token: logits of decoding and verification batches."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,17 +17,17 @@ _NUMERICS = Numerics()
 def cases(quick: bool) -> list[Case]:
     """Vocabularies of real policies and rows of a step: slots, times nodes in verification."""
     if quick:
-        return [_case(TINY, rows) for rows in (1, 16)]
-    return [_case(POLICIES[0], rows) for rows in (1, 16, 64, 256, 1024)] + [
-        _case(policy, 64) for policy in POLICIES[2:]
+        return [_case(TINY, 16)]
+    return [_case(POLICIES[0], rows) for rows in (64, 16, 256, 1, 1024)] + [
+        _case(policy, 64) for policy in POLICIES[1:3]
     ]
 
 
 def _case(policy: PolicyShape, rows: int) -> Case:
     def make(rng: np.random.Generator) -> tuple:
-        logits = rng.standard_normal((rows, policy.vocab), np.float32) * np.float32(2.5)
+        logits = 2.5 * jax.random.normal(jax.random.key(int(rng.integers(2**31))), (rows, policy.vocab))
         keys = rng.integers(0, 2**32, (rows, 2), np.uint32)
-        return jnp.asarray(logits), jnp.asarray(keys), jnp.arange(rows, dtype=jnp.int32)
+        return logits, jnp.asarray(keys), jnp.arange(rows, dtype=jnp.int32)
 
     def sampled(*args, implementation):
         return noisy_argmax(*args, _SAMPLING, _NUMERICS, implementation)

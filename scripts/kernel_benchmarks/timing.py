@@ -4,19 +4,21 @@ Many operations take a few microseconds, less than it takes to start a program. 
 function on every set of arguments, one after the other.
 """
 
-import statistics
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from kernel_benchmarks.case import Case
-from rljax.errors import UserError
-from rljax.kernels.switch import Refused
+from rljax.kernels.switch import IMPLEMENTATIONS, Refused
 
 _MOST_BYTES = 2**30  # of all sets of arguments together
+_MOST_SECONDS = 1.0  # of all repeats of a function together
+_LEAST_REPEATS = 3  # of one program each, however long that takes
+_CACHE = 50 * 2**20  # bytes of the last cache of an H100 or H200
 
 
 class Timed:
@@ -29,7 +31,8 @@ class Timed:
 
     Attributes:
       functions: by name, compiled.
-      refused: by name why.
+      refused: by name why. Also what others' kernels say while they are compiled, and what finds no memory;
+        any other error of a kernel of ours ends the measurement.
     """
 
     def __init__(self, case: Case, names: Sequence[str], most_sets: int) -> None:
@@ -42,10 +45,29 @@ class Timed:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.refused: dict[str, str] = {}
         for name in names:
-            try:
+            with self._left_out_if_refused(name):
                 self.functions[name] = self._compile(case.functions[name])
-            except Refused as refusal:
-                self.refused[name] = str(refusal)
+
+    @contextlib.contextmanager
+    def _left_out_if_refused(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refusal:
+            self.refused[name] = str(refusal)
+        except jax.errors.JaxRuntimeError as error:
+            if name in IMPLEMENTATIONS and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.refused[name] = str(error).splitlines()[0]
+            self.functions.pop(name, None)
+
+    @property
+    def cold(self) -> bool:
+        """Whether what a call moves comes from memory: all sets together do not fit a cache twice."""
+        return len(self._sets) * self._case.bytes > 2 * _CACHE
+
+    def temporary_bytes(self, name: str) -> int:
+        """What a function's program needs beside arguments and results, for all sets."""
+        return self.functions[name].memory_analysis().temp_size_in_bytes
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A program of what each set gives up and what it keeps, to the results by set."""
@@ -69,15 +91,24 @@ class Timed:
 
         Args:
           calls: in a repeat, at least; every set of arguments takes part.
+          repeats: with calls, fewer of both where they take long.
         """
-        programs = -(-calls // len(self._sets))
+        most, slowest = -(-calls // len(self._sets)), 0.0
+        programs = dict.fromkeys(self.functions, 1)
+        for name, function in list(self.functions.items()):
+            with self._left_out_if_refused(name):
+                self._once(function, 1)  # for warming up
+                if repeats > 1:
+                    one = len(self._sets) * self._once(function, 1)
+                    programs[name] = min(most, max(int(_MOST_SECONDS / repeats / one), 1))
+                    slowest = max(slowest, one)
+        if slowest > _MOST_SECONDS / repeats:
+            repeats = max(int(_MOST_SECONDS / slowest), min(repeats, _LEAST_REPEATS))
         taken: dict[str, list[float]] = {name: [] for name in self.functions}
-        for repeat in range(repeats + 1):
+        for repeat in range(repeats):
             order = list(self.functions)
             for name in reversed(order) if repeat % 2 else order:
-                seconds = self._once(self.functions[name], programs)
-                if repeat:  # the first is for warming up
-                    taken[name].append(seconds)
+                taken[name].append(self._once(self.functions[name], programs[name]))
         return taken
 
     def _once(self, function: Callable[..., Any], programs: int) -> float:
@@ -99,23 +130,15 @@ class Timed:
             self._sets[at] = tuple(back.get(i, argument) for i, argument in enumerate(self._sets[at]))
 
 
-def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Of the repeats, by function."""
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def chosen_functions(case: Case, implementations: Sequence[str], interpreted: bool) -> list[str]:
-    """Names of the case's functions to be timed: those asked for and what they are compared with.
+def chosen_functions(case: Case, implementations: Sequence[str], quick: bool) -> list[str]:
+    """Names of the case's functions to be timed: those asked for that it has, and `xla`; none if it has none.
 
     Args:
-      implementations: asked for; empty for all.
-      interpreted: whether kernels that are interpreted count as all.
+      implementations: asked for; empty for all that are not interpreted.
+      quick: a look: on a CPU, one kernel is interpreted all the same.
     """
-    unknown = [name for name in implementations if name not in case.functions]
-    if unknown:
-        raise UserError(
-            f"--implementation: {unknown[0]!r} is none of {case.name}'s; they are {', '.join(case.functions)}"
-        )
-    if implementations:
-        return list(dict.fromkeys(["xla", *implementations]))
-    return [name for name in case.functions if interpreted or not name.startswith("interpret")]
+    if not implementations:
+        interpreted = ["interpret_tpu"] if quick and jax.default_backend() == "cpu" else []
+        return [name for name in case.functions if name in interpreted or not name.startswith("interpret")]
+    asked = [name for name in implementations if name in case.functions]
+    return list(dict.fromkeys(["xla", *asked])) if asked else []

@@ -26,20 +26,20 @@ def cases(quick: bool) -> list[Case]:
         return [_case(TINY, 64, gradient=gradient) for gradient in (False, True)]
     return [
         _case(policy, tokens, gradient)
-        for policy in POLICIES
         for tokens in (4096, 16_384)
+        for policy in POLICIES
         for gradient in (False, True)
     ]
 
 
 def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
     def make(rng: np.random.Generator) -> tuple[Array, ...]:
-        hidden = rng.standard_normal((1, tokens, policy.hidden), np.float32)
-        lm_head = rng.standard_normal((policy.vocab, policy.hidden), np.float32) * np.float32(0.02)
-        lm_head = jnp.asarray(lm_head, jnp.bfloat16)
+        keys = jax.random.split(jax.random.key(int(rng.integers(2**31))))
+        hidden = jax.random.normal(keys[0], (1, tokens, policy.hidden), jnp.bfloat16)
+        lm_head = 0.02 * jax.random.normal(keys[1], (policy.vocab, policy.hidden), jnp.bfloat16)
         targets = rng.integers(0, policy.vocab, (1, tokens), np.int32)
         return (
-            jnp.asarray(hidden, jnp.bfloat16),
+            hidden,
             lm_head,
             jnp.asarray(targets),
             lm_head.T,  # as Tokamax wants it

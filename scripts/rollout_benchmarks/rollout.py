@@ -28,6 +28,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
         plain, *variants = make_variants(run, names)
         baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
+        same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses
         plain_statistics: list[DecodeStatistics] = []
         lengths: list[list[int]] = []
         updates: list[float] = []  # seconds
@@ -46,7 +47,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
             for first in range(0, len(order), _BETWEEN):
                 between = order[first : first + _BETWEEN]
                 for variant in between:
-                    check_same(expected, timed(variant, step), variant.name)
+                    same[variant.name].append(check_same(expected, timed(variant, step), variant.name))
                 check_same(expected, timed(plain, step), plain.name)
                 for variant in between:
                     baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
@@ -63,6 +64,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         update = sum(updates[steps])
         for variant in variants:
             baseline = baselines[variant.name][steps]
+            workload["same_responses"] = float(np.mean(same[variant.name][steps]))
             rows.append(_row(first // per_epoch + 1, variant, baseline, steps, update, workload))
     return rows
 

@@ -369,6 +369,7 @@ def test_generate_stops_before_a_cache_overflows(small):
     assert stops and set(stops) == {(64, 5)}
 
 
+@pytest.mark.accelerator(needed=False)
 def test_greedy_tokens_are_those_of_full_forward_passes(small):
     """Prefill and cached decoding against the whole sequence at once."""
     config = small.engine.config

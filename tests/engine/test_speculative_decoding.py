@@ -196,7 +196,10 @@ def world(request):
 def check_same(emitted, plain):
     for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(emitted.outputs, plain, strict=True):
         assert tokens == plain_tokens
-        assert logprobs == plain_logprobs
+        if jax.default_backend() == "cpu":
+            assert logprobs == plain_logprobs
+        else:
+            np.testing.assert_allclose(logprobs, plain_logprobs, atol=1e-3)
 
 
 def check_sped_up(emitted, plain, tokens_a_pass):
@@ -212,6 +215,7 @@ def test_trees_give_the_bits_of_plain_decoding(world):
     check_sped_up(emitted, world.plain, 2.0)
 
 
+@pytest.mark.accelerator(needed=False)
 @pytest.mark.parametrize(
     "nodes", [1, 3, 15, pytest.param(31, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)]
 )
@@ -265,6 +269,7 @@ def test_caches_that_grow_and_slots_with_gaps():
         check_sped_up(emitted, plain, 2.0)
 
 
+@pytest.mark.accelerator(needed=False)
 def test_a_drafter_that_always_lies_costs_passes_only():
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=24) for each in world.asked]
@@ -298,6 +303,7 @@ def test_some_nodes_of_some_slots():
     assert sizes == {6, 12, 24} and len(shares) > 3 and max(emitted.counts) > 4
 
 
+@pytest.mark.accelerator(needed=False)
 def test_no_drafts_at_all_is_plain_decoding():
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=12) for each in world.asked]

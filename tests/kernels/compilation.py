@@ -3,12 +3,15 @@
     compiled = compile_for("v5e", function, *shapes)
 
 `DEVICES` are the names; a device whose compiler is not installed skips the test and says what is missing:
-`pip install -e '.[compilers]'`, and for Hopper the CUDA 13 toolkit (`ptxas` on the path).
+`pip install -e '.[compilers]'`, and for Hopper the CUDA 13 toolkit (`ptxas` on the path). A compiler that is
+installed and does not work fails the test.
 """
 
 import contextlib
 import functools
+import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +62,14 @@ def _devices(name: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2").devices
 
 
+def _missing(name: str) -> str:
+    """What there is not of a device's compiler, or nothing."""
+    package = "jax_cuda13_plugin" if name == HOPPER else "libtpu"
+    if not importlib.util.find_spec(package):
+        return package
+    return "ptxas" if name == HOPPER and not shutil.which("ptxas") else ""
+
+
 def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
     """The program of `function` on one `device`, compiled to machine code.
 
@@ -68,12 +79,9 @@ def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate:
       shapes: its arguments, pytrees of `jax.ShapeDtypeStruct` or arrays.
       donate: arguments that are given up.
     """
-    try:
-        devices = _devices(device)
-    except Exception as error:  # whatever a plugin that is not there, or does not fit, raises
-        pytest.skip(
-            f"no compiler for {device}: {str(error).splitlines()[0]}; see tests/kernels/compilation.py"
-        )
+    if missing := _missing(device):
+        pytest.skip(f"no compiler for {device}: {missing} is missing; see tests/kernels/compilation.py")
+    devices = _devices(device)
     mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(

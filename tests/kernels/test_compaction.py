@@ -197,3 +197,10 @@ def _speculated(implementation):
 def test_the_engine_with_kernels_gives_the_same_bits(implementation):
     plain, speculated = _speculated(implementation)
     assert speculated == plain == _speculated("xla")[1]
+
+
+@pytest.mark.accelerator
+def test_the_engine_on_the_device_gives_the_same_tokens():
+    every = [*_speculated(_NATIVE[jax.default_backend()]), *_speculated("xla")]
+    tokens = [[tokens for tokens, _ in outputs] for outputs in every]
+    assert all(each == tokens[0] for each in tokens)

@@ -4,11 +4,17 @@ import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from rljax.errors import UserError
 from rljax.kernels import switch, tuned
+from rljax.kernels.compaction import compaction
+from rljax.kernels.noisy_argmax import noisy_argmax
+from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.switch import KernelChoice, Refused, call
+from rljax.kernels.token_logprobs import token_logprobs
+from rljax.kernels.tree_attention import decode_attention, tree_attention
 
 _OP = "noisy_argmax"
 
@@ -69,6 +75,48 @@ def test_the_default_is_measured_or_xla(monkeypatch):
     assert tuned.default(_OP, (4, 50)) == ("mosaic_gpu", "xla")
     assert tuned.default(_OP, (8, 50)) == ("mosaic_tpu",)
     assert tuned.default("compaction", (8, 50)) == ("xla",)
+
+
+def _asked(op, rows, monkeypatch):
+    """What an operation over so many rows, slots, nodes and positions asks the default by."""
+    found = []
+    monkeypatch.setattr(tuned, "default", lambda op, sizes: found.append((op, sizes)) or ())
+    policy = {"V": 300, "d": 128, "H": 4, "Hk": 2, "D": 64}
+
+    def array(*axes):
+        return np.zeros([policy.get(axis, rows) for axis in axes], np.float32)
+
+    calls = {
+        "noisy_argmax": lambda: noisy_argmax(array("B", "V"), None, None, None, None),
+        "token_logprobs": lambda: token_logprobs(
+            array("R", "T", "d"), array("V", "d"), array("R", "T"), None, None, 1
+        ),
+        "tree_attention": lambda: tree_attention(
+            array("B", "M", "H", "D"), None, array("B", "Hk", "S", "D"), *[None] * 6
+        ),
+        "decoding": lambda: decode_attention(
+            array("B", "1", "H", "D"), None, array("B", "Hk", "S", "D"), *[None] * 4
+        ),
+        "quantized_product": lambda: quantized_product(array("N", "d"), array("V", "d")),
+        "compaction": lambda: compaction(
+            None, array("B", "Hk", "S", "D"), None, None, array("B", "P"), None, None
+        ),
+    }
+    with pytest.raises(Refused):
+        calls[op]()
+    return found
+
+
+@pytest.mark.parametrize("op", ["noisy_argmax", "token_logprobs", "quantized_product", "compaction"])
+def test_the_default_is_the_same_for_every_number_of_rows(op, monkeypatch):
+    [(name, sizes)] = _asked(op, 3, monkeypatch)
+    assert name == op and sizes
+    assert _asked(op, 3, monkeypatch) == _asked(op, 64, monkeypatch)
+
+
+def test_decoding_and_verifying_have_the_same_default(monkeypatch):
+    every = [_asked(op, rows, monkeypatch) for op in ("tree_attention", "decoding") for rows in (3, 64)]
+    assert every == [[("tree_attention", (4, 2, 64))]] * 4
 
 
 def test_a_mesh_leaves_xla():

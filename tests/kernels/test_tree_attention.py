@@ -21,6 +21,7 @@ from tests.kernels.compilation import HOPPER, TPUS, compile_for
 _BLOCK = 64
 _NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 _INTERPRETED = ("interpret_gpu", "interpret_tpu")
+_KERNELS = [*_INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]
 
 
 def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype=np.float32, seed=0):
@@ -84,7 +85,12 @@ def _expected(queries, keys, values, lengths, node_keys, node_values, ancestors,
     return out
 
 
+def _named(implementation):
+    return _NATIVE[jax.default_backend()] if implementation == "native" else implementation
+
+
 def _run(implementation, case):
+    implementation = _named(implementation)
     compute = jax.jit(lambda *args: tree_attention(*args, Numerics(), implementation))
     return np.asarray(compute(*case), np.float64)
 
@@ -106,8 +112,13 @@ _SHAPES = {
 _TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
-@pytest.mark.parametrize("dtype", _TOLERANCE)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *(("float32", shape) for shape in _SHAPES),
+        *(("bfloat16", shape) for shape in ("grouped heads", "several chunks", "wide heads")),
+    ],
+)
 @pytest.mark.parametrize("implementation", ["xla", "interpret_tpu"])
 def test_against_float64(implementation, dtype, shape):
     case = _case(*_SHAPES[shape], dtype=dtype)
@@ -127,11 +138,11 @@ def test_gpu_against_float64(shape):
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_on_the_device(policy, nodes):
     case = _case((0, 700, 1024, 3000), 4096, nodes, *_POLICIES[policy], dtype="bfloat16")
-    got = _run(_NATIVE[jax.default_backend()], case)
+    got = _run("native", case)
     assert _relative_error(got, _expected(*case)) < _TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("implementation", ["xla", *_INTERPRETED])
+@pytest.mark.parametrize("implementation", ["xla", *_KERNELS])
 def test_nothing_to_see_is_zero(implementation):
     case = list(_case((0, 3), 64, 3, 2, 1, 64, dtype="bfloat16"))
     case[1], case[2] = jnp.nan_to_num(case[1]), jnp.nan_to_num(case[2])
@@ -141,7 +152,7 @@ def test_nothing_to_see_is_zero(implementation):
     assert got[0, 0].all() and got[1, 1].all()
 
 
-@pytest.mark.parametrize("implementation", _INTERPRETED)
+@pytest.mark.parametrize("implementation", _KERNELS)
 def test_decoding_is_one_node(implementation):
     """What the cache holds at the token's position is not looked at: a verifying pass has it not yet."""
     queries, keys, values, lengths, node_keys, node_values, itself, depth = _case(
@@ -149,12 +160,12 @@ def test_decoding_is_one_node(implementation):
     )
     keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
     tree = (queries, keys, values, lengths, node_keys, node_values, itself, depth)
-    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), implementation))
+    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
     got = decode(queries, keys, values, lengths, node_keys, node_values)
     np.testing.assert_array_equal(np.asarray(got, np.float64), _run(implementation, tree))
 
 
-@pytest.mark.parametrize("implementation", _INTERPRETED)
+@pytest.mark.parametrize("implementation", _KERNELS)
 def test_neither_batch_nor_bucket_changes_a_bit(implementation):
     case = _case((30, 100, 1030), 1280, 3, 4, 2, 64, dtype="bfloat16")
     together = _run(implementation, case)
@@ -227,6 +238,11 @@ def test_the_engine_with_gpu_kernels(monkeypatch):
     """In bfloat16, where the sums are rounded: more tokens would sooner or later bring a near tie."""
     monkeypatch.setattr(kv_cache, "cache_dtype", lambda numerics: numerics.dtype)
     _check_decoded("interpret_gpu", "bfloat16", 0.1)
+
+
+@pytest.mark.accelerator
+def test_the_engine_on_the_device():
+    _check_decoded(_named("native"), "bfloat16", 0.1)
 
 
 def _shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from rljax.engine.executables import row_invariant_compiler_options
+from rljax.models import packed_attention
+from rljax.models.attention import weigh_chunk
 from rljax.models.numerics import Numerics, rms_norm, row_sum
 
 NUMERICS = Numerics()
@@ -27,6 +29,22 @@ def test_a_sum_does_not_depend_on_the_rows_beside_it(width, ordered):
     for rows, columns in [(1, 2), (1, 4), (2, 1), (3, 1), (4, 4), (64, 1)]:
         part = compiled(total, x[:rows, :columns])
         np.testing.assert_array_equal(part, whole[:rows, :columns], f"{rows} x {columns}")
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_float32_is_not_rounded_on_the_way_into_products(device, monkeypatch):
+    """Sums, attention's scores and its weighted values; a GPU rounds to TF32 unless it is told not to."""
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    rows, values = np.ones((1, 2, 3, 8), np.float32), np.ones((1, 2, 8, 4), np.float32)
+    programs = (
+        jax.make_jaxpr(lambda x: row_sum(x, NUMERICS))(rows),
+        jax.make_jaxpr(lambda x, y: weigh_chunk(x, y, NUMERICS))(rows, values),
+        jax.make_jaxpr(lambda x, y: packed_attention._scores(x, y))(rows[:, :, None], rows),
+    )
+    text = " ".join(str(program) for program in programs)
+    assert text.count("dot_general[") == 4
+    exact = "precision=(Precision.HIGHEST, Precision.HIGHEST)"
+    assert text.count(exact) == text.count("precision=") == (0 if device == "cpu" else 4)
 
 
 def test_an_ordered_sum_adds_one_entry_after_the_other():

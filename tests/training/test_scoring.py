@@ -146,8 +146,17 @@ def test_logits_never_exist_whole():
     assert temporary_bytes(256, 64) - temporary_bytes(128, 64) < 0.5 * logits_bytes
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends report their mismatch")
-@pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED], ids=["plain", "filtered"])
+ON_CPU = jax.default_backend() == "cpu"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingParams(), marks=pytest.mark.accelerator(needed=False)),
+        pytest.param(FILTERED, marks=pytest.mark.skipif(not ON_CPU, reason="what is filtered may differ")),
+    ],
+    ids=["plain", "filtered"],
+)
 def test_decoded_tokens_score_as_they_were_sampled(sampling):
     config = ModelConfig("qwen3", 64, 192, 2, 6, 2, 64, 512, tie_embeddings=True, qk_norm=True)
     params = jax.tree.map(lambda leaf: leaf * 2.0, transformer.init_params(config, 1))
@@ -167,4 +176,6 @@ def test_decoded_tokens_score_as_they_were_sampled(sampling):
     batch = build_batch(sequences, packing, range(packing.num_rows))
     logprobs, _ = score(params, batch, 48, sampling, config)
     mask = batch.response_mask
-    np.testing.assert_array_equal(logprobs[mask], batch.rollout_logprobs[mask])
+    np.testing.assert_allclose(
+        logprobs[mask], batch.rollout_logprobs[mask], rtol=0, atol=0 if ON_CPU else 1e-3
+    )

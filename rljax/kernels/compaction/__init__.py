@@ -27,7 +27,7 @@ def compaction(
       path: int32 [B, P], the node at every depth; anything from `count` on.
       count: int32 [B], nodes of the path to be written, 0 to P.
       lengths: int32 [B], committed tokens. What would stand at S or behind it is left out.
-      implementation: see `switch.KernelChoice`; the default depends on (B, S, P).
+      implementation: see `switch.KernelChoice`; the default depends on (Hk, D).
 
     Returns:
       keys and values.
@@ -35,6 +35,5 @@ def compaction(
     Raises:
       Refused: the implementation cannot compute this.
     """
-    shape = (values.shape[0], values.shape[2], path.shape[1])
     args = (keys, values, node_keys, node_values, path, count, lengths)
-    return switch.call("compaction", implementation, shape, *args)
+    return switch.call("compaction", implementation, (values.shape[1], values.shape[3]), *args)

@@ -34,7 +34,7 @@ def noisy_argmax(
       sampling: the distribution. Temperature 0 takes the first of the largest logits, whose log-probability
         is 0.
       numerics: how sums over the vocabulary are formed.
-      implementation: see `switch.KernelChoice`.
+      implementation: see `switch.KernelChoice`; the default depends on (V,).
 
     Returns:
       tokens int32 [B], logprobs float32 [B].
@@ -42,4 +42,4 @@ def noisy_argmax(
     Raises:
       Refused: by the implementation, for what it cannot compute.
     """
-    return call("noisy_argmax", implementation, logits.shape, logits, keys, positions, sampling, numerics)
+    return call("noisy_argmax", implementation, logits.shape[1:], logits, keys, positions, sampling, numerics)

@@ -21,10 +21,9 @@ def quantized_product(x: Array, weight: QuantizedWeight, implementation: Impleme
       x: float32 or bfloat16 [N, in].
       weight: dequantized in x's type on its way (`activations="float"`), or multiplied with activations in 8
         bits ("int8", which no kernel does).
-      implementation: see `rljax.kernels.switch`; the default goes by (N, out, in).
+      implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:
       Refused: no backend that was asked for computes this type or shape.
     """
-    shape = (x.shape[0], *weight.shape)
-    return switch.call("quantized_product", implementation, shape, x, weight)
+    return switch.call("quantized_product", implementation, weight.shape, x, weight)

@@ -32,6 +32,7 @@ from rljax.models.quantized import QuantizedWeight
 _ROWS = 64  # of weights that a warpgroup multiplies: wgmma's M
 _WARPGROUPS = 2
 _TILE = _ROWS * _WARPGROUPS
+_ALIGNED = 8  # rows of weights that TMA copies together, from a multiple of as many on
 _MOST_ROWS = 64  # of activations
 _STAGES = 4
 _PROCESSORS = 132
@@ -67,6 +68,8 @@ def _columns(x: Array, weight: QuantizedWeight) -> int:
         raise Refused(f"{x.shape[0]} rows, it multiplies 1 to {_MOST_ROWS}")
     if outputs < _TILE:
         raise Refused(f"{outputs} outputs, it needs at least {_TILE}")
+    if outputs % _ALIGNED:
+        raise Refused(f"{outputs} outputs, it needs a multiple of {_ALIGNED}")
     words, rest = divmod(inputs, 4 if weight.bits == 4 else 2)
     for columns in (64, 32, 16):
         whole_group = weight.group >= inputs or weight.group % (2 * columns) == 0
@@ -108,7 +111,7 @@ def _partial_sums(
     tiles = -(-outputs // _TILE)
     splits = _splits(tiles, steps)
     most_steps = -(-steps // splits)
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+    transforms = (plgpu.TilingTransform((_ALIGNED, columns)), plgpu.SwizzleTransform(2 * columns))
 
     def kernel(planes_ref: Any, words_ref: Any, scale_ref: Any, *refs: Any) -> None:
         zero_ref = None if weight.zero is None else refs[0]

@@ -40,7 +40,7 @@ def token_logprobs(
       numerics: how sums over the vocabulary are formed.
       chunk: tokens whose logits may exist at once; kernels need none of them.
       mesh: devices that the R rows lie on; None for one.
-      implementation: see `switch.KernelChoice`.
+      implementation: see `switch.KernelChoice`; the default depends on (V, d).
       responses: where the sampling penalizes, what its counts are of; no kernel penalizes.
       entropy_gradient: make the entropy differentiable too, at the price of its backward pass; no kernel
       does.
@@ -51,6 +51,5 @@ def token_logprobs(
     Raises:
       Refused: by the implementation, for what it cannot compute.
     """
-    shape = (targets.size, *lm_head.shape)
     arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses, entropy_gradient)
-    return call("token_logprobs", implementation, shape, *arguments)
+    return call("token_logprobs", implementation, lm_head.shape, *arguments)

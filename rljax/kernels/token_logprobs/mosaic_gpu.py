@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.noisy_argmax.race import LOG2_E
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
-from rljax.kernels.switch import Refused
 from rljax.kernels.token_logprobs import passes
 from rljax.kernels.token_logprobs.passes import Statistics
 from rljax.models.numerics import Numerics
@@ -45,8 +44,6 @@ def token_logprobs(
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
     del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
-    if interpret and jax.__version_info__ < (0, 11):
-        raise Refused("JAX 0.10's interpreter gets stuck in warp-specialized pipelines")
     passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
@@ -80,7 +77,7 @@ def _statistics(
             top[row, own], total[row, own] = largest, sums
             weighted[row, own], chosen[row, own] = products, hits
 
-        _tiles(hidden, head, finish, ahead=4)
+        _tiles(hidden, head, finish, ahead=4, turned=_turned(interpret))
 
     out = jax.ShapeDtypeStruct((entries // _TILE, tokens), jnp.float32)
     return Statistics(*_call(kernel, hidden, head, [targets], [out] * 4, {}, interpret))
@@ -119,7 +116,9 @@ def _errors(
                     mine.at[start // _DEPTH], errors.at[own, pl.ds(entry + start, _DEPTH)]
                 )
 
-        _tiles(hidden, head, finish, ahead=3)  # what is staged takes the memory of a fourth
+        _tiles(
+            hidden, head, finish, ahead=3, turned=_turned(interpret)
+        )  # what is staged takes the memory of a fourth
         plgpu.wait_smem_to_gmem(0)
 
     out = jax.ShapeDtypeStruct((len(hidden), head.shape[0]), hidden.dtype)
@@ -142,29 +141,34 @@ def _call(kernel, hidden: Array, head: Array, vectors: list[Array], out_type, sc
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=gpu_interpreter() if interpret else None,
-    )(hidden, head, *vectors)
+    )(hidden, head.T if _turned(interpret) else head, *vectors)
 
 
-def _tiles(hidden, head, finish: Callable[..., None], ahead: int) -> None:
+def _turned(interpret: bool) -> bool:
+    """Whether kernels get the LM head as [d, C]: JAX 0.10 interprets no product with a transposed tile."""
+    return interpret and jax.__version_info__ < (0, 11)
+
+
+def _tiles(hidden, head, finish: Callable[..., None], ahead: int, turned: bool) -> None:
     """Multiplies hidden states [N, d] with the LM head [C, d], in global memory, tile by tile.
 
     Args:
       finish: what is done with a warpgroup's part: gets the accumulator, float32 [128, 128], and its first
         token and entry.
       ahead: steps that are loaded before they are needed.
+      turned: the LM head is [d, C].
     """
     depth = hidden.shape[1] // _DEPTH
     side = _WARPGROUPS * _TILE
-    counts = hidden.shape[0] // side, head.shape[0] // _TILE
+    counts = hidden.shape[0] // side, head.shape[turned] // _TILE
     group = lax.axis_index("wg")
 
-    def spec(rows):
+    def spec(rows, turned=False):
         return plgpu.BlockSpec(
-            (rows, _DEPTH),
-            lambda step: (0, step),
+            (_DEPTH, rows) if turned else (rows, _DEPTH),
+            lambda step: (step, 0) if turned else (0, step),
             transforms=_TRANSFORMS,
             memory_space=plgpu.SMEM,
-            delay_release=1,
         )
 
     def pipeline(body, context):
@@ -172,7 +176,7 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int) -> None:
             body,
             grid=(depth,),
             memory_registers=40,
-            in_specs=[spec(side), spec(_TILE)],
+            in_specs=[spec(side), spec(_TILE, turned)],
             wg_axis="wg",
             num_compute_wgs=_WARPGROUPS,
             max_concurrent_steps=min(ahead, depth),
@@ -193,12 +197,13 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int) -> None:
 
             def step(_, hidden_tile, head_tile, accumulator):
                 own = hidden_tile.at[pl.ds(group * _TILE, _TILE)]
-                plgpu.wgmma(accumulator, own, head_tile.transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # the products of the step before, whose memory is then free
+                plgpu.wgmma(accumulator, own, head_tile if turned else head_tile.transpose((1, 0)))
+                plgpu.wgmma_wait(0)  # behind it, the step's memory is loaded anew, also with the next tile
                 return accumulator
 
             tokens, entries = pl.ds(row * side, side), pl.ds(column * _TILE, _TILE)
-            pipeline(step, context)(hidden.at[tokens], head.at[entries], allocations=allocations)
+            part = head.at[:, entries] if turned else head.at[entries]
+            pipeline(step, context)(hidden.at[tokens], part, allocations=allocations)
 
     def nothing(*_):
         pass

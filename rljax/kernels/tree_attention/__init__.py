@@ -33,7 +33,7 @@ def tree_attention(
       depth: int32 [B, M], 0 for the first node of a path: node i stands at position lengths + depth. `xla`
         adds up where decoding would; kernels add up the nodes last.
       numerics: see `Numerics`; kernels have an order of their own.
-      implementation: see `switch.KernelChoice`; the default depends on (B, S, M).
+      implementation: see `switch.KernelChoice`; the default depends on (H, Hk, D), alike for decoding.
 
     Returns:
       [B, M, H, D] in the queries' type: softmax(q k / sqrt(D)) v, summed in float32; zeros where a node sees
@@ -45,9 +45,8 @@ def tree_attention(
     The split over the cache is flash-decoding's (Dao et al., 2023), the tree mask SpecInfer's (Miao et al.,
     2024). See `docs/kernels/tree_attention.md`.
     """
-    shape = (values.shape[0], values.shape[2], queries.shape[1])
     args = (queries, keys, values, lengths, node_keys, node_values, ancestors, depth, numerics)
-    return switch.call("tree_attention", implementation, shape, *args)
+    return switch.call("tree_attention", implementation, _sizes(queries, values), *args)
 
 
 def decode_attention(
@@ -78,7 +77,11 @@ def decode_attention(
       Refused: the implementation cannot compute this.
     """
     batch = queries.shape[0]
-    shape = (batch, values.shape[2], 1)
     itself, depth = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 1), jnp.int32)
     args = (queries, keys, values, positions, node_keys, node_values, itself, depth, numerics)
-    return switch.call("tree_attention", implementation, shape, *args, nodes_in_cache=True)
+    return switch.call("tree_attention", implementation, _sizes(queries, values), *args, nodes_in_cache=True)
+
+
+def _sizes(queries: Array, values: Array) -> tuple[int, ...]:
+    """(H, Hk, D)."""
+    return queries.shape[2], values.shape[1], values.shape[3]
