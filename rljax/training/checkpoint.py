@@ -370,8 +370,9 @@ def _fingerprint(file: Path) -> tuple[int, int]:
 
 def _delete(path: Path) -> None:
     """The seal goes first: killed in between, what is left is an unfinished checkpoint, not a damaged one."""
-    (path / _SEAL).unlink()
-    shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # what has to stay (a reader on NFS) is no failure of the newer one
+        (path / _SEAL).unlink()
+        shutil.rmtree(path)
 
 
 def _reason(error: BaseException) -> str:

@@ -66,6 +66,14 @@ def test_scheduling_is_harmless_only_where_rows_are_invariant():
     assert changes == {"engine.max_slots": False, "engine.compilation_cache": True}
 
 
+@pytest.mark.parametrize("engine", [{"row_invariant": False}, {"verification": "target_only"}])
+def test_drafts_are_harmless_only_where_they_change_no_token(engine):
+    """Without row-invariance a pass that verifies computes other logits: near-ties flip."""
+    drafted = make_config(engine=engine, speculation={"drafter": "srt"})
+    change, *_ = config_changes(make_config(engine=engine), drafted)
+    assert (change.name, change.harmless) == ("speculation.drafter", False)
+
+
 @pytest.fixture
 def run(tmp_path):
     return RunDirectory(tmp_path / "run")
