@@ -60,7 +60,7 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int, ks: tuple[int
     largest = max(ks, default=0)
     won = np.zeros(largest + 1)  # by responses drawn: the sum over all ways of the winner's expected score
     for most in range(1, min(largest, max((count for count, _ in answers), default=0)) + 1):
-        ties = largest // most
+        ties = min(largest // most, sum(count >= most for count, _ in answers))
         # [t, u]: ways to draw u responses so that t answers have `most` votes and none more; in `sums`, each
         # way counts as often as the scores of these t answers add up to.
         ways, sums = np.zeros((ties + 1, largest + 1)), np.zeros((ties + 1, largest + 1))
