@@ -108,6 +108,17 @@ def test_changes_that_are_allowed_are_noted_with_the_session(run):
     assert run.begin(changed) == []
 
 
+def test_a_start_that_is_killed_between_its_session_and_its_config_loses_no_change(run):
+    run.write_config(make_config())
+    run.append_metrics({"step": 0})
+    for _ in range(2):
+        start = RunDirectory(run.path)
+        start.begin(make_config(seed=3), allow_changes=True)
+        start.record_session(1)
+    start.write_config(make_config(seed=3), allow_changes=True)
+    assert [each["changed"] for each in run.read_sessions()] == [{"seed": [0, 3]}] * 2
+
+
 def test_a_start_that_failed_binds_nothing(run):
     run.write_config(make_config())
     tokenizer = run.path / "tokenizer" / "tokenizer.json"
