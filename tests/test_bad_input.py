@@ -293,13 +293,23 @@ def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
     assert says in refusal(tmp_path, monkeypatch, capsys, FROM_POLICY)
 
 
+def test_a_tokenizer_that_finds_no_room(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_config(tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    says = refusal(tmp_path, monkeypatch, capsys, ())
+    assert says == f"{tmp_path}/run/tokenizer: cannot be written (No space left on device)"
+
+
 def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monkeypatch, capsys):
     shutil.copytree(world / "policy", tmp_path / "policy")
     write_config(tmp_path)
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert (tmp_path / "run" / "config.yaml").exists()
     monkeypatch.setattr(loop.TrainingRun, "compile", lambda _: None)
-    monkeypatch.setattr(loop.TrainingRun, "train", lambda run: None)
+    monkeypatch.setattr(loop.TrainingRun, "train", lambda *_: None)
     assert (
         load_script("train").main(
             ["--config", str(tmp_path / "config.yaml"), *OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
