@@ -43,10 +43,9 @@ def task_settings(config: TaskConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     settings = config.model_dump(exclude=set(_NEITHER))
     judging = {name: settings.pop(name) for name in _JUDGING}
-    mixture = [(part, part.pop("rewards")) for part in settings["mixture"]]
-    judging["mixture"] = [rewards for _, rewards in mixture]
-    names = [reward["name"] for rewards in (judging["rewards"], *judging["mixture"]) for reward in rewards]
-    judging["functions"] = {name: _source_digest(name) for name in names if ":" in name}
+    judging["mixture_rewards"] = parts = [part.pop("rewards") for part in settings["mixture"]]
+    names = [reward["name"] for rewards in (judging["rewards"], *parts) for reward in rewards]
+    judging["reward_functions"] = {name: _source_digest(name) for name in names if ":" in name}
     return settings, judging
 
 
