@@ -6,11 +6,13 @@ and response lengths over the steps, `--decisions` what the rollout manager deci
 """
 
 import argparse
+import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,6 +71,18 @@ def rows_of(run: RunData) -> list[Row]:
     return rows
 
 
+def _as_json(row: Row) -> Row:
+    """JSON has no NaN and no infinity: what a run lacks, or has no number for, is null."""
+
+    def known(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    fields = {name: known(getattr(row, name)) for name in ("value", "baseline_value", "ratio")}
+    return dataclasses.replace(
+        row, **fields, details={name: known(value) for name, value in row.details.items()}
+    )
+
+
 def plot(runs: Sequence[RunData], path: Path) -> None:
     """Rewards of all runs, and response lengths over all of them, by step."""
     figure = new_figure("--plot", 10, 3.8)
@@ -79,7 +93,8 @@ def plot(runs: Sequence[RunData], path: Path) -> None:
 
 
 def _plot_rewards(axes: "matplotlib.axes.Axes", runs: Sequence[RunData]) -> None:
-    for run, color in zip(runs, COLORS, strict=False):
+    for number, run in enumerate(runs):
+        color = COLORS[number % len(COLORS)]
         steps, rewards = run.column("step"), run.column("reward/mean")
         width = min(SMOOTHING, len(rewards))
         smooth = np.convolve(rewards, np.ones(width) / width, mode="valid")
@@ -140,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in itertools.chain.from_iterable(map(in_words, decided)):
             print(line)
         if arguments.json:
-            write_results(arguments.json, rows, command_line())
+            write_results(arguments.json, [_as_json(row) for row in rows], command_line())
         if arguments.plot:
             plot(runs, arguments.plot)
         if arguments.decisions:

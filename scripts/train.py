@@ -1,6 +1,7 @@
 """Train a policy: `python scripts/train.py --config configs/quickstart.yaml [key=value ...]`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -46,16 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run(config, **({"allow_changes": True} if arguments.allow_changes else {}))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except Interrupted as interrupted:
-        print(f"{interrupted}; the same command continues {run_dir}", file=sys.stderr)
+        _say(f"{interrupted}; the same command continues {run_dir}")
         return 128 + interrupted.signal
     except KeyboardInterrupt:
         resume = f"; the same command resumes {run_dir} from its last checkpoint" if run_dir else ""
-        print(f"interrupted{resume}", file=sys.stderr)
+        _say(f"interrupted{resume}")
         return 130
     return 0
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit status tells it, too, where nobody reads on
+        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

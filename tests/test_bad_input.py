@@ -149,6 +149,58 @@ def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
     assert says in refusal(tmp_path, monkeypatch, capsys, arguments)
 
 
+# -- problems, rewards and tools ---------------------------------------------------------------------------
+
+ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
+DATASET = "task={name: dataset, args: {path: ROWS}, rewards: [REWARD]}"
+DATA = {
+    "not JSON": (ROWS + '{"prompt": \n', "{name: exact}", "rows.jsonl:21: is not valid JSON: "),
+    "not an object": (ROWS + "[1]\n", "{name: exact}", "rows.jsonl:21: should be a JSON object, not a list"),
+    "no such column": (ROWS.replace("answer", "anser"), "{name: exact}", "there is no column 'answer', only"),
+    "an empty prompt": (ROWS.replace("7?", " "), "{name: exact}", "rows.jsonl:8: the prompt is empty"),
+    "an empty file": ("", "{name: exact}", "rows.jsonl has no problem"),
+    "nothing held out": (ROWS.splitlines()[0], "{name: exact}", "no problem is held out; give more problems"),
+    "a word for a number": (
+        ROWS.replace('"7"', '"seven"'),
+        "{name: numeric}",
+        "rows.jsonl:8: the answer 'seven' is not a number, which task.rewards.0 needs",
+    ),
+    "no tests": (ROWS, "{name: code}", "there is no column 'tests', which task.rewards.0 needs"),
+    "no reward": (ROWS, "", "task.rewards: task dataset has no reward of its own; list at least one"),
+    "another reward": (ROWS, "{name: numerc}", "task.rewards.0.name: unknown reward 'numerc'; did you mean "),
+    "a reward from nowhere": (ROWS, "{name: 'nowhere:judge'}", "nowhere"),
+    "another place": (
+        ROWS,
+        "{name: exact, args: {answer_in: box}}",
+        "task.rewards.0.args.answer_in: should be one of response, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data(tmp_path, monkeypatch, capsys, case):
+    rows, reward, says = DATA[case]
+    write_config(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    task = DATASET.replace("ROWS", str(tmp_path / "rows.jsonl")).replace("REWARD", reward)
+    assert says in refusal(tmp_path, monkeypatch, capsys, (task,))
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ("{names: [calcuator]}", "tools.names: unknown tool 'calcuator'; did you mean 'calculator'?"),
+        ("{names: [calculator, calculator]}", "names a tool twice"),
+        ("{names: [calculator], opening: x, closing: x}", "tools.closing: 'x' is tools.opening, too"),
+        ("{names: [calculator], max_calls: 0}", "tools.max_calls: should be greater than or equal to 1, got"),
+    ],
+)
+def test_a_tool(world, tmp_path, monkeypatch, capsys, tools, says):
+    shutil.copytree(world / "policy", tmp_path / "policy")
+    write_config(tmp_path)
+    assert says in refusal(tmp_path, monkeypatch, capsys, (*FROM_POLICY, f"tools={tools}"))
+
+
 # -- the policy and its tokenizer --------------------------------------------------------------------------
 
 
@@ -241,13 +293,23 @@ def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
     assert says in refusal(tmp_path, monkeypatch, capsys, FROM_POLICY)
 
 
+def test_a_tokenizer_that_finds_no_room(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_config(tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    says = refusal(tmp_path, monkeypatch, capsys, ())
+    assert says == f"{tmp_path}/run/tokenizer: cannot be written (No space left on device)"
+
+
 def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monkeypatch, capsys):
     shutil.copytree(world / "policy", tmp_path / "policy")
     write_config(tmp_path)
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert (tmp_path / "run" / "config.yaml").exists()
     monkeypatch.setattr(loop.TrainingRun, "compile", lambda _: None)
-    monkeypatch.setattr(loop.TrainingRun, "train", lambda run: None)
+    monkeypatch.setattr(loop.TrainingRun, "train", lambda *_: None)
     assert (
         load_script("train").main(
             ["--config", str(tmp_path / "config.yaml"), *OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]

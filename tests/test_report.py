@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rljax.reports.figures import COLORS, new_figure
+from rljax.reports.runs import read_runs
 from rljax.rollout.decisions import PLAIN, Decision
 from rljax.training.run_directory import RunDirectory
 from tests.scripts import load_script
@@ -70,6 +72,25 @@ def test_figures_and_plot(report, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "one/held-out reward" in out and out.endswith("report: report.html\n")
     assert "<title>one, two</title>" in (tmp_path / "report.html").read_text()
+
+
+def test_what_a_run_lacks_is_null_in_the_figures(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_report", lambda *_: None)
+    run = write_run(tmp_path / "run", 3)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    del lines[1]["update/padding"], lines[2]["update/padding"], lines[3]["update/padding"]
+    lines[2] |= {"mismatch/logprob_abs_max": None, "nonfinite": {"mismatch/logprob_abs_max": "inf"}}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main([str(run), "--json", "runs.json"]) == 0
+    _, row = json.loads(Path("runs.json").read_text())["rows"]
+    assert (row["padding"], row["mismatch_logprob_abs_max"], row["step_seconds"]) == (None, None, 2.0)
+
+
+def test_more_runs_than_colours_are_all_drawn(report, tmp_path):
+    runs = read_runs([write_run(tmp_path / str(number), 1) for number in range(len(COLORS) + 1)])
+    axes = new_figure("test", 4, 3).subplots()
+    report._plot_rewards(axes, runs)
+    assert len(axes.get_legend_handles_labels()[1]) == len(runs)
 
 
 def test_where_the_page_goes(report, tmp_path, capsys):

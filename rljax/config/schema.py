@@ -68,8 +68,8 @@ class CheckpointConfig(Section):
     on_failure: Literal["stop", "go_on"] = Field(
         "stop",
         description="When a checkpoint cannot be written, on a full disk for example: stop with an error, or"
-        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while; what"
-        " is killed meanwhile loses more.",
+        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while:"
+        " lines of metrics wait in memory, too. What is killed meanwhile loses more.",
     )
 
 

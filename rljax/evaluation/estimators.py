@@ -60,24 +60,33 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int, ks: tuple[int
     largest = max(ks, default=0)
     won = np.zeros(largest + 1)  # by responses drawn: the sum over all ways of the winner's expected score
     for most in range(1, min(largest, max((count for count, _ in answers), default=0)) + 1):
-        ties = largest // most
+        ties = min(largest // most, sum(count >= most for count, _ in answers))
         # [t, u]: ways to draw u responses so that t answers have `most` votes and none more; in `sums`, each
         # way counts as often as the scores of these t answers add up to.
         ways, sums = np.zeros((ties + 1, largest + 1)), np.zeros((ties + 1, largest + 1))
         ways[0] = [math.comb(silent, u) for u in range(largest + 1)]
         for count, score in answers:
-            next_ways, next_sums = np.zeros_like(ways), np.zeros_like(sums)
-            for drawn in range(min(count, most) + 1):
-                coefficient = float(math.comb(count, drawn))
-                tied = int(drawn == most)
-                before = (slice(0, ties + 1 - tied), slice(0, largest + 1 - drawn))
-                after = (slice(tied, None), slice(drawn, None))
-                next_ways[after] += coefficient * ways[before]
-                next_sums[after] += coefficient * (sums[before] + tied * score * ways[before])
+            fewer = [float(math.comb(count, drawn)) for drawn in range(min(count, most - 1) + 1)]
+            next_ways, next_sums = _times(ways, fewer), _times(sums, fewer)
+            if count >= most:  # this answer ties with those before it
+                coefficient, left = float(math.comb(count, most)), largest + 1 - most
+                next_ways[1:, most:] += coefficient * ways[:-1, :left]
+                next_sums[1:, most:] += coefficient * (sums[:-1, :left] + score * ways[:-1, :left])
             ways, sums = next_ways, next_sums
         won += (sums[1:] / np.arange(1, ties + 1)[:, None]).sum(axis=0)
     n = silent + sum(count for count, _ in answers)
     return tuple(float(won[k] / math.comb(n, k)) for k in ks)
+
+
+def _times(polynomials: np.ndarray, factor: list[float]) -> np.ndarray:
+    """Polynomials, [T, U] with a row each, times one factor, without the powers from U on."""
+    powers = polynomials.shape[1]
+    if len(factor) > len(polynomials):
+        return np.stack([np.convolve(row, factor)[:powers] for row in polynomials])
+    product = np.zeros_like(polynomials)
+    for power, coefficient in enumerate(factor[:powers]):
+        product[:, power:] += coefficient * polynomials[:, : powers - power]
+    return product
 
 
 def bootstrap_interval(

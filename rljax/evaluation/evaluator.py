@@ -3,11 +3,11 @@
 Responses and judgements are written as they come (`records.py`); started again, an evaluation goes on, and
 with more samples or problems than before it only adds those. The noise of a response follows from seed,
 problem and sample alone, and is that of the evaluations inside a run (`rljax/rollout/collector.py`): the same
-checkpoint gives the same numbers here and there.
+checkpoint gives the same numbers here and there. Every line names what it depends on: a response to a problem
+that asks something else now is refused, and one whose answer or rewards have changed is judged anew.
 """
 
 import datetime
-import hashlib
 import math
 import os
 import time
@@ -19,7 +19,7 @@ import numpy as np
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.errors import UserError
+from rljax.errors import ConfigError, UserError
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.metrics import (
     Estimate,
@@ -30,14 +30,16 @@ from rljax.evaluation.metrics import (
     problem_metrics,
     success_part,
 )
+from rljax.evaluation.problems import asked_digest, distinct_problems, judging_digest, task_settings
 from rljax.evaluation.records import EvaluationDirectory, ResponseKey
-from rljax.models.transformer import Params, num_params
+from rljax.models.digest import weights_digest
+from rljax.models.transformer import num_params
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.rollout.collector import EVALUATION, Collector
 from rljax.rollout.records import Completion
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
 from rljax.training.decoder import make_numerics, make_scheduler, warm_up
@@ -73,41 +75,30 @@ class Evaluator:
         check_devices(config.mesh, jax.device_count())
         self.task: Task = configured_task(config.task, config.seed, progress.message)
         self.samples = config.evaluation.samples
-        self.problems = self._problems(config.evaluation.problems)
+        self.problems = distinct_problems(self.task, split, config.evaluation.problems, progress.message)
         self.ks = config.evaluation.pass_at or default_ks(self.samples)
         check_success(self.task, split, config.evaluation)
-        self.directory = EvaluationDirectory(output, self._identity())
+        self._settings, self._judging = self._identity()
+        self.directory = EvaluationDirectory(output, self._settings)
+        self._check_asked()
 
     def run(self) -> dict[str, Any]:
         """Samples and judges what is missing, and returns what is in results.json."""
-        self._sample()
-        self._judge_all()
-        results = self._results()
-        self.directory.write_results(results)
+        with self.directory:
+            self._sample()
+            self._judge_all()
+            results = self._results()
+            self.directory.write_results(results)
         return results
 
     # -- what is evaluated -----------------------------------------------------------------------------------
 
-    def _problems(self, wanted: int) -> dict[int, Problem]:
-        """The split's first problems by index, each once: a split that ends shows its first ones again."""
-        problems: dict[int, Problem] = {}
-        seen = set()
-        for index in range(wanted):
-            problem = self.task.problem(self.split, index)
-            if problem.id not in seen:
-                seen.add(problem.id)
-                problems[index] = problem
-        if len(problems) < wanted:
-            self.progress.message(
-                f"only {len(problems):,} of the first {wanted:,} {self.split} problems are different ones"
-            )
-        return problems
-
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What responses depend on besides problem and sample, and what only their judgements do."""
         config = self.config
         rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
-        task = config.task.model_dump(exclude={"reward_workers"})
-        return {
+        task, judging = task_settings(config.task)
+        settings = {
             "policy": weights_digest(self.saved.policy.params),
             "split": self.split,
             "seed": config.seed,
@@ -117,6 +108,17 @@ class Evaluator:
             "policy.compute_dtype": config.policy.compute_dtype,
             "engine.row_invariant": config.engine.row_invariant,
         }
+        return settings, {f"task.{name}": value for name, value in judging.items()}
+
+    def _check_asked(self) -> None:
+        lines = self.directory.responses.lines
+        for key in self._keys:
+            if key in lines and lines[key].get("asked") != asked_digest(self.problems[key[0]]):
+                raise ConfigError(
+                    f"{self.directory.path} holds responses to another problem {key[0]} than"
+                    f" {self.problems[key[0]].id} is now: the data have changed; give another --output, or"
+                    " delete that one"
+                )
 
     @property
     def _keys(self) -> list[ResponseKey]:
@@ -170,13 +172,16 @@ class Evaluator:
                 params,
                 [requests[key] for key in missing],
                 show,
-                lambda index, completion: log.append(missing[index], self._response(completion)),
+                lambda index, completion: log.append(
+                    missing[index], self._response(missing[index][0], completion)
+                ),
             )
         log.sort()
 
-    def _response(self, completion: Completion) -> dict[str, Any]:
+    def _response(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens = completion.response_ids.tolist()
         return {
+            "asked": asked_digest(self.problems[index]),
             "text": self.saved.policy.tokenizer.decode(tokens),
             "finish_reason": completion.finish_reason,
             "logprob": float(completion.logprobs.sum(dtype=np.float64)),
@@ -188,9 +193,12 @@ class Evaluator:
     def _judge_all(self) -> None:
         responses, log = self.directory.responses.lines, self.directory.judgements
         wanted = self._keys
-        missing = [key for key in wanted if key not in log.lines]
+        by = {index: judging_digest(problem, self._judging) for index, problem in self.problems.items()}
+        missing = [key for key in wanted if key not in log.lines or log.lines[key].get("by") != by[key[0]]]
         if not missing:
             return
+        if stale := sum(key in log.lines for key in missing):
+            self.progress.message(f"the rewards or answers of {stale:,} responses have changed: judged anew")
         done = len(wanted) - len(missing)
         self.progress.stage("judge", len(wanted), completed=done, sparse=True)
         with log:
@@ -199,7 +207,8 @@ class Evaluator:
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
                 for key, each, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
                     numbers = self._finite(key[0], rewards)
-                    log.append(key, {"rewards": numbers, "answer": extracted_answer(self.task, *each)})
+                    answer = extracted_answer(self.task, *each)
+                    log.append(key, {"by": by[key[0]], "rewards": numbers, "answer": answer})
                 self.progress.step(done + start + len(keys), {})
         log.sort()
 
@@ -222,7 +231,7 @@ class Evaluator:
         groups = difficulty_groups([problem.difficulty for problem in self.problems.values()])
         return {
             "policy": {"path": str(self.saved.path), "step": self.saved.step},
-            "settings": self._identity(),
+            "settings": self._settings | self._judging,
             "problems": len(self.problems),
             "samples": self.samples,
             "success": " or ".join(sorted(parts)),
@@ -259,15 +268,6 @@ class Evaluator:
             "response_length": float(np.mean([len(each["tokens"]) for each in responses])),
             "truncated": float(np.mean([each["finish_reason"] == "length" for each in responses])),
         }
-
-
-def weights_digest(params: Params) -> str:
-    """Names the weights: the same for the same bits under the same names."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
 
 
 def _as_json(found: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:

@@ -7,8 +7,11 @@
 
 A response is a pure function of the policy, the problem and the sample's number. So what is there need not be
 sampled again, and is what would come again.
+
+    .lock               held by the process that works on it
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from rljax.errors import ConfigError, UserError
-from rljax.training.durable_files import write_durably
+from rljax.training.durable_files import locked, write_durably
 
 ResponseKey = tuple[int, int]
 """(index of the problem in its split, number of the sample)."""
@@ -57,7 +60,8 @@ class JsonLog:
             whole = content[: content.rfind(b"\n") + 1]
             self.lines = dict(self._parsed(whole))
             if whole != content:
-                write_durably(path, whole)
+                with _writing(path):
+                    write_durably(path, whole)
 
     def _parsed(self, content: bytes) -> Iterator[tuple[ResponseKey, dict[str, Any]]]:
         for number, raw in enumerate(content.splitlines(), start=1):
@@ -71,26 +75,40 @@ class JsonLog:
                 ) from error
 
     def __enter__(self) -> "JsonLog":
-        self._file = open(self.path, "ab")
+        with _writing(self.path):
+            self._file = open(self.path, "ab")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError) if error is not None else _writing(self.path), file:
+            os.fsync(file.fileno())
 
     def append(self, key: ResponseKey, content: Mapping[str, Any]) -> None:
         """Adds a line, which a process that is killed from here on leaves behind."""
         line = {"problem": key[0], "sample": key[1], **content}
-        self._file.write(_encoded(line))
-        self._file.flush()
+        with _writing(self.path):
+            self._file.write(_encoded(line))
+            self._file.flush()
         self.lines[key] = line
 
     def sort(self) -> None:
         """Rewrites the file in the order of problems and samples: the same one, however it came about."""
-        write_durably(self.path, b"".join(_encoded(self.lines[key]) for key in sorted(self.lines)))
+        with _writing(self.path):
+            write_durably(self.path, b"".join(_encoded(self.lines[key]) for key in sorted(self.lines)))
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk, or one that refuses, is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); started again, it goes on where it was"
+        ) from error
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -98,14 +116,14 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 
 
 class EvaluationDirectory:
-    """One evaluation's files.
+    """One evaluation's files, which are this process's alone until the context that it is ends.
 
     Args:
       path: created when missing.
       identity: all that responses depend on besides problem and sample, as JSON values.
 
     Raises:
-      ConfigError: the directory holds the responses of another evaluation.
+      ConfigError: the directory holds the responses of another evaluation, or another process works on it.
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
@@ -115,17 +133,33 @@ class EvaluationDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--output: cannot create {self.path}: {error.strerror}") from error
-        self._claim(json.loads(json.dumps(identity)))
-        self.responses = JsonLog(self.path / "responses.jsonl")
-        self.judgements = JsonLog(self.path / "judgements.jsonl")
+        with contextlib.ExitStack() as stack:
+            with _writing(self.path / ".lock"):
+                free = stack.enter_context(locked(self.path / ".lock"))
+            if not free:
+                raise ConfigError(
+                    f"--output: another process evaluates in {self.path}; let it end, or choose another"
+                )
+            self._claim(json.loads(json.dumps(identity)))
+            self.responses = JsonLog(self.path / "responses.jsonl")
+            self.judgements = JsonLog(self.path / "judgements.jsonl")
+            self._lock = stack.pop_all()
+
+    def __enter__(self) -> "EvaluationDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        write_durably(self.results_path, json.dumps(results, indent=1, allow_nan=False).encode() + b"\n")
+        with _writing(self.results_path):
+            write_durably(self.results_path, json.dumps(results, indent=1, allow_nan=False).encode() + b"\n")
 
     def _claim(self, identity: dict[str, Any]) -> None:
         file = self.path / "evaluation.json"
         if not file.exists():
-            write_durably(file, json.dumps(identity, indent=1).encode() + b"\n")
+            with _writing(file):
+                write_durably(file, json.dumps(identity, indent=1).encode() + b"\n")
             return
         try:
             held = json.loads(file.read_bytes())

@@ -49,6 +49,7 @@ def evaluation_config(
     data: dict[str, Any] = {name: given[name] for name in ("seed", *_SECTIONS) if given.get(name) is not None}
     data |= {"run_dir": str(path), "policy": _policy(path, given)}
     data["training"] = {"pack_length": _ANY_LENGTH}  # nothing is packed, so nothing is too long for it
+    data["algorithm"] = {"name": "reinforce++"}  # nothing is learned; this one takes groups of any size
     for section, changes in _FIXED.items():
         if isinstance(data.get(section), dict):
             data[section] = data[section] | changes

@@ -147,6 +147,11 @@ def legend_above(axes: "Axes") -> None:
         )
 
 
+def marker_of(values: np.ndarray) -> str | None:
+    """A dot for a curve of a single point, which no line shows."""
+    return "o" if np.isfinite(values).sum() == 1 else None
+
+
 def in_blocks(
     values: np.ndarray, most: int = MOST_POINTS, reduce: Callable[..., np.ndarray] = np.nanmean
 ) -> np.ndarray:

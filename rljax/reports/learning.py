@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.reports.figures import CARD, COLORS, INK, Panel, in_blocks, integer_steps, legend_above
+from rljax.reports.figures import (
+    CARD,
+    COLORS,
+    INK,
+    Panel,
+    in_blocks,
+    integer_steps,
+    legend_above,
+    marker_of,
+)
 from rljax.reports.runs import NORMAL_QUANTILE, RunData, Series, series_of, t_interval
 
 if TYPE_CHECKING:
@@ -64,13 +73,12 @@ def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
             variances = _smoothed(run.column("step"), run.column("reward/standard_error") ** 2)[1]
             error = NORMAL_QUANTILE * np.sqrt(variances / _window(len(run.steps)))
             _band(axes, steps, smooth, error, color)
-            single = "o" if len(steps) == 1 else None
             axes.plot(
                 in_blocks(steps),
                 in_blocks(smooth),
                 color=color,
                 linewidth=1.8,
-                marker=single,
+                marker=marker_of(smooth),
                 label=each.name,
             )
         else:
@@ -109,9 +117,13 @@ def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) 
         color = COLORS[number % len(COLORS)]
         for i, run in enumerate(each.runs):
             steps, values = in_blocks(run.column("step")), in_blocks(run.column(metric))
-            single = "o" if np.isfinite(values).sum() == 1 else None
             axes.plot(
-                steps, values, color=color, linewidth=1.3, marker=single, label=None if i else each.name
+                steps,
+                values,
+                color=color,
+                linewidth=1.3,
+                marker=marker_of(values),
+                label=None if i else each.name,
             )
     axes.set_ylabel(unit)
     integer_steps(axes)
@@ -128,7 +140,13 @@ def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
                 values = in_blocks(run.column(f"mismatch/logprob_abs_{metric}"), reduce=np.nanmax)
                 label = None if i else name if alone else each.name
                 axes.plot(
-                    in_blocks(run.column("step")), values, line, color=color, linewidth=1.3, label=label
+                    in_blocks(run.column("step")),
+                    values,
+                    line,
+                    color=color,
+                    linewidth=1.3,
+                    marker=marker_of(values),
+                    label=label,
                 )
                 largest = max(largest, *values[np.isfinite(values)], 0.0)
     if largest:
@@ -152,7 +170,14 @@ def _draw_repeated(
 ) -> None:
     """Each repetition, and their mean with its confidence at the steps that all of them have."""
     for steps, values in curves:
-        axes.plot(in_blocks(steps), in_blocks(values), color=color, alpha=0.35, linewidth=0.8)
+        axes.plot(
+            in_blocks(steps),
+            in_blocks(values),
+            color=color,
+            alpha=0.35,
+            linewidth=0.8,
+            marker=marker_of(values),
+        )
     shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
     if not shared:
         return
@@ -165,6 +190,7 @@ def _draw_repeated(
         style,
         color=color,
         linewidth=1.8,
+        **({"marker": "o"} if len(shared) == 1 else {}),
         markersize=4,
         label=name,
     )

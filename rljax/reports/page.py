@@ -156,6 +156,6 @@ def _spark(
 
 
 def _number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e9:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}"

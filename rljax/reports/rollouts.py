@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rljax.reports.figures import COLORS, Panel, in_blocks, integer_steps, legend_above
+from rljax.reports.figures import COLORS, Panel, in_blocks, integer_steps, legend_above, marker_of
 from rljax.reports.runs import RunData, colors_of, series_of
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ def draw_lengths(axes: "Axes", runs: Sequence[RunData]) -> None:
             if not run.has(name) or not (alone or metric in ("max", "p50")):
                 continue
             color = COLORS[i] if alone else colors[run.name]
+            values = in_blocks(run.column(name), reduce=np.nanmax if metric == "max" else np.nanmean)
             axes.plot(
                 in_blocks(run.column("step")),
-                in_blocks(run.column(name), reduce=np.nanmax if metric == "max" else np.nanmean),
+                values,
                 color=color,
+                marker=marker_of(values),
                 linewidth=2 * width,
                 linestyle="-" if alone or metric == "p50" else "--",
                 label=label if alone else _first_time(_series_name(run, runs), named),
@@ -67,12 +69,14 @@ def draw_histogram(axes: "Axes", run: RunData) -> None:
     """Lengths by step as a heat map."""
     from matplotlib.colors import to_rgb
 
-    width = run.rollouts[-1]["lengths"]["bin"]
-    rows = max(len(line["lengths"]["counts"]) for line in run.rollouts)
+    # Bins grow with rollout.max_response_length, which a run may have changed on its way.
+    lengths = [line["lengths"] for line in run.rollouts]
+    width = max(own["bin"] for own in lengths)
+    places = [((np.arange(len(own["counts"])) + 0.5) * own["bin"] // width).astype(int) for own in lengths]
+    rows = 1 + max(int(own.max(initial=0)) for own in places)
     counts = np.zeros((rows, len(run.rollouts)))
-    for column, line in enumerate(run.rollouts):
-        own = line["lengths"]["counts"]
-        counts[: len(own), column] = own
+    for column, own in enumerate(lengths):
+        np.add.at(counts[:, column], places[column], own["counts"])
     shares = counts / np.maximum(counts.sum(0), 1)
     shares = np.stack([in_blocks(row, _MOST_COLUMNS) for row in shares])
     image = np.empty((*shares.shape, 4))

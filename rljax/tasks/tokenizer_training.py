@@ -89,7 +89,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     # Last, and whole: who finds this file finds a tokenizer, wherever an earlier process was killed.
     partial = directory / ".tokenizer.json.tmp"
-    tokenizer.save(str(partial))
+    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     os.replace(partial, directory / "tokenizer.json")
     return tokenizer
 

@@ -186,6 +186,10 @@ class RunCheckpoints:
         state = jax.tree.unflatten(jax.tree.structure(template_state), leaves)
         return step, state, seal["host_state"]
 
+    def host_state(self, step: int) -> dict[str, Any]:
+        """What `restore` gives last, without reading an array; a CheckpointError if it is damaged."""
+        return self._read_seal(self.directory / str(step))["host_state"]
+
     def host_arrays(self, step: int) -> dict[str, np.ndarray]:
         """The host arrays saved at `step`, whose files `restore` has checked."""
         path = self.directory / str(step) / _HOST_ARRAYS
@@ -225,13 +229,15 @@ class RunCheckpoints:
             if host_arrays:
                 with open(path / _HOST_ARRAYS, "wb") as file:
                     np.savez(file, **host_arrays)
-                    file.flush()
-                    os.fsync(file.fileno())
             checkpointer.wait_until_finished()
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            seal["files"] = {str(file.relative_to(path)): _fingerprint(file) for file in files}
+            seal["files"] = {str(file.relative_to(path)): _fingerprint(file, sync=True) for file in files}
+            # The seal stands for all that is below: it must not be on disk before any of it.
+            for directory in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
+                sync_directory(directory)
             write_durably(path / _SEAL, json.dumps(seal, indent=1).encode())
-            sync_directory(path.parent)
+            for directory in (path.parent, path.parent.parent):
+                sync_directory(directory)
             scores = {step: self._score(step) for step in self.steps()}
             for old in sorted(scores.keys() - self._retention.kept(scores)):
                 _delete(self.directory / str(old))
@@ -300,6 +306,18 @@ class RunCheckpoints:
         return f"delete {path} to {after}"
 
 
+def template_of(state: Any) -> Any:
+    """What `RunCheckpoints.restore` has to know of a state: shapes and shardings, without its arrays."""
+
+    def described(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        sharding = None if _is_uncommitted(leaf) else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(described, state)
+
+
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves by their path, such as `params.layers.query.weight`, in the tree's order."""
     leaves: dict[str, Any] = {}
@@ -358,10 +376,12 @@ def _silence_lost_callbacks() -> None:
     sys.unraisablehook = say_what_counts
 
 
-def _fingerprint(file: Path) -> tuple[int, int]:
-    """Size and CRC-32."""
+def _fingerprint(file: Path, sync: bool = False) -> tuple[int, int]:
+    """Size and CRC-32; with `sync` it is also on disk, by whomever it was written."""
     size = crc = 0
     with open(file, "rb") as stream:
+        if sync:
+            os.fsync(stream.fileno())
         while block := stream.read(_CRC_BLOCK):
             size += len(block)
             crc = zlib.crc32(block, crc)
@@ -370,8 +390,9 @@ def _fingerprint(file: Path) -> tuple[int, int]:
 
 def _delete(path: Path) -> None:
     """The seal goes first: killed in between, what is left is an unfinished checkpoint, not a damaged one."""
-    (path / _SEAL).unlink()
-    shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # what has to stay (a reader on NFS) is no failure of the newer one
+        (path / _SEAL).unlink()
+        shutil.rmtree(path)
 
 
 def _reason(error: BaseException) -> str:

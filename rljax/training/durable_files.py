@@ -1,6 +1,9 @@
 """Files that a crash or a power cut leaves whole: how run directories and checkpoints are written."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -26,3 +29,19 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Keeps other processes out, which enter this with the same file: gives whether it is ours. The lock goes
+    with the process, however that ends. On a file system without locks nobody is kept out.
+    """
+    with open(path, "ab") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by children
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass  # the user has to know
+        yield True

@@ -131,4 +131,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         if beside is not None:
+            if (beside / "old").exists() and not path.exists():
+                (beside / "old").rename(path)
             shutil.rmtree(beside, ignore_errors=True)

@@ -71,4 +71,5 @@ class StopRequest:
         self.signal = signal.Signals(number)
         if self._first is None:
             raise KeyboardInterrupt
-        self._say(f"{self.signal.name}: stopping after {self._first}; again to stop at once")
+        with contextlib.suppress(RuntimeError):  # it may have come in the middle of writing another line
+            self._say(f"{self.signal.name}: stopping after {self._first}; again to stop at once")

@@ -5,10 +5,11 @@ A step rolls out groups of responses with the current policy, rewards them, and 
 is started again continues from its newest checkpoint, with the same numbers.
 """
 
+import contextlib
 import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,16 @@ from drafters.registry import make_drafters
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.errors import CheckpointError, DrafterError, Interrupted, PolicyError, UserError
+from rljax.errors import (
+    CheckpointError,
+    DrafterError,
+    Interrupted,
+    PolicyError,
+    RunDirectoryError,
+    UserError,
+)
 from rljax.evaluation.judging import check_success, group_metrics
+from rljax.evaluation.problems import distinct_problems
 from rljax.models.transformer import Params, num_params
 from rljax.reports import write_report_of_run
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
@@ -30,7 +39,7 @@ from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
 from rljax.tracking import Trackers
-from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.checkpoint import RunCheckpoints, template_of
 from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
@@ -69,8 +78,10 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 with training.trackers:
                     training.train(allow_changes)
         except KeyboardInterrupt:
-            if stop.signal is None or stop.insisted:
+            if stop.signal is None:
                 raise
+            if stop.insisted:
+                raise Interrupted("stopped at once", stop.signal) from None
             step = checkpoints.latest_step()
             where = "before the first checkpoint" if step is None else f"at step {step}, which is saved"
             raise Interrupted(f"stopped {where}", stop.signal) from None
@@ -106,6 +117,8 @@ class TrainingRun:
         self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
         task = checked_task(config, progress.message)
         check_success(task, "heldout", config.evaluation)
+        wanted = config.evaluation.problems
+        self.heldout = list(distinct_problems(task, "heldout", wanted, progress.message))  # indices
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
@@ -147,24 +160,35 @@ class TrainingRun:
         self.state = self.learner.init(policy.params)
         self.step = 0
         self.data_position = 0  # the next training problem
+        self.owes_evaluation = False  # of the step that the run resumes from: it failed
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
     def train(self, allow_changes: bool = False) -> None:
         config = self.config
         self.resume(allow_changes)
-        self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.directory.record_session(self.step)
+        self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.trackers.begin()
         self.compile()
         if self.step == 0:
             self.write_metrics(self.evaluate())
-        with self.stop.finish_first("this step"):
-            while self.step < config.training.steps:
-                stopped_by = self.advance(self.stop)
-                if stopped_by is not None and self.step < config.training.steps:
-                    self.checkpoints.wait()
-                    raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
-            self.checkpoints.wait()
+        elif self.owes_evaluation:
+            self.directory.extend_metrics({"step": self.step} | self.evaluate())
+            self.owes_evaluation = False
+        first = self.step
+        try:
+            with self.stop.finish_first("this step"):
+                while self.step < config.training.steps:
+                    stopped_by = self.advance(self.stop)
+                    if stopped_by is not None and self.step < config.training.steps:
+                        self.checkpoints.wait()
+                        raise Interrupted(f"stopped at step {self.step}, which is saved", stopped_by)
+                self.checkpoints.wait()
+        except (UserError, Interrupted):
+            if self.step > first:
+                with contextlib.suppress(KeyboardInterrupt):  # what ends the run is the other one
+                    self.show_report()
+            raise
         self.report()
 
     def compile(self, late_inserts: bool = False) -> None:
@@ -194,12 +218,19 @@ class TrainingRun:
                 "length": metrics["response_length/mean"],
             },
         )
+        if self.speculator is not None:
+            self.keep_for_report(self.directory.append_decisions, self.step, decisions)
         last = self.step == config.training.steps
         if last or (config.evaluation.every and self.step % config.evaluation.every == 0):
-            metrics |= self.evaluate()
+            try:
+                metrics |= self.evaluate()
+            except (DrafterError, PolicyError):  # what is broken is what would be saved
+                raise
+            except UserError:
+                self.owes_evaluation = True
+                self.save_after_failure(metrics)
+                raise
         self.write_metrics(metrics)
-        if self.speculator is not None:
-            self.directory.append_decisions(self.step, decisions)
         due = config.checkpoint.every and self.step % config.checkpoint.every == 0
         score = metrics.get("evaluation/reward")
         due = due or (config.checkpoint.keep_best and score is not None)
@@ -216,7 +247,7 @@ class TrainingRun:
         for attempt in (self.checkpoints.wait, save) if due else (self.checkpoints.check,):
             try:
                 attempt()
-            except CheckpointError as error:
+            except (CheckpointError, RunDirectoryError) as error:
                 if self.config.checkpoint.on_failure == "stop" or (final and attempt is save):
                     raise
                 self.progress.message(
@@ -225,8 +256,11 @@ class TrainingRun:
 
     def save(self, score: float | None) -> None:
         """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""
+        self.directory.write_metrics_left()  # a run that resumes from it would lack them
         drafter = self.drafter_state if self.speculator is None else self.speculator.state()
         host_state = {"data_position": self.data_position, "seed": self.config.seed}
+        if self.owes_evaluation:
+            host_state["owes_evaluation"] = True
         if self.learner.reference_checksum is not None:
             host_state["reference"] = self.learner.reference_checksum
         self.checkpoints.save(self.step, self.state, host_state, drafter, score)
@@ -234,18 +268,34 @@ class TrainingRun:
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         elapsed = time.perf_counter() - self.start
         line = {"step": self.step} | metrics | {"time/elapsed": elapsed}
-        self.directory.append_metrics(line)
+        try:
+            self.directory.append_metrics(line)
+        except RunDirectoryError as error:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            self.progress.message(f"warning: {error}; for now it goes on, and the line is kept")
         self.trackers.write(line)
 
-    def save_after_failure(self) -> None:
-        """A rollout has failed: the state is still that of the last finished step, which is not lost."""
+    def keep_for_report(self, append: Callable[..., None], step: int, content: Any) -> None:
+        """What only reports read: a disk that cannot take it stops no run."""
         try:
+            append(step, content)
+        except RunDirectoryError as error:
+            self.progress.message(f"warning: {error}; for now it goes on, and the report will lack it")
+
+    def save_after_failure(self, metrics: dict[str, Any] | None = None) -> None:
+        """A rollout or an evaluation has failed: the last finished step, whose state this is, is not lost.
+        `metrics` are its own, if they are not written yet.
+        """
+        try:
+            if metrics is not None:
+                self.write_metrics(metrics)
             self.checkpoints.wait()
             if self.step > (self.checkpoints.latest_step() or 0):
                 self.save(None)
                 self.checkpoints.wait()
                 self.progress.message(f"step {self.step} is saved")
-        except CheckpointError as error:  # what stops the run is the other one
+        except (CheckpointError, RunDirectoryError) as error:  # what stops the run is the other one
             self.progress.message(f"warning: {error}")
 
     def resume(self, allow_changes: bool = False) -> None:
@@ -258,7 +308,8 @@ class TrainingRun:
         if self.checkpoints.latest_step() is None:
             self.directory.truncate_after(-1)
             return
-        self.step, self.state, host_state = self.checkpoints.restore(self.state)
+        template, self.state = template_of(self.state), None  # two states may be more than there is room for
+        self.step, self.state, host_state = self.checkpoints.restore(template)
         if "data_position" not in host_state:
             path = self.checkpoints.directory / str(self.step)
             raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
@@ -272,6 +323,7 @@ class TrainingRun:
                 raise CheckpointError(f"{change}; --allow-changes goes on all the same")
             self.progress.message(f"changed since the last start: {change}")
         self.data_position = host_state["data_position"]
+        self.owes_evaluation = host_state.get("owes_evaluation", False)
         drafter_state = self.checkpoints.host_arrays(self.step)
         if self.speculator is None:
             self.drafter_state = drafter_state
@@ -304,7 +356,7 @@ class TrainingRun:
             self.config.tracking.samples_per_step,
             self.collector.tokenizer.decode,
         )
-        self.directory.append_rollout(self.step + 1, summary)
+        self.keep_for_report(self.directory.append_rollout, self.step + 1, summary)
         return {
             **_rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
@@ -373,14 +425,14 @@ class TrainingRun:
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on held-out problems, sampled as in training, and what `evaluation` adds to them."""
         evaluation = self.config.evaluation
-        problems, samples = evaluation.problems, evaluation.samples
+        problems, samples = len(self.heldout), evaluation.samples
         if problems == 0:
             return {}
         self.progress.stage("evaluate", 1)
         groups, statistics, timing = self.collector.collect(
             self.engine.load_params(self.state.params),
             "heldout",
-            range(problems),
+            self.heldout,
             samples,
             EVALUATION,
             0,  # the same noise at every evaluation: differences come from the policy
@@ -404,9 +456,12 @@ class TrainingRun:
                 f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
                 f"{after['evaluation/reward']:.3f} at step {after['step']}"
             )
+        self.show_report()
+        self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
+
+    def show_report(self) -> None:
         if self.config.tracking.report:
             write_report_of_run(self.directory.path, self.progress.message)
-        self.progress.message(f"results: {self.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
 
 
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:

@@ -13,6 +13,7 @@ from rljax.config import ExperimentConfig
 from rljax.config.yaml_dialect import Dumper
 from rljax.errors import UserError
 from rljax.evaluation.records import default_output
+from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
 from rljax.provenance import git_commit
 from rljax.training.run_directory import RunDirectory
@@ -94,6 +95,8 @@ def _evaluation(saved: SavedPolicy) -> Iterator[str]:
         return
     try:
         results = json.loads(file.read_bytes())
+        if results["settings"]["policy"] != weights_digest(saved.policy.params):
+            return  # of a checkpoint of this step that was deleted, to train again from an earlier one
         rows = [f"| {name} | {_with_interval(each)} |" for name, each in results["overall"].items()]
         problems, samples = int(results["problems"]), int(results["samples"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from rljax.config import ExperimentConfig, GrowthConfig
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
@@ -49,7 +49,10 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
         problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
         texts = [problem.messages[-1]["content"] for problem in problems]
         texts += [problem.solution for problem in problems if problem.solution is not None]
-        train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
+        try:
+            train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
+        except OSError as error:
+            raise TokenizerError(f"{directory}: cannot be written ({error.strerror})") from error
     model_config, tokenizer, source, eos_token_ids = policy_parts(config, directory)
     if config.policy.path is not None:
         params = load_params(source, model_config, dtype="float32")

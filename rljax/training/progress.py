@@ -6,8 +6,11 @@ a step, and inside a step at most one in a few seconds.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -19,6 +22,19 @@ from rich.text import Text
 _RECENT_STEPS = 10  # time left follows the recent steps: responses get longer or shorter as a policy learns
 _REDRAWS_PER_SECOND = 4
 _MIN_BAR = 10
+
+
+class _Console(Console):
+    """Standard output, which may lose its reader: the Ctrl-C that lets a run finish its step ends the `tee`
+    behind it. Rich would end the program then.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):  # what is left in Python's own buffer goes nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
 
 @dataclasses.dataclass
@@ -72,7 +88,8 @@ class Progress:
             progress.message("saved checkpoint 10")
 
     Stages may interleave (an evaluation between two steps): calling `stage` with an earlier name goes back to
-    it, and the time in between does not count towards its steps.
+    it, and the time in between does not count towards its steps. Where nothing can be written, as to a full
+    disk or a pipe without a reader, nothing is shown: the work goes on.
 
     Args:
       console: where to write; standard output when None.
@@ -86,7 +103,7 @@ class Progress:
         interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console = Console() if console is None else console
+        self._console = _Console() if console is None else console
         self._interval = interval
         self._clock = clock
         self._stages: dict[str, _Stage] = {}
@@ -110,7 +127,8 @@ class Progress:
     ) -> None:
         self._stage = None
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
 
     def stage(self, name: str, total: int, completed: int = 0, sparse: bool = False) -> None:
@@ -171,11 +189,13 @@ class Progress:
     def _print(self, text: str) -> None:
         self._last_line = self._clock()
         # soft_wrap: a log file has no width. No markup: text may hold [brackets] of a prompt or a path.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def _redraw(self) -> None:
         if self._live is not None:
-            self._live.refresh()
+            with contextlib.suppress(OSError):
+                self._live.refresh()
 
     def _parts(self, stage: _Stage, now: float) -> list[str]:
         """Stage and step, the metrics, the time; on a narrow terminal the last metrics are left out."""

@@ -18,7 +18,6 @@ every JSON reader can read the file, and `RunDirectory.read_metrics` gives the f
 
 import contextlib
 import datetime
-import fcntl
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.training.config_changes import Change, config_changes
-from rljax.training.durable_files import write_durably
+from rljax.training.durable_files import locked, write_durably
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
 _BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
@@ -63,6 +62,7 @@ class RunDirectory:
         self.checkpoints_path = self.path / "checkpoints"
         self.warm_start_path = self.path / "warm_start"
         self._changes: list[Change] = []
+        self._metrics_left: list[Metrics] = []
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,17 +75,13 @@ class RunDirectory:
         Raises:
           ConfigError: another process has it.
         """
-        with _writing(self.path / ".lock"):
-            lock = open(self.path / ".lock", "ab")  # noqa: SIM115
-        with lock:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by children
-            except BlockingIOError:
+        with contextlib.ExitStack() as stack:
+            with _writing(self.path / ".lock"):
+                free = stack.enter_context(locked(self.path / ".lock"))
+            if not free:
                 raise ConfigError(
                     f"run_dir: another process works on the run in {self.path}; let it end, or choose another"
-                ) from None
-            except OSError:
-                pass  # a file system without locks: the user has to know
+                )
             yield
 
     def begin(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
@@ -104,7 +100,8 @@ class RunDirectory:
                 self.config_path.unlink()
         if not self.config_path.exists():
             return self.write_config(config)
-        return self._compare(config, allow_changes)
+        self._changes = self._compare(config, allow_changes)
+        return self._changes
 
     def write_config(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
         """Writes the resolved config, and returns what differs from the one that was there.
@@ -148,8 +145,9 @@ class RunDirectory:
         return changes
 
     def record_session(self, step: int) -> None:
-        """Notes who works on the run from `step` on: date, command, commit, machine, and what `write_config`
-        found changed.
+        """Notes who works on the run from `step` on: date, command, commit, machine, and what `begin` or
+        `write_config` found changed. It comes before the changed config is written: killed in between, the
+        next start finds the changes again.
         """
         session = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -183,8 +181,28 @@ class RunDirectory:
 
         Args:
           metrics: flat; numbers (0-d arrays too), text, booleans or None. `step`, an int, is required.
+
+        Raises:
+          RunDirectoryError: the disk does not take it. The line is kept, and written before the next one or
+            by `write_metrics_left`.
         """
-        _append_line(self.metrics_path, _jsonable(metrics))
+        self._metrics_left.append(_jsonable(metrics))
+        self.write_metrics_left()
+
+    def write_metrics_left(self) -> None:
+        """Writes the lines that `append_metrics` could not write; raises as it does."""
+        while self._metrics_left:
+            _append_line(self.metrics_path, self._metrics_left[0])
+            del self._metrics_left[0]
+
+    def extend_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Adds to the newest line, which must be of the same step, as `append_metrics` does to the file."""
+        *before, (_, line) = _complete_lines(self.metrics_path)
+        if line["step"] != metrics["step"]:
+            raise ValueError(f"the newest line is of step {line['step']}, not {metrics['step']}")
+        raw = json.dumps(_jsonable({**line, **metrics}), allow_nan=False).encode() + b"\n"
+        with _writing(self.metrics_path):
+            write_durably(self.metrics_path, b"".join(old for old, _ in before) + raw)
 
     def read_metrics(self) -> list[Metrics]:
         """All complete lines, oldest first; a half-written last line is left out."""

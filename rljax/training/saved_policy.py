@@ -3,7 +3,7 @@
     saved = load_saved_policy("runs/quickstart")            # or step=20, or "models/Qwen2.5-0.5B-Instruct"
     saved.policy.params, saved.policy.tokenizer, ...
 
-What evaluates, exports, generates and serves begins here. The optimizer is not read.
+What evaluates, exports, generates and serves begins here. Of the optimizer only the checksum is read.
 """
 
 import dataclasses

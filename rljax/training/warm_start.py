@@ -2,6 +2,7 @@
 (arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it. A warm
 start that is stopped or killed goes on from its last checkpoint in the run directory."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,11 +10,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import safetensors
 
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.sampling import SamplingParams
-from rljax.errors import ConfigError
+from rljax.errors import CheckpointError, ConfigError
+from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
@@ -29,6 +32,12 @@ from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
 _SAVED_EVERY = 100  # updates
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 def warm_start(
@@ -54,7 +63,8 @@ def warm_start(
       stop: a signal lets the update end and be saved, and then stops.
     """
     settings = config.warm_start
-    cached = Path(settings.cache_dir) / _cache_key(config, policy)
+    key = _cache_key(config, policy, task)
+    cached = Path(settings.cache_dir) / key
     if cached.exists():
         progress.message(f"warm start: cached in {cached}")
         return dataclasses.replace(policy, params=load_params(cached, policy.config, dtype="float32"))
@@ -74,7 +84,11 @@ def warm_start(
     done, next_problem = 0, 0
     checkpoints = RunCheckpoints(directory, keep=1)
     try:
-        if checkpoints.latest_step() is not None:
+        newest = checkpoints.latest_step()
+        if newest is not None and checkpoints.host_state(newest).get("key") != key:
+            progress.message("warm start: begins anew; the one that was under way is another one")
+            shutil.rmtree(directory)
+        elif newest is not None:
             done, state, host_state = checkpoints.restore(state)
             next_problem = host_state["next_problem"]
         progress.stage("warm start", settings.steps, completed=done, sparse=True)
@@ -85,17 +99,39 @@ def warm_start(
                 done += 1
                 progress.step(done, {"loss": metrics["loss/supervised"]})
                 if (stop.signal is not None or done % _SAVED_EVERY == 0) and done < settings.steps:
-                    checkpoints.save(done, state, {"next_problem": next_problem})
+                    checkpoints.save(done, state, {"next_problem": next_problem, "key": key})
                 if stop.signal is not None and done < settings.steps:
                     checkpoints.wait()
                     progress.message(f"warm start: {done} updates are saved")
                     stop.check()
+        try:
+            _put_into_cache(cached, policy, state)
+        except CheckpointError:
+            if done > (checkpoints.latest_step() or 0):
+                with contextlib.suppress(CheckpointError):  # what it raises would hide the first one
+                    checkpoints.save(done, state, {"next_problem": next_problem, "key": key})
+                    checkpoints.wait()
+            raise
     finally:
         checkpoints.close()
-    save_model(cached, policy.config, state.params, "float32", tokenizer_source=policy.tokenizer_directory)
     shutil.rmtree(directory, ignore_errors=True)
     stop.check()
     return dataclasses.replace(policy, params=state.params)
+
+
+def _put_into_cache(cached: Path, policy: Policy, state: TrainState) -> None:
+    source = policy.tokenizer_directory
+    try:
+        save_model(cached, policy.config, state.params, "float32", tokenizer_source=source)
+    except (OSError, safetensors.SafetensorError, CheckpointError) as error:
+        if (cached / "config.json").is_file():
+            return  # another run has made the same one meanwhile
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"warm_start.cache_dir: {cached} cannot be written ({getattr(error, 'strerror', None) or error});"
+            " started again, the run goes on from what the warm start has saved"
+        ) from error
 
 
 def _update(
@@ -140,8 +176,8 @@ def _demonstrations(
     return sequences, index
 
 
-def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
-    """Names everything that the warmed-up weights depend on."""
+def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
+    """Names everything that the warmed-up weights depend on: what is in files by its content."""
     parts = {
         "version": _CACHE_VERSION,
         "seed": config.seed,
@@ -156,4 +192,12 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
     }
     if config.tools is not None:
         parts["tools"] = config.tools.model_dump()
+    if config.policy.path is not None:
+        files = [policy.tokenizer_directory / name for name in _TOKENIZER_FILES]
+        texts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+        parts["start"] = [weights_digest(policy.params), policy.eos_token_ids[0], *texts]
+    shown = hashlib.blake2b(digest_size=16)
+    for problem in getattr(task, "finite_problems", list)():
+        shown.update(json.dumps([problem.messages, problem.solution]).encode())
+        parts["problems"] = shown.hexdigest()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

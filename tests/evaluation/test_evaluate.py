@@ -2,7 +2,9 @@
 drafted or not, from a run or a Hugging Face directory, the same bytes.
 """
 
+import dataclasses
 import json
+import shutil
 import zlib
 
 import jax
@@ -13,7 +15,9 @@ import pytest
 from rljax.config import load_config
 from rljax.errors import ConfigError
 from rljax.evaluation import evaluator
+from rljax.evaluation.evaluator import Evaluator
 from rljax.evaluation.records import JsonLog
+from rljax.models.digest import weights_digest
 from rljax.models.huggingface import save_model
 from rljax.rollout.speculation import Speculator
 from rljax.tasks.chain_arithmetic import ChainArithmetic
@@ -194,11 +198,11 @@ def test_other_settings_do_not_go_on_with_an_evaluation(trained, whole, capsys):
 
 def test_a_digest_names_the_bits_of_the_weights():
     params = {"embed": np.ones((2, 3), np.float32), "layers": [{"q": np.zeros(4, np.float32)}]}
-    assert evaluator.weights_digest(params) == evaluator.weights_digest(jax.tree.map(jnp.asarray, params))
+    assert weights_digest(params) == weights_digest(jax.tree.map(jnp.asarray, params))
     changed = jax.tree.map(np.copy, params)
     changed["layers"][0]["q"][3] = -0.0
     renamed = {"embed": params["embed"], "layers": [{"k": params["layers"][0]["q"]}]}
-    digests = [evaluator.weights_digest(each) for each in (params, changed, renamed)]
+    digests = [weights_digest(each) for each in (params, changed, renamed)]
     assert len(set(digests)) == 3
 
 
@@ -234,7 +238,32 @@ def test_a_reward_that_raises_keeps_the_responses(trained, whole, tmp_path, caps
     with monkeypatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", lambda *_: {"reward": float("nan")})
         assert evaluate(trained[0], "--output", tmp_path) == 2
-    assert "has reward nan" in capsys.readouterr().err
+    assert "nan" in capsys.readouterr().err
+    # What the message of a reward that fails advises is taken: nothing is sampled, all is judged.
+    monkeypatch.setattr(Evaluator, "_response", lambda *_: pytest.fail("sampled"))
+    assert evaluate(trained[0], "--output", tmp_path, "task.reward_errors=zero") == 0
+    assert results(tmp_path)["overall"] == results(whole)["overall"]
+
+
+def test_edited_data_are_noticed(trained, whole, tmp_path, capsys, monkeypatch):
+    """A mended answer: the same responses are judged anew. Another question: they are no answers to it."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    problem, judged = ChainArithmetic.problem, []
+    monkeypatch.setattr(Evaluator, "_response", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *given: judged.append(given[1]) or reward(*given))
+
+    def edited(**changes):
+        def changed(self, split, index):
+            found = problem(self, split, index)
+            return dataclasses.replace(found, **changes) if index == 3 else found
+
+        monkeypatch.setattr(ChainArithmetic, "problem", changed)
+        return evaluate(trained[0], "--output", tmp_path)
+
+    assert edited(answer="right now") == 0
+    assert [each.answer for each in judged] == ["right now"] * SAMPLES
+    assert edited(messages=({"role": "user", "content": "1a2="},)) == 2
+    assert "holds responses to another problem 3 than heldout/3 is now" in capsys.readouterr().err
 
 
 def test_a_run_is_told_of_a_wrong_part_before_it_begins(tmp_path):

@@ -1,10 +1,15 @@
 """Files of an evaluation: nothing that was finished is lost, nothing of another evaluation is taken over."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from rljax.errors import ConfigError, UserError
+from rljax.evaluation import records
 from rljax.evaluation.records import EvaluationDirectory, JsonLog
 
 IDENTITY = {"policy": "abc", "rollout.temperature": 1.0, "rollout.stop": ("x",)}
@@ -54,6 +59,44 @@ def test_the_same_evaluation_goes_on_and_another_is_refused(tmp_path):
     (tmp_path / "evaluation.json").write_text("[")
     with pytest.raises(UserError, match="damaged"):
         EvaluationDirectory(tmp_path, IDENTITY)
+
+
+def test_one_process_at_a_time(tmp_path):
+    """A second one would cut off the line that the first is writing."""
+    code = (
+        "import sys; from rljax.evaluation.records import EvaluationDirectory\n"
+        "with EvaluationDirectory(sys.argv[1], {}): print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match="--output: another process evaluates in"):
+            EvaluationDirectory(tmp_path, {})
+        other.stdin.close()
+    with EvaluationDirectory(tmp_path, {}):
+        pass
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "log").symlink_to("/dev/full")
+    log = JsonLog(tmp_path / "none")
+    log.path = tmp_path / "log"
+    full_disk = r"cannot be written \(No space left on device\); started again, it goes on"
+    with pytest.raises(UserError, match=full_disk), log:
+        log.append((0, 0), {"text": "a"})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "write_durably", full)
+    for tried in (log.sort, lambda: EvaluationDirectory(tmp_path / "new", IDENTITY)):
+        with pytest.raises(UserError, match=full_disk):
+            tried()
 
 
 def test_an_output_that_cannot_be_is_named(tmp_path):

@@ -42,6 +42,16 @@ def test_overrides_reach_what_training_would_refuse(run):
     assert config.evaluation.samples == 4
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_a_run_with_one_sample_a_prompt_is_evaluated(run, tmp_path, algorithm):
+    overrides = [f"algorithm.name={algorithm}", "rollout.samples_per_prompt=1"]
+    config = load_config(write_config(tmp_path), overrides)
+    (run / "config.yaml").write_text(to_yaml(config))
+    assert evaluation_config(run, None, []).rollout == config.rollout
+    (tmp_path / "model").mkdir()
+    assert evaluation_config(tmp_path / "model", run / "config.yaml", []).rollout == config.rollout
+
+
 def test_a_hugging_face_directory_takes_the_task_from_a_file_or_the_command_line(run, tmp_path):
     (tmp_path / "model").mkdir()
     from_file = evaluation_config(tmp_path / "model", run / "config.yaml", [])

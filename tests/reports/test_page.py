@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 
 from rljax.reports import page, write_report, write_report_of_run
-from rljax.reports.figures import COLORS, in_blocks
-from rljax.reports.runs import colors_of, differing_keys, read_run, read_runs, series_of, t_interval
+from rljax.reports.figures import COLORS, in_blocks, new_figure
+from rljax.reports.learning import draw_mismatch, draw_rewards
+from rljax.reports.rollouts import draw_histogram, draw_lengths
+from rljax.reports.runs import (
+    Series,
+    colors_of,
+    differing_keys,
+    read_run,
+    read_runs,
+    series_of,
+    t_interval,
+)
 from rljax.training.run_directory import RunDirectory
 from tests.synthetic_run import write_full_run
 
@@ -158,6 +168,13 @@ def test_the_interval_over_seeds_is_students():
     np.testing.assert_allclose(half, [4.30 / np.sqrt(3), 0.0])
 
 
+@pytest.mark.parametrize(("seeds", "quantile"), [(11, 2.228), (12, 2.201), (31, 2.042), (121, 1.980)])
+def test_the_interval_over_many_seeds_is_students(seeds, quantile):
+    values = np.arange(float(seeds))[:, None]
+    _, half = t_interval(values)
+    np.testing.assert_allclose(half, quantile * values.std(ddof=1) / np.sqrt(seeds), rtol=2e-3)
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     runs = read_runs([write_full_run(tmp_path / side / "run", steps=1) for side in ("a", "b")])
     assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
@@ -168,6 +185,38 @@ def test_a_run_that_lacks_almost_everything(tmp_path):
     RunDirectory(tmp_path / "old").append_metrics({"step": 1, "reward/mean": 0.5, "x": float("nan")})
     text = page.report_html([read_run(tmp_path / "old")])
     assert 'aria-label="Reward"' in text and "config.yaml is missing" in text and "None were kept" in text
+
+
+def test_a_run_of_one_step_has_a_dot_in_every_panel(tmp_path):
+    """A line through a single point is nothing at all."""
+    run = read_run(write_full_run(tmp_path / "run", steps=1, drafts=False, mismatch=0.1))
+    for draw in (
+        lambda axes: draw_lengths(axes, [run]),
+        lambda axes: draw_mismatch(axes, series_of([run])),
+        lambda axes: draw_rewards(axes, [Series("both", [run, run])]),
+    ):
+        axes = new_figure("test", 4, 3).subplots()
+        draw(axes)
+        assert axes.lines and all(line.get_marker() == "o" for line in axes.lines)
+
+
+def test_lengths_of_other_bins_have_their_places(tmp_path):
+    """After rollout.max_response_length was doubled: two bins of 6 tokens are one of 12."""
+    run = read_run(write_full_run(tmp_path / "run", steps=2, drafts=False))
+    lengths = {"bin": 6, "counts": [0, 4, 0, 2]}, {"bin": 12, "counts": [4, 2]}
+    rollouts = [line | {"lengths": own} for line, own in zip(run.rollouts, lengths, strict=True)]
+    axes = new_figure("test", 4, 3).subplots()
+    draw_histogram(axes, dataclasses.replace(run, rollouts=rollouts))
+    shares = axes.images[0].get_array()[..., 3]
+    assert shares.shape == (2, 2) and axes.images[0].get_extent()[3] == 24
+    np.testing.assert_array_equal(shares[:, 0], shares[:, 1])
+
+
+def test_a_mismatch_without_bound_is_shown(tmp_path):
+    """A sampled token that a filter excludes in the training pass is infinitely far off."""
+    run = read_run(write_full_run(tmp_path / "run", steps=3, drafts=False, mismatch=0.1))
+    run.steps[1]["mismatch/logprob_abs_max"] = float("inf")
+    assert ">inf<" in page.report_html([run])
 
 
 def test_at_the_end_of_a_run_nothing_can_fail(one, monkeypatch):

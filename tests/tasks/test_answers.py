@@ -7,6 +7,7 @@ import pytest
 from rljax.tasks.answers import extracted_answer, last_answer
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.epochs import EpochTask
+from rljax.tasks.rewards import text as rewards
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,14 @@ def test_the_task_knows_best():
     assert extracted_answer(task, problem, "12") is None
     assert extracted_answer(task, problem, "#123") is None
     assert extracted_answer(EpochTask(task, 4), problem, "12") is None  # not its last number
+
+
+def test_equal_numbers_are_one_vote():
+    vote = rewards.numeric().vote
+    assert {vote(each) for each in ("it is 1,000", "1000", "1000.0", "2000/2", "1000, I think")} == {"1000"}
+    assert vote("1001") == "1001" and vote("none") is None
+    assert rewards.numeric(answer_in="boxed").vote(r"\boxed{x + 1}") == "x + 1"
+    assert rewards.exact().vote(" Yes ") == "Yes" and rewards.exact(ignore_case=True).vote(" Yes ") == "yes"
 
 
 @pytest.mark.parametrize("text", ["1" * 10**6, "1," * 10**6, r"\boxed{" * 10**5, "-" * 10**6, "1." * 10**6])

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from rljax.errors import CheckpointError
-from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.checkpoint import RunCheckpoints, template_of
 
 
 def make_state(seed: int, width: int = 16):
@@ -91,6 +91,11 @@ def test_leaves_come_back_as_the_template_has_them(tmp_path):
     assert restored["committed"].committed
     assert not restored["uncommitted"].committed
     assert type(restored["numpy"]) is np.ndarray
+    template = template_of(state)
+    assert not any(isinstance(leaf, jax.Array) for leaf in template.values())
+    _, again, _ = checkpoints.restore(template)
+    assert_same_bits(again, restored)
+    assert again["committed"].committed and not again["uncommitted"].committed
 
 
 def test_keeps_the_newest(tmp_path):
@@ -102,6 +107,43 @@ def test_keeps_the_newest(tmp_path):
     step, state, host_state = checkpoints.restore(make_state(0), step=9)
     assert (step, host_state) == (9, {"position": 90})
     assert_same_bits(state, make_state(9))
+
+
+def test_an_old_one_that_has_to_stay_is_no_failure(tmp_path, monkeypatch):
+    """As on NFS, while another process reads it. What is left of it is cleared away later."""
+    checkpoints = saved(tmp_path, steps=(1,), keep=1)
+
+    def busy(path, ignore_errors=False):
+        assert ignore_errors or path.name == "1"
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        checkpoints.save(2, make_state(2), {})
+        checkpoints.close()
+    assert checkpoints.steps() == [2]
+    checkpoints.save(3, make_state(3), {})
+    checkpoints.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["3"]
+
+
+def test_all_is_on_disk_before_the_seal_is(tmp_path, monkeypatch):
+    """A power cut after the seal must not find empty files: Orbax leaves that to the file system."""
+    synced, fsync = [], os.fsync
+
+    def noting(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(1, make_state(1), {}, {"history": np.arange(3)})
+    checkpoints.close()
+    path = tmp_path / "checkpoints" / "1"
+    seal = synced.index(path / ".checkpoint.json.tmp")
+    assert set(synced[:seal]) >= {*path.rglob("*")} - {path / "checkpoint.json"}
+    assert set(synced[seal:]) >= {path, path.parent, tmp_path}
 
 
 def test_a_step_is_saved_once_and_never_back_in_time(tmp_path):

@@ -66,6 +66,14 @@ def test_scheduling_is_harmless_only_where_rows_are_invariant():
     assert changes == {"engine.max_slots": False, "engine.compilation_cache": True}
 
 
+@pytest.mark.parametrize("engine", [{"row_invariant": False}, {"verification": "target_only"}])
+def test_drafts_are_harmless_only_where_they_change_no_token(engine):
+    """Without row-invariance a pass that verifies computes other logits: near-ties flip."""
+    drafted = make_config(engine=engine, speculation={"drafter": "srt"})
+    change, *_ = config_changes(make_config(engine=engine), drafted)
+    assert (change.name, change.harmless) == ("speculation.drafter", False)
+
+
 @pytest.fixture
 def run(tmp_path):
     return RunDirectory(tmp_path / "run")
@@ -98,6 +106,17 @@ def test_changes_that_are_allowed_are_noted_with_the_session(run):
     assert "changed" not in before
     assert now["changed"] == {"seed": [0, 3], "training.steps": [100, 7]}
     assert run.begin(changed) == []
+
+
+def test_a_start_that_is_killed_between_its_session_and_its_config_loses_no_change(run):
+    run.write_config(make_config())
+    run.append_metrics({"step": 0})
+    for _ in range(2):
+        start = RunDirectory(run.path)
+        start.begin(make_config(seed=3), allow_changes=True)
+        start.record_session(1)
+    start.write_config(make_config(seed=3), allow_changes=True)
+    assert [each["changed"] for each in run.read_sessions()] == [{"seed": [0, 3]}] * 2
 
 
 def test_a_start_that_failed_binds_nothing(run):

@@ -1,6 +1,7 @@
 """Exports: what transformers computes from them, what the card says, and what is never overwritten."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from drafters.eagle.model import HeadConfig, init_head
 from drafters.eagle.training import published_training
 from drafters.training import BufferSettings, HeadTrainer, head_optimizer
 from rljax.evaluation.records import default_output
+from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
@@ -102,11 +104,16 @@ def test_the_card_has_what_evaluate_found(run):
     output.mkdir(parents=True)
     estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
     found = {"overall": {"pass@4": estimate}, "problems": 8, "samples": 4}
+    found["settings"] = {"policy": weights_digest(load_saved_policy(path).policy.params)}
     (output / "results.json").write_text(json.dumps(found))
     card = model_card(load_saved_policy(path), "float32", "policy")
     assert "Evaluated on 8 held-out problems, 4 responses each" in card
     assert "| pass@4 | 0.5 (0.25 to 0.75) |" in card
     assert "Evaluated on" not in model_card(load_saved_policy(path, 3), "float32", "policy")
+    # Of a checkpoint that was deleted, before the run came to this step again in another way.
+    found["settings"]["policy"] = "another"
+    (output / "results.json").write_text(json.dumps(found))
+    assert "Evaluated on" not in model_card(load_saved_policy(path), "float32", "policy")
 
 
 def test_no_backticks_in_a_config_end_its_block(tmp_path):
@@ -157,6 +164,25 @@ def test_an_export_that_fails_leaves_everything_as_it_was(run, tmp_path, monkeyp
     after = sorted((file.name, file.read_bytes()) for file in tmp_path.rglob("*") if file.is_file())
     assert after == before
     assert [entry.name for entry in tmp_path.iterdir()] == (["policy"] if force else [])
+
+
+@pytest.mark.parametrize("when", ["policy", "old"])
+def test_an_export_that_is_stopped_while_it_takes_its_place(tmp_path, monkeypatch, when):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("old")
+    rename = Path.rename
+
+    def stopped(path, target):
+        monkeypatch.undo()
+        if when == "old":  # the model that was there has gone out of the way
+            rename(path, target)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), export._replacing(tmp_path / "policy") as partial:
+        partial.mkdir()
+        monkeypatch.setattr(Path, "rename", stopped)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
+    assert (tmp_path / "policy" / "config.json").read_text() == "old"
 
 
 def test_the_head_is_what_its_loader_reads(tmp_path):

@@ -90,7 +90,7 @@ def test_nothing_compiles_after_warm_up(plain):
 
 
 def test_a_resumed_run_continues_with_the_same_numbers(plain, tmp_path):
-    _, lines = plain
+    directory, lines = plain
     first = train(tmp_path, "training.steps=1")
     assert [line["step"] for line in first] == [0, 1]
     resumed = train(tmp_path, "training.steps=2")
@@ -99,6 +99,9 @@ def test_a_resumed_run_continues_with_the_same_numbers(plain, tmp_path):
         {k: v for k, v in line.items() if k in other} for line, other in zip(resumed, lines, strict=True)
     ]
     assert _numbers(shared) == _numbers(lines)
+    left = [RunDirectory(each / "run").read_rollouts() for each in (tmp_path, directory)]
+    samples, expected = ([line | {"running": None} for line in rollouts] for rollouts in left)
+    assert samples == expected and len(samples) == 2  # `running` are times
 
 
 def test_a_signal_saves_the_step_that_is_running(plain, tmp_path, monkeypatch):

@@ -1,12 +1,17 @@
 """The progress display, on a terminal and in a log file."""
 
 import io
+import os
 import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rljax.training.interruption import StopRequest
 from rljax.training.progress import Progress
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -208,3 +213,55 @@ def test_steps_need_a_stage(clock):
     progress, _ = make(clock, terminal=False)
     with progress, pytest.raises(RuntimeError, match="stage"):
         progress.step(1, {})
+
+
+# A run, as far as its output goes: a signal while a step is under way, whose message nobody can take.
+_STEP = """
+import signal, sys
+from rljax.training.interruption import StopRequest
+from rljax.training.progress import Progress
+
+with Progress() as progress, StopRequest(progress.message) as stop:
+    progress.stage("train", 1)
+    sys.stdin.read()
+    signal.raise_signal(signal.SIGINT)
+    progress.step(1, {"reward": 1.0})
+    progress.message(100_000 * "-")
+print(stop.signal.name, "saved", file=sys.stderr)
+"""
+
+
+def _finish_a_step(stdout):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _STEP]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True
+    )
+
+
+def test_a_reader_that_has_gone_costs_nothing():
+    """`train.py | tee log`: Ctrl-C reaches tee as well, which ends at once."""
+    process = _finish_a_step(subprocess.PIPE)
+    assert process.stdout.readline() == "train: 1 step\n"
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate("")
+    assert (process.returncode, errors) == (0, f"{signal.SIGINT.name} saved\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_costs_nothing():
+    with open("/dev/full", "w") as full:
+        _, errors = _finish_a_step(full).communicate("")
+    assert errors.startswith(f"{signal.SIGINT.name} saved\n")
+
+
+def test_a_signal_in_the_middle_of_a_line_is_noted():
+    """Python refuses to write a line within the writing of another one."""
+
+    def say(_):
+        raise RuntimeError("reentrant call")
+
+    with StopRequest(say) as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert stop.signal == signal.SIGINT

@@ -70,7 +70,7 @@ def refused(directory, *overrides):
     return str(caught.value)
 
 
-def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, monkeypatch):
+def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, monkeypatch, capsys):
     monkeypatch.setattr("rljax.training.loop.TrainingRun.compile", lambda self: pytest.fail("it compiles"))
     long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "task.problems=5")
     assert long.startswith("rollout.max_prompt_length: 8, but ") and "sums.jsonl:" in long
@@ -79,5 +79,10 @@ def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, mo
     bad = {**dataset, "rewards": [{"name": "tests.tasks.reward_functions:absent"}]}
     assert "has no absent" in refused(tmp_path, f"task={json.dumps(bad)}")
     solved = {**dataset, "rewards": [{"name": "numeric"}]}
+    capsys.readouterr()
+    assert "max_prompt_length" in refused(
+        tmp_path, f"task={json.dumps(solved)}", "rollout.max_prompt_length=8", "evaluation.problems=24"
+    )
+    assert "of the first 24 heldout problems are different ones" in capsys.readouterr().out
     no_solutions = refused(tmp_path, f"task={json.dumps(solved)}", "warm_start={steps: 1}")
     assert "no worked solutions" in no_solutions

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
-KILLS = 24
+KILLS = 20
 CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 5, 9, 13  # before which start
 SMALL = 250_000  # bytes: not even one matrix of a checkpoint fits into files of this size, all metrics do
 PATIENCE = 120.0  # seconds, for anything
@@ -132,6 +132,11 @@ def numbers(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(VOLATILE)} for line in lines]
 
 
+def rollouts(run: Path) -> list[dict]:
+    """Lengths and samples; `running` holds times."""
+    return [{k: v for k, v in line.items() if k != "running"} for line in RunDirectory(run).read_rollouts()]
+
+
 def final_state(run: Path) -> dict[str, bytes]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(run / "checkpoints" / str(STEPS) / "arrays")
@@ -199,6 +204,7 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole
     assert sessions.end() == 0, sessions.errors.read_text()
     assert sessions.errors.read_text().count("\n") == 1  # the full disk's
     assert numbers(run) == numbers(expected)
+    assert rollouts(run) == rollouts(expected) and len(rollouts(run)) == STEPS
     assert final_state(run) == final_state(expected)
     assert complete(run) == complete(expected)
     assert len(RunDirectory(run).read_sessions()) > KILLS // 2

@@ -100,8 +100,8 @@ class RewardedTask:
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         """As the first reward that looks for an answer finds it; else as for the task alone."""
         for reward in self._rewards:
-            if hasattr(reward.compute, "find"):
-                return reward.compute.find(response_text)
+            if hasattr(reward.compute, "vote"):
+                return reward.compute.vote(response_text)
         return extracted_answer(self._task, problem, response_text)
 
     def close(self) -> None:

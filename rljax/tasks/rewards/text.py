@@ -1,4 +1,7 @@
-"""Rewards that look at a response as text. They take linear time, so they are computed where the run is."""
+"""Rewards that look at a response as text. They take linear time, so they are computed where the run is.
+
+A reward's `vote` is the answer it finds, in a form in which equal answers are equal texts (maj@k).
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -23,7 +26,11 @@ def exact(answer_in: str = "response", marker: str = "####", ignore_case: bool =
             found, right = found.casefold(), right.casefold()
         return float(found == right)
 
-    reward.find = find
+    def vote(response: str) -> str | None:
+        found = find(response)
+        return found.casefold() if found is not None and ignore_case else found
+
+    reward.vote = vote
     return reward
 
 
@@ -53,7 +60,12 @@ def numeric(
             and abs(value - right) <= max(Fraction(tolerance), Fraction(relative) * abs(right))
         )
 
-    reward.find = find
+    def vote(response: str) -> str | None:
+        found = find(response)
+        value = None if found is None else number(found)
+        return found if value is None else str(value)
+
+    reward.vote = vote
     return reward
 
 

@@ -1,0 +1,80 @@
+"""The problems of an evaluation, and what their responses and judgements depend on."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rljax.config import TaskConfig
+from rljax.tasks.base import Problem, Split, Task
+
+_JUDGING = ("rewards", "reward_timeout", "reward_errors", "sandbox")
+_NEITHER = ("reward_workers",)
+
+
+def distinct_problems(
+    task: Task, split: Split, wanted: int, say: Callable[[str], None]
+) -> dict[int, Problem]:
+    """The first problems of a split by their index, each once: a split that ends shows its first ones again.
+
+    Args:
+      task: whose.
+      split: of the task.
+      wanted: indices that are looked at.
+      say: told if there are fewer.
+    """
+    problems: dict[int, Problem] = {}
+    seen = set()
+    for index in range(wanted):
+        problem = task.problem(split, index)
+        if problem.id not in seen:
+            seen.add(problem.id)
+            problems[index] = problem
+    if len(problems) < wanted:
+        say(f"only {len(problems):,} of the first {wanted:,} {split} problems are different ones")
+    return problems
+
+
+def task_settings(config: TaskConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a task that responses depend on, and those that only their judgements do, with a digest of
+    the file of every reward that is written as module:function.
+    """
+    settings = config.model_dump(exclude=set(_NEITHER))
+    judging = {name: settings.pop(name) for name in _JUDGING}
+    judging["mixture_rewards"] = parts = [part.pop("rewards") for part in settings["mixture"]]
+    names = [reward["name"] for rewards in (judging["rewards"], *parts) for reward in rewards]
+    judging["reward_functions"] = {name: _source_digest(name) for name in names if ":" in name}
+    return settings, judging
+
+
+def asked_digest(problem: Problem) -> str:
+    """Names what a problem asks."""
+    return _digest(problem.messages)
+
+
+def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
+    """Names what a response to a problem is judged by.
+
+    Args:
+      problem: with its answer, and what else its task knows of it.
+      judging: from `task_settings`.
+    """
+    return _digest([judging, problem.messages, problem.answer, problem.data])
+
+
+def _source_digest(function: str) -> str | None:
+    """Of the file that a module:function is in; None if that is no file of Python's path."""
+    module = Path(*function.partition(":")[0].split("."))
+    for base in map(Path, sys.path):
+        for file in (base / module.with_suffix(".py"), base / module / "__init__.py"):
+            if file.is_file():
+                return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    return None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(
+        json.dumps(value, sort_keys=True, default=repr).encode(), digest_size=8
+    ).hexdigest()
