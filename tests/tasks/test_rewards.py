@@ -9,6 +9,7 @@ import pytest
 
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
+from rljax.sandbox.process import SandboxError
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.registry import configured_task
@@ -39,7 +40,7 @@ def make(tmp_path):
         config = {"name": "dataset", "args": args, "rewards": list(rewards), "sandbox": SANDBOX}
         reports = []
         task = configured_task(TaskConfig.model_validate(config | section), 0, reports.append)
-        task.reports = reports
+        task.reports, task.args = reports, args
         made.append(task)
         return task
 
@@ -329,9 +330,29 @@ def test_a_dataset_needs_a_reward_and_numbers_where_numbers_are_judged(make):
     rows = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "two"}]
     with pytest.raises(ConfigError, match=r"path.jsonl:2: the answer 'two' is not a number, which task"):
         make({"name": "numeric"}, rows=rows)
+    part = {
+        "name": "dataset",
+        "args": make({"name": "exact"}, rows=rows).args,
+        "rewards": [{"name": "numeric"}],
+    }
+    with pytest.raises(
+        ConfigError, match=r"the answer 'two' is not a number, which task\.mixture\.0\.rewards\.0"
+    ):
+        make(rows=rows, name="mixture", args={}, mixture=[part])
+    rows[1]["answer"] = " "
+    with pytest.raises(
+        ConfigError, match=r"path.jsonl:2: the answer is empty, and task.rewards.0 judges by it"
+    ):
+        make({"name": "exact"}, rows=rows)
     bad = [{"prompt": "a", "answer": "", "tests": ["assert f(x) == 1"]}]
     with pytest.raises(ConfigError, match=r"jsonl:1: 'tests': .* is not of the form"):
         make({"name": "code"}, rows=bad)
+
+
+def test_a_sandbox_in_which_nothing_passes_is_one_error_at_the_start(make):
+    rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3"]}]
+    with pytest.raises(SandboxError, match="file_mb 0 not even a right program passes"):
+        make({"name": "code"}, rows=rows, sandbox={**SANDBOX, "file_mb": 0})
 
 
 def test_a_missing_package_names_its_extra(make, monkeypatch):
