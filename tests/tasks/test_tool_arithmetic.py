@@ -23,7 +23,7 @@ def test_a_known_problem_never_changes():
         messages=({"role": "user", "content": "45+0="},),
         answer="45",
         difficulty=2,
-        solution="<calculator>45+0</calculator><answer>45</answer>#45",
+        solution="<calculator>45+0</calculator><result>45</result>#45",
     )
 
 
@@ -57,8 +57,8 @@ def test_solutions_earn_what_they_deserve():
         ("#-45", 0),
         ("#45.0", 0),
         ("45", 0),
-        ("#45<answer>45</answer>", 0),
-        ("<answer>#45</answer>", 0),
+        ("#45<result>45</result>", 0),
+        ("<result>#45</result>", 0),
         ("#" + "9" * 5000, 0),
         ("#٤٥", 0),
         ("", 0),
