@@ -131,7 +131,7 @@ class RewardedTask:
                     _tests(reward, problem)
                 elif given.name in ("exact", "math") and not problem.answer.strip():
                     raise ConfigError(
-                        f"{problem.id}: the answer is empty, and {reward.key} can judge by none"
+                        f"{problem.id}: the answer is empty, and {reward.key} judges by it"
                     )
                 elif given.name == "numeric" and number(problem.answer) is None:
                     raise ConfigError(
