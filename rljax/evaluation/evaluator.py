@@ -107,11 +107,13 @@ class Evaluator:
         config = self.config
         rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
         task = config.task.model_dump(exclude={"reward_workers"})
+        data = getattr(self.task, "fingerprint", dict)()
         return {
             "policy": weights_digest(self.saved.policy.params),
             "split": self.split,
             "seed": config.seed,
             **{f"task.{name}": value for name, value in task.items()},
+            **({"task.data": data} if data else {}),
             **{f"rollout.{name}": value for name, value in rollout.items()},
             "tools": None if config.tools is None else config.tools.model_dump(),
             "policy.compute_dtype": config.policy.compute_dtype,

@@ -54,7 +54,7 @@ def warm_start(
       stop: a signal lets the update end and be saved, and then stops.
     """
     settings = config.warm_start
-    cached = Path(settings.cache_dir) / _cache_key(config, policy)
+    cached = Path(settings.cache_dir) / _cache_key(config, policy, task)
     if cached.exists():
         progress.message(f"warm start: cached in {cached}")
         return dataclasses.replace(policy, params=load_params(cached, policy.config, dtype="float32"))
@@ -140,7 +140,7 @@ def _demonstrations(
     return sequences, index
 
 
-def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
+def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
     """Names everything that the warmed-up weights depend on."""
     parts = {
         "version": _CACHE_VERSION,
@@ -154,6 +154,9 @@ def _cache_key(config: ExperimentConfig, policy: Policy) -> str:
         "training": config.training.model_dump(include={"pack_length"}),
         "model": dataclasses.asdict(policy.config),
     }
+    data = getattr(task, "fingerprint", dict)()
+    if data:
+        parts["data"] = data
     if config.tools is not None:
         parts["tools"] = config.tools.model_dump()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -82,6 +82,9 @@ class RewardedTask:
         """All problems, if there are finitely many, else none."""
         return getattr(self._task, "finite_problems", list)()
 
+    def fingerprint(self) -> dict[str, str]:
+        return getattr(self._task, "fingerprint", dict)()
+
     def reward(self, problem: Problem, response_text: str) -> Parts:
         """See `Task.reward`."""
         return self.rewards([(problem, response_text)])[0]
@@ -130,9 +133,7 @@ class RewardedTask:
                 if reward.place == "tests":
                     _tests(reward, problem)
                 elif given.name in ("exact", "math") and not problem.answer.strip():
-                    raise ConfigError(
-                        f"{problem.id}: the answer is empty, and {reward.key} judges by it"
-                    )
+                    raise ConfigError(f"{problem.id}: the answer is empty, and {reward.key} judges by it")
                 elif given.name == "numeric" and number(problem.answer) is None:
                     raise ConfigError(
                         f"{problem.id}: the answer {problem.answer[:60]!r} is not a number, which"
