@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from rljax.config.tools import ToolsConfig
 from rljax.tasks.base import SPLITS, Problem, Task, is_heldout
-from rljax.tasks.tool_arithmetic import ToolArithmetic
+from rljax.tasks.tool_arithmetic import ANSWER, CALL, ToolArithmetic
 from rljax.tools.calculator import Calculator
 
 
@@ -25,6 +26,12 @@ def test_a_known_problem_never_changes():
         difficulty=2,
         solution="<calculator>45+0</calculator><result>45</result>#45",
     )
+
+
+def test_solutions_have_the_markers_that_a_config_has_by_default():
+    tools = ToolsConfig(names=["calculator"])
+    assert tuple(each.format(name="calculator") for each in (tools.opening, tools.closing)) == CALL
+    assert (tools.answer_opening, tools.answer_closing) == ANSWER
 
 
 @pytest.mark.parametrize("split", SPLITS)
