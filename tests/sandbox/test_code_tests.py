@@ -189,9 +189,16 @@ def test_a_right_answer_may_be_long():
     assert outcomes("print('9' * 300_000)", tests) == [True]
 
 
-@pytest.mark.parametrize("limits", [Limits(file_mb=0), Limits(memory_mb=8)], ids=["no files", "no memory"])
-def test_limits_under_which_nothing_passes_are_an_error(limits):
-    with pytest.raises(SandboxError, match=r"task\.sandbox: .*memory_mb"):
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (Limits(file_mb=0), "file_mb 0 not even a right program"),
+        (Limits(memory_mb=8), "did not begin .*memory_mb 8"),
+    ],
+    ids=["no files", "no memory"],
+)
+def test_limits_under_which_nothing_passes_are_an_error(limits, says):
+    with pytest.raises(SandboxError, match=rf"^task\.sandbox: .*{says}"):
         check_limits(Sandbox(limits, allow_weak=not namespaces()))
 
 

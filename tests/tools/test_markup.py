@@ -99,6 +99,7 @@ def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, toke
         "so<answer>" + "7" * 100 + "</answer>",
         "1</calc><answer>2</answer>",
         "<calc>1<answer>2</answer>",
+        "<calc>1</calc> so <answer>2</answer>",
     ):
         ids, own = markup.encode_response(text)
         assert tokenizer.decode(ids) == text and all(own)
