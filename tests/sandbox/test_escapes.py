@@ -21,7 +21,7 @@ from .processes import end, namespaces, running
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Limits(memory_mb=256, processes=6, file_mb=4)
 
-pytestmark = pytest.mark.skipif(not namespaces(), reason="this system has no user namespaces")
+pytestmark = pytest.mark.skipif(not namespaces(), reason="this system has no user namespaces or no seccomp")
 
 
 @pytest.fixture
