@@ -5,6 +5,7 @@ Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and
 `transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two things are
 left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge what
 the policy wrote), and truncation and padding stored in `tokenizer.json` (lengths are the caller's to decide).
+Templates that ask for the date get a fixed one (`CHAT_DATE`).
 """
 
 import datetime
