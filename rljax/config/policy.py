@@ -1,8 +1,9 @@
 """Keys of the policy: its architecture or checkpoint, how it is grown, and what it learns before RL."""
 
-from typing import Literal
+import datetime
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rljax.config.section import Count, Section
 
@@ -76,6 +77,13 @@ class GrowthConfig(Section):
     num_layers: Count = Field(description="Decoder layers; each adds the latency of a layer.")
 
 
+def _date(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise ValueError(f"policy.chat_date: {text!r} should be a date such as 2024-07-26") from error
+
+
 class PolicyConfig(Section):
     """The model to be trained: a Hugging Face directory, or a new one of a given shape."""
 
@@ -95,6 +103,16 @@ class PolicyConfig(Section):
         description="Type of activations and of the weights while they are used; master weights are always"
         " float32. bfloat16 halves memory and is fast on TPU and GPU; float32 is the faster one on most"
         " CPUs.",
+    )
+
+    chat_date: Annotated[str, AfterValidator(_date)] = Field(
+        "2024-07-26",
+        description="Today, for chat templates that write the date into prompts (Llama 3.x). Fixed, so that a"
+        " run does not change from day to day; set the day on which a run begins for one that is to know it.",
+    )
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, by name, such as {enable_thinking: false} for Qwen3.",
     )
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.config.task import TaskConfig
-from rljax.config.tools import ToolsConfig
+from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
 
@@ -219,6 +219,8 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
     for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
         if stop in config.tools.closing.replace("{name}", name):
             yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
+    if config.tools is not None:
+        yield from mistaken_answers(config.tools, config.task)
     drafters = config.speculation.drafters
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -1,10 +1,12 @@
 """Keys of the tools that a policy may call."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from rljax.config.section import Count, Section
+from rljax.config.task import TaskConfig
 
 Marker = Annotated[str, Field(min_length=1)]
 
@@ -28,9 +30,11 @@ class ToolsConfig(Section):
         description="What ends a call: with the token that completes it the tool is called. As opening.",
     )
     answer_opening: Marker = Field(
-        "<answer>", description="Put before an answer; take what a pretrained policy knows."
+        "<result>",
+        description="Put before a tool's answer; take what a pretrained policy knows, but not what the policy"
+        " puts around an answer of its own.",
     )
-    answer_closing: Marker = Field("</answer>", description="Put behind an answer. As answer_opening.")
+    answer_closing: Marker = Field("</result>", description="Put behind a tool's answer. As answer_opening.")
     max_calls: Count = Field(
         4,
         description="Calls in a response at most; further ones are text like any other. Raise for problems of"
@@ -67,3 +71,26 @@ class ToolsConfig(Section):
                 f"tools.answer_closing: {self.answer_closing!r} is answer_opening, too; they must differ"
             )
         return self
+
+
+def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
+    """One line for each reward that would take a tool's answer for the policy's own."""
+    parts = [("task", task.name, task.args, task.rewards)]
+    parts += [
+        (f"task.mixture.{number}", part.name, part.args, part.rewards)
+        for number, part in enumerate(task.mixture)
+    ]
+    for key, name, args, rewards in parts:
+        tags = {
+            f"{key}.rewards.{number}": "answer"
+            for number, reward in enumerate(rewards)
+            if reward.args.get("answer_in") == "tag"
+        }
+        if name == "reasoning_gym":
+            tags[f"{key}.args.tag"] = args.get("tag", "answer")
+        for where, tag in tags.items():
+            if f"<{tag}>" == tools.answer_opening:
+                yield (
+                    f"tools.answer_opening: {tools.answer_opening!r} is where {where} looks for the policy's"
+                    " own answer; take another marker"
+                )

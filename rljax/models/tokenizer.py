@@ -5,6 +5,7 @@ Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and
 `transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two things are
 left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge what
 the policy wrote), and truncation and padding stored in `tokenizer.json` (lengths are the caller's to decide).
+Templates that ask for the date get a fixed one (`CHAT_DATE`).
 """
 
 import datetime
@@ -27,6 +28,10 @@ from rljax.models.config import ModelConfig
 Message = Mapping[str, Any]
 """One turn of a chat: {"role": "system" | "user" | "assistant" | ..., "content": text, ...}."""
 
+CHAT_DATE = datetime.date(2024, 7, 26)
+"""Today, for chat templates that ask; that of Llama 3's, where it cannot ask. The clock would make the
+prompts of a run others tomorrow."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,6 +41,8 @@ class Tokenizer:
     Attributes:
       directory: where it was read from (errors name it).
       special_tokens: the named special tokens, e.g. {"eos_token": "<|im_end|>"}; chat templates see them.
+      chat_date: today, for chat templates.
+      template_args: further variables of the chat template, e.g. {"enable_thinking": False} for Qwen3.
     """
 
     def __init__(
@@ -47,6 +54,8 @@ class Tokenizer:
     ):
         self.directory = directory
         self.special_tokens = special_tokens
+        self.chat_date = CHAT_DATE
+        self.template_args: Mapping[str, Any] = {}
         self._backend = backend
         self._chat_template = chat_template
         for name, token in special_tokens.items():
@@ -140,9 +149,16 @@ class Tokenizer:
         Args:
           messages: the turns, first to last.
           add_generation_prompt: end with what opens the assistant's answer.
-          **template_args: further variables of the template, e.g. `enable_thinking=False` for Qwen3.
+          **template_args: further variables of the template, beside and before `self.template_args`.
         """
-        variables = {**self.special_tokens, "tools": None, "documents": None, **template_args}
+        variables = {
+            **self.special_tokens,
+            "tools": None,
+            "documents": None,
+            "strftime_now": self.chat_date.strftime,
+            **self.template_args,
+            **template_args,
+        }
         try:
             return self._compiled_template.render(
                 messages=[dict(message) for message in messages],
@@ -259,5 +275,4 @@ def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

@@ -1,22 +1,28 @@
 """What runs inside the sandbox to test a program: a script, sent as source after that of values.py.
 
 It reads one JSON object from its standard input: `code`, `tests`, `seconds` for each test, `max_output` bytes
-of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...]}. For
-each it writes one JSON line: {"output": text}, {"value": encoded} or {"error": why}. The right answers are
-not
-here: whatever the tested code does in this process or to it, it cannot know what to claim.
+of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...],
+"keywords": {...}, "within": [...]}: the builtins named in `within` are applied to what the call returns, the
+last one first.
 
-Every test has a process of its own, so that one cannot disturb the next.
+It says {"ready": true}, and then for each test one JSON line: {"output": text}, {"value": encoded} or
+{"error": why}. The right answers are not here: whatever the tested code does in this process or to it, it
+cannot know what to claim.
+
+Every test has a process and a directory of its own, so that one cannot disturb the next.
 """
 
+import builtins
 import contextlib
 import json
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
+import types
 
 
 def _run_program(code, text, answer):
@@ -24,25 +30,37 @@ def _run_program(code, text, answer):
     with open("input", "w") as file:
         file.write(text)
     os.dup2(os.open("input", os.O_RDONLY), 0)
+    os.unlink("input")
     os.dup2(answer, 1)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     with contextlib.suppress(SystemExit):
-        exec(compile(code, "response", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "response", "exec"), _module("__main__"))
     sys.stdout.flush()
 
 
-def _call_function(code, name, args, answer):
+def _call_function(code, test, answer):
     """One of the code's functions, or a method of its class `Solution`; what it returns is the answer."""
-    names = {"__name__": "response"}
+    name, within = test["call"], [getattr(builtins, name) for name in test["within"]]
+    names = _module("response")
     exec(compile(code, "response", "exec"), names)
     if name not in names and "Solution" in names:
         function = getattr(names["Solution"](), name)
     else:
         function = names[name]
-    text = json.dumps(encode(function(*decode_arguments(args))))  # noqa: F821  (values.py stands before this)
+    keywords = dict(zip(test["keywords"], decode_arguments(test["keywords"].values()), strict=True))
+    value = function(*decode_arguments(test["args"]), **keywords)
+    for builtin in reversed(within):
+        value = builtin(value)
+    text = json.dumps(encode(value))  # noqa: F821  (values.py stands before this)
     with open(answer, "w", closefd=False) as file:
         file.write(text)
+
+
+def _module(name):
+    """The names of a new module; dataclasses and others look for it among those that are imported."""
+    module = sys.modules[name] = types.ModuleType(name)
+    return vars(module)
 
 
 def decode_arguments(args):
@@ -72,7 +90,7 @@ def _in_child(test, code, seconds, answer):
     if "input" in test:
         _run_program(code, test["input"], answer)
     else:
-        _call_function(code, test["call"], test["args"], answer)
+        _call_function(code, test, answer)
 
 
 def _read_answer(child, answer, seconds, max_output):
@@ -101,14 +119,15 @@ def _outcome(test, code, seconds, max_output, protocol):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        status = 1
         try:
             os.close(read)
             protocol.close()
             _in_child(test, code, seconds, write)
-            status = 0
-        finally:
-            os._exit(status)
+        except BaseException:
+            os._exit(1)
+        if "call" in test:
+            os._exit(0)
+        raise SystemExit  # the end of an interpreter: threads are waited for, exit handlers called
     os.close(write)
     output, error = _read_answer(child, read, seconds, max_output)
     os.close(read)
@@ -125,17 +144,27 @@ def _outcome(test, code, seconds, max_output, protocol):
         return {"output": output.decode("utf-8", "replace")}
     try:
         return {"value": json.loads(output)}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"error": "it left without an answer"}
 
 
 def main():
     request = json.loads(sys.stdin.buffer.readline())
     protocol = os.fdopen(os.dup(1), "w")
-    for test in request["tests"]:
+    protocol.write('{"ready": true}\n')
+    protocol.flush()
+    home = os.getcwd()
+    kept = set(os.listdir(home))
+    for number, test in enumerate(request["tests"]):
+        os.mkdir(f"{home}/test{number}")
+        os.chdir(f"{home}/test{number}")
         outcome = _outcome(test, request["code"], request["seconds"], request["max_output"], protocol)
         protocol.write(json.dumps(outcome) + "\n")
         protocol.flush()
+        for name in set(os.listdir(home)) - kept:
+            shutil.rmtree(f"{home}/{name}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{home}/{name}")
 
 
 if __name__ == "__main__":

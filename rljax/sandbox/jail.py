@@ -16,6 +16,9 @@ them, and are used in the same way by root:
 - pid: no process outside can be seen or signalled, and when the first one ends, all end.
 - network, ipc, uts: empty ones.
 
+A filter of system calls (seccomp(2)) closes what these leave open: memory that no limit counts, the keys of
+the session that started us, families of sockets that no network namespace holds, further namespaces.
+
 Three processes: this one, outside, which waits; the first one inside, which collects the dead; the program.
 Each dies with the one before it, so killing the launcher is enough to end everything.
 
@@ -24,6 +27,7 @@ The weak jail has resource limits and an empty environment only: it stops accide
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -38,9 +42,23 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
+_SYS_CLONE3 = 435  # likewise
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by platform.machine()
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_SYS_SOCKET = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
+_REFUSED = {
+    # shmget, semget, msgget, memfd_create, memfd_secret: memory that no limit counts. add_key, request_key,
+    # keyctl. unshare, setns. bpf, perf_event_open, userfaultfd, and io_uring_setup, which makes sockets, too.
+    "x86_64": (29, 64, 68, 319, 447, 248, 249, 250, 272, 308, 321, 298, 323, 425),
+    "aarch64": (194, 190, 186, 279, 447, 217, 218, 219, 97, 268, 280, 241, 282, 425),
+}
+_FIRST_OF_X32 = 0x40000000  # the numbers of x86-64's second set of system calls begin here
+_NEW_NAMESPACES = 0x7E020000  # the flags of clone(2) that make any
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: sockets that a network namespace closes in
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 36, 38
+_SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO = 2, 0x7FFF0000, 0x00050000
 _CAPABILITY_VERSION_3 = 0x20080522
 _INNER_ID = 1000
 _UNUSED_IDS = 2_000_000_000  # root's sandboxes run under an id from here on, one for each process number
@@ -126,7 +144,7 @@ def _leave_namespaces():
     os.close(ready)
     if os.waitpid(helper, 0)[1] != 0:
         raise OSError("the ids of a user namespace cannot be set")
-    with contextlib.suppress(OSError):  # a container may show it read-only
+    with contextlib.suppress(OSError):  # read-only in some containers; the filter refuses them, too
         _write("/proc/sys/user/max_user_namespaces", "0")
 
 
@@ -144,7 +162,9 @@ def _build_root(readable, memory_mb):
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755,size=4m")
     os.mkdir(root + "/tmp")  # before what is shown, some of which may lie there
-    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={memory_mb}m".encode())
+    files = 1024 + 16 * memory_mb  # an empty one takes about 1 KiB of the kernel's memory
+    options = f"mode=1777,size={memory_mb}m,nr_inodes={files}"
+    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
     for path, link in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         os.symlink(link, root + path)
@@ -183,6 +203,44 @@ def _give_up_privileges():
     _call("capset", header, (ctypes.c_uint32 * 6)())
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)  # nobody inside reads or changes this process
+
+
+class _Step(ctypes.Structure):
+    """One instruction: `code`, its operand `k`, and for a comparison how many to skip if it holds, if not."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("then", ctypes.c_uint8),
+        ("otherwise", ctypes.c_uint8),
+        ("k", ctypes.c_uint32),
+    ]
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("steps", ctypes.POINTER(_Step))]
+
+
+def _filter_system_calls():
+    """Of this process and all that it starts; what is refused fails with EPERM."""
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    number, machine, argument = 0, 4, 16  # where they lie in seccomp_data; the argument's lower half
+    name = platform.machine()
+    refuse, allow = (answer, 0, 0, _SECCOMP_ERRNO | errno.EPERM), (answer, 0, 0, _SECCOMP_ALLOW)
+    steps = [(load, 0, 0, machine), (equal, 1, 0, _AUDIT_ARCH[name]), refuse]
+    steps += [(load, 0, 0, number), (at_least, 0, 1, _FIRST_OF_X32), refuse]
+    for call in _REFUSED[name]:
+        steps += [(equal, 0, 1, call), refuse]
+    # Its flags lie in memory, where a filter cannot look. The C library then takes clone.
+    steps += [(equal, 0, 1, _SYS_CLONE3), (answer, 0, 0, _SECCOMP_ERRNO | errno.ENOSYS)]
+    steps += [(equal, 0, 4, _SYS_CLONE[name]), (load, 0, 0, argument)]
+    steps += [(any_bit, 0, 1, _NEW_NAMESPACES), refuse, allow]
+    for call in _SYS_SOCKET[name]:
+        steps += [(equal, 0, len(_FAMILIES) + 3, call), (load, 0, 0, argument)]
+        steps += [(equal, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
+        steps += [refuse, allow]
+    program = (_Step * (len(steps) + 1))(*steps, allow)
+    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
+    _call("prctl", _PR_SET_SECCOMP, mode, ctypes.byref(_Filter(len(program), program)), 0, 0)
 
 
 def _limit(limits, already):
@@ -238,6 +296,7 @@ def _first_inside(spec, alive):
         _build_root(spec["readable"], spec["limits"]["memory_mb"])
         _call("sethostname", b"sandbox", 7)
         _give_up_privileges()
+        _filter_system_calls()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if select.select([alive], [], [], 0)[0]:
             os._exit(1)  # the launcher died before it could take this process with it

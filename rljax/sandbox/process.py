@@ -67,9 +67,8 @@ class Sandbox:
         if reason is not None and not self.allow_weak:
             raise SandboxError(
                 f"task.sandbox: this machine cannot isolate programs ({reason}); it takes Linux 5.12 with"
-                f" user"
-                " namespaces. task.sandbox.allow_weak: true runs them under resource limits alone, where they"
-                " can read your files and use the network"
+                " user namespaces and seccomp. task.sandbox.allow_weak: true runs them under resource limits"
+                " alone, where they can read your files and use the network"
             )
         return reason is None
 
@@ -198,9 +197,10 @@ def _ready(readable: IO[bytes], writable: IO[bytes] | None, seconds: float) -> l
 
 def _start(sandbox: Sandbox, source: str, strong: bool) -> Process:
     python = os.path.realpath(sys._base_executable)
-    paths = f"import sys; sys.path += {list(sandbox.packages)!r}\n" if sandbox.packages else ""
+    before = "import builtins, sys\nbuiltins.exit = builtins.quit = sys.exit\n"  # which -S leaves out
+    before += f"sys.path += {list(sandbox.packages)!r}\n" if sandbox.packages else ""
     spec = {
-        "argv": [python, "-I", "-S", "-B", "-X", "utf8", "-c", paths + source],
+        "argv": [python, "-I", "-S", "-B", "-X", "utf8", "-c", before + source],
         "env": {
             "PATH": "/usr/bin:/bin",
             "HOME": "/tmp",

@@ -43,23 +43,30 @@ def same(a: Encoded, b: Encoded) -> bool:
     tag, left, right = a[0], a[1:], b[1:]
     if tag == "f":
         return left == right and left != ["nan"]
-    if tag in ("s", "d"):
+    if tag == "d":
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in (*left, *right)):
+            return False
+        left, right = (sorted(pairs, key=lambda pair: _order(pair[0])) for pairs in (left, right))
+        return all(same(x[0], y[0]) and same(x[1], y[1]) for x, y in zip(left, right, strict=True))
+    if tag == "s":
         left, right = sorted(left, key=_order), sorted(right, key=_order)
-        if tag == "d":
-            pairs = [*left, *right]
-            if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                return False
-            return all(same(x[0], y[0]) and same(x[1], y[1]) for x, y in zip(left, right, strict=True))
     return all(same(x, y) for x, y in zip(left, right, strict=True))
 
 
-def _order(value: Encoded) -> str:
-    """The same text for equal values, so that sorting by it brings equal ones together."""
-    if isinstance(value, list):
-        items = list(map(_order, value[1:]))
-        if value and value[0] in ("s", "d"):
-            items.sort()
-        return repr([value[:1], items])
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return repr(int(value) if isinstance(value, bool) else value)
+def _order(value: Encoded) -> tuple[Any, ...]:
+    """Keys that are equal for equal values, so that sorting brings equal ones together. A key is no longer
+    than its value: it is computed outside of the sandbox, of what came from inside.
+    """
+    if value is None:
+        return (0,)
+    if isinstance(value, bool | int | float):
+        return (1, value)
+    if isinstance(value, str):
+        return (2, value)
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        return (4,)  # forged
+    tag, *items = value
+    if tag == "d":  # its pairs have no tag of their own
+        items = [["t", *pair] if isinstance(pair, list) else pair for pair in items]
+    keys = map(_order, items)
+    return (3, tag, tuple(sorted(keys) if tag in ("s", "d") else keys))

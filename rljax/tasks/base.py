@@ -48,6 +48,9 @@ class Task(Protocol):
     A task may also have a method `extracted_answer(problem, response_text) -> str | None`, the answer that a
     response gives in a form in which equal answers are equal texts: the votes of maj@k. Without one
     `rljax.tasks.answers.last_answer` looks for it.
+
+    A task that reads data has a method `fingerprint() -> dict[str, str]`, a digest of each source by its
+    name: a run does not go on with other data.
     """
 
     def problem(self, split: Split, index: int) -> Problem:

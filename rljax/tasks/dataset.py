@@ -5,6 +5,8 @@ one integer here too. Responses are judged by `task.rewards`; a dataset has no r
 """
 
 import functools
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -70,6 +72,7 @@ class Dataset:
         self.seed = seed
         _check(given)
         self._given = given
+        self._digests: dict[str, str] = {}
         source = path or hub
         train = self._read(path, split, "task.args.path" if path else "task.args.hub")
         if heldout_path or heldout_split:
@@ -106,6 +109,12 @@ class Dataset:
         """All problems, training ones first."""
         return [*self._problems["train"], *self._problems["heldout"]]
 
+    def fingerprint(self) -> dict[str, str]:
+        """A digest of the rows of each file or dataset, by its name: what the problems follow from, beside
+        the arguments.
+        """
+        return self._digests
+
     def _new_order(self, split: Split, epoch: int) -> list[int]:
         # Only the numbers of `random` itself are the same in every Python version.
         source = problem_random(self.seed, split, epoch)
@@ -116,7 +125,9 @@ class Dataset:
         """Problems, each after its prompt as the row has it, which decides its split."""
         given = self._given
         rows = read_file(path, key) if path else read_hub(given["hub"], given["subset"], split, key)
-        problems = list(self._problems_of(rows))
+        digest = hashlib.blake2b(digest_size=16)
+        problems = list(self._problems_of(_digested(rows, digest)))
+        self._digests[path or f"{given['hub']} ({split})"] = digest.hexdigest()
         if not problems:
             raise ConfigError(f"{key}: {path or given['hub']} has no problem")
         return problems
@@ -133,6 +144,12 @@ class Dataset:
             length = sum(len(message["content"]) for message in problem.messages)
             if in_range and (longest is None or length <= longest):
                 yield str(row[self._given["prompt"]]), problem
+
+
+def _digested(rows: Iterator[Row], digest: "hashlib._Hash") -> Iterator[Row]:
+    for place, row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        yield place, row
 
 
 def _problem(place: str, row: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:

@@ -30,5 +30,8 @@ class EpochTask:
     def finite_problems(self) -> list[Problem]:
         return getattr(self._task, "finite_problems", list)()
 
+    def fingerprint(self) -> dict[str, str]:
+        return getattr(self._task, "fingerprint", dict)()
+
     def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
         return judge(self._task, answered)

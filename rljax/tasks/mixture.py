@@ -68,6 +68,11 @@ class Mixture:
             problem for task in self._tasks.values() for problem in getattr(task, "finite_problems", list)()
         ]
 
+    def fingerprint(self) -> dict[str, str]:
+        """Those of its tasks."""
+        found = (getattr(task, "fingerprint", dict)() for task in self._tasks.values())
+        return {name: digest for each in found for name, digest in each.items()}
+
     def close(self) -> None:
         """Ends the workers of its tasks."""
         for task in self._tasks.values():

@@ -50,7 +50,11 @@ def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Ro
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
+    try:
+        opened = file.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    with opened as lines:
         for number, line in enumerate(lines, 1):
             place = f"{file.name}:{number}"
             try:

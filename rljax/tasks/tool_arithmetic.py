@@ -1,7 +1,7 @@
 """Arithmetic that is too much for a small policy's head: a task that needs the calculator (docs/tools.md).
 
     prompt    347*862-95=
-    solution  <calculator>347*862-95</calculator><answer>299019</answer>#299019
+    solution  <calculator>347*862-95</calculator><result>299019</result>#299019
 
 An expression is easily copied into a call, and a number out of an answer; products of three digits by three
 are hard to work out without writing. In the warm start only a share `demonstrated_calls`
@@ -18,7 +18,7 @@ from rljax.tasks.base import Problem, Split, is_heldout, problem_random
 
 ANSWER_MARKER = "#"
 CALL = ("<calculator>", "</calculator>")
-ANSWER = ("<answer>", "</answer>")
+ANSWER = ("<result>", "</result>")
 
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 

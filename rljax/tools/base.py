@@ -17,7 +17,7 @@ class Tool(Protocol):
 
     def call(self, text: str) -> str:
         """Answers a call; raises `ToolError` where there is no answer. Anything else that it raises is an
-        error of the call as well.
+        error of the call as well, but for a `UserError`, which stops the run: the machine's fault.
 
         Args:
           text: what the policy wrote between the markers.

@@ -97,16 +97,24 @@ class Markup:
 
     def encode_response(self, text: str) -> tuple[list[int], list[bool]]:
         """A response that is written out, with its answers, as a rollout would have it: its tokens, and which
-        of them are the policy's own.
+        of them are the policy's own. An answer stands right behind a call; elsewhere its markers are text.
         """
-        opening, closing = self.answer
+        opening, closing = map(re.escape, self.answer)
+        behind = "|".join(f"(?<={re.escape(end)})" for _, end in self.calls.values())
         ids: list[int] = []
         own: list[bool] = []
-        answers = f"{re.escape(opening)}(.*?){re.escape(closing)}"
-        for number, part in enumerate(re.split(answers, text, flags=re.DOTALL)):
-            more = self.answer_ids(part) if number % 2 else self.encode(part)
-            ids += more
-            own += [number % 2 == 0] * len(more)
+
+        def add(more: list[int], sampled: bool) -> None:
+            ids.extend(more)
+            own.extend([sampled] * len(more))
+
+        done = 0
+        for answer in re.finditer(f"(?:{behind}){opening}(.*?){closing}", text, re.DOTALL):
+            if self._call(text[done : answer.start()]) is not None:
+                add(self.encode(text[done : answer.start()]), True)
+                add(self.answer_ids(answer[1]), False)
+                done = answer.end()
+        add(self.encode(text[done:]), True)
         return ids, own
 
 

@@ -10,18 +10,22 @@ from rljax.sandbox.process import Sandbox, missing_isolation
 from rljax.tools.base import ToolError
 
 _MOST_OUTPUT = 1 << 16  # bytes
-_FAILED = b"\0"  # comes before what an exception says
+_END = b"\0"  # comes last, before what an exception says
 
 _RUNNER = r"""
-import sys
+import atexit, sys
+end, stdout = "\0", sys.stdout
+def finish():
+    stdout.write(end)
+    stdout.flush()
+atexit.register(finish)  # the first to be registered is the last to be called
 code = sys.stdin.read()
 try:
     exec(compile(code, "call", "exec"), {"__name__": "__main__"})
 except SystemExit:
     pass
 except BaseException as error:
-    sys.stdout.write(f"\0{type(error).__name__}: {error}")
-sys.stdout.flush()
+    end += f"{type(error).__name__}: {error}"
 """
 
 
@@ -40,17 +44,26 @@ class Python:
         if reason is not None:
             raise ConfigError(
                 f"tools.names: python needs programs to be isolated, which this machine cannot do ({reason});"
-                " it takes Linux 5.12 with user namespaces"
+                " it takes Linux 5.12 with user namespaces and seccomp"
             )
         self._seconds = seconds
         self._sandbox = Sandbox(Limits())
 
     def call(self, text: str) -> str:
-        """What a program prints, without white space at the end. Where it raises, that is said."""
+        """What a program prints, without white space at the end. Where it raises or is killed, that is said.
+
+        Raises:
+          ToolError: it raised, was killed, or took too long.
+          SandboxError: this machine could not start it.
+        """
         finished = self._sandbox.run(_RUNNER, text.encode(), self._seconds, _MOST_OUTPUT)
         if finished.ending == "timeout":
             raise ToolError(f"no answer after {self._seconds:g} s")
-        _, failed, error = finished.output.rpartition(_FAILED)
-        if failed and finished.ending == "exited":
+        output, ended, error = finished.output.rpartition(_END)
+        if finished.ending == "too much output":
+            output = finished.output
+        elif not ended:
+            raise ToolError("the program was killed")
+        elif error:
             raise ToolError(error.decode("utf-8", "replace"))
-        return finished.output.decode("utf-8", "replace").rstrip()
+        return output.decode("utf-8", "replace").rstrip()

@@ -56,7 +56,7 @@ class ToolWorkers:
         self._numbers = itertools.count()
         self._waiting: collections.deque[_Call] = collections.deque()
         self._running: dict[int, tuple[_Call, float]] = {}  # by number: the call, and when it is given up
-        self._done: queue.SimpleQueue[tuple[int, str, bool, float]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, str | UserError, bool, float]] = queue.SimpleQueue()
         self._abandoned: set[int] = set()
 
     @property
@@ -80,7 +80,7 @@ class ToolWorkers:
         takes.
 
         Raises:
-          UserError: tools hang all the time.
+          UserError: tools hang all the time, or this machine cannot run them.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         found: list[ToolAnswer] = []
@@ -102,12 +102,15 @@ class ToolWorkers:
 
     def _work(self, number: int, call: _Call) -> None:
         start, failed = time.perf_counter(), False
+        text: str | UserError
         try:
             text = call.tool.call(call.text)
             if not isinstance(text, str):
                 raise TypeError(f"{call.name} answered with {type(text).__name__}, not with text")
         except ToolError as error:
             text, failed = str(error), True
+        except UserError as error:  # of this machine, not of the call
+            text, failed = error, True
         except BaseException as error:  # whatever it is, this thread has nobody else to tell
             text, failed = f"{type(error).__name__}: {error}", True
         self._done.put((number, text, failed, time.perf_counter() - start))
@@ -121,6 +124,8 @@ class ToolWorkers:
                 self._abandoned.discard(number)
                 if number in self._running:
                     call, _ = self._running.pop(number)
+                    if isinstance(text, UserError):
+                        raise text
                     text = error_line(text) if failed else text
                     found.append(ToolAnswer(call.key, text, failed, seconds))
         except queue.Empty:

@@ -7,7 +7,6 @@ updates, mini-batch by mini-batch. What an algorithm does not need is not scored
 """
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -24,6 +23,7 @@ from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.models.config import ModelConfig
+from rljax.models.digest import weights_digest
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
 from rljax.rollout.collector import Group
@@ -49,7 +49,7 @@ class Learner:
       policy_params: what the run starts from; copied where a reference is needed.
 
     Attributes:
-      reference_checksum: of the reference's weights; None without one.
+      reference_digest: of the reference's weights; None without one.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Learner:
         self._config = config
         self._algorithm = algorithm = config.algorithm
         self._trainer = trainer
-        self._reference = self.reference_checksum = None
+        self._reference = self.reference_digest = None
         if algorithm.kl_coefficient > 0:
-            self.reference_checksum = _checksum(policy_params)
+            self.reference_digest = weights_digest(policy_params)
             self._reference = trainer.place(jax.tree.map(jnp.copy, policy_params))
         self._critic = None
         if algorithm.advantage_baseline == "critic":
@@ -273,13 +273,6 @@ class Learner:
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
         averaged = {name: float(np.mean([each[name] for each in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
-
-
-def _checksum(params: Params) -> int:
-    checksum = 0
-    for leaf in jax.tree.leaves(params):
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), checksum)
-    return checksum
 
 
 def _check_gradient(of: str, metrics: dict[str, float], key: str) -> None:

@@ -161,6 +161,7 @@ class TrainingRun:
         self.step = 0
         self.data_position = 0  # the next training problem
         self.owes_evaluation = False  # of the step that the run resumes from: it failed
+        self.data_digests: dict[str, str] = getattr(task, "fingerprint", dict)()
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
     def train(self, allow_changes: bool = False) -> None:
@@ -258,11 +259,15 @@ class TrainingRun:
         """Starts a checkpoint of all that going on takes; `score` is the held-out reward, if it is known."""
         self.directory.write_metrics_left()  # a run that resumes from it would lack them
         drafter = self.drafter_state if self.speculator is None else self.speculator.state()
-        host_state = {"data_position": self.data_position, "seed": self.config.seed}
+        host_state = {
+            "data_position": self.data_position,
+            "seed": self.config.seed,
+            "data": self.data_digests,
+        }
         if self.owes_evaluation:
             host_state["owes_evaluation"] = True
-        if self.learner.reference_checksum is not None:
-            host_state["reference"] = self.learner.reference_checksum
+        if self.learner.reference_digest is not None:
+            host_state["reference"] = self.learner.reference_digest
         self.checkpoints.save(self.step, self.state, host_state, drafter, score)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
@@ -302,8 +307,8 @@ class TrainingRun:
         """Takes up the newest checkpoint, if there is one.
 
         Raises:
-          CheckpointError: it is unreadable or of something else; or its KL penalty had another reference, and
-            not `allow_changes`.
+          CheckpointError: it is unreadable or of something else; or its KL penalty had another reference, or
+            its problems other data, and not `allow_changes`.
         """
         if self.checkpoints.latest_step() is None:
             self.directory.truncate_after(-1)
@@ -313,14 +318,21 @@ class TrainingRun:
         if "data_position" not in host_state:
             path = self.checkpoints.directory / str(self.step)
             raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
-        reference = self.learner.reference_checksum
+        reference = self.learner.reference_digest
+        held = host_state.get("data", {})
+        changes = [
+            f"{name} holds other data than when the run was at step {self.step}"
+            for name, digest in self.data_digests.items()
+            if held.get(name, digest) != digest
+        ]
         if None not in (reference, host_state.get("reference")) and reference != host_state["reference"]:
-            change = (
+            changes.append(
                 "the reference of the KL penalty, the policy as the run began, has other weights than before:"
                 " policy.path holds something else now, or the warm start is another one"
             )
-            if not allow_changes:
-                raise CheckpointError(f"{change}; --allow-changes goes on all the same")
+        if changes and not allow_changes:
+            raise CheckpointError(f"{'; '.join(changes)}; --allow-changes goes on all the same")
+        for change in changes:
             self.progress.message(f"changed since the last start: {change}")
         self.data_position = host_state["data_position"]
         self.owes_evaluation = host_state.get("owes_evaluation", False)
@@ -438,11 +450,13 @@ class TrainingRun:
             0,  # the same noise at every evaluation: differences come from the policy
             functools.partial(self.show_rollout, problems * samples),
         )
+        different = len({group.problem.id for group in groups})
         means = _mean_rewards(groups)
         means |= group_metrics(groups, self.collector.task, self.collector.tokenizer, evaluation)
         metrics = {f"evaluation/{name}": value for name, value in means.items()}
         self.progress.message(
             f"step {self.step}: reward {metrics['evaluation/reward']:.3f} on {problems} held-out problems"
+            + ("" if different == problems else f", of which {different} are different ones")
         )
         return metrics | {"evaluation/tokens": statistics.tokens, "time/evaluation": timing.decode}
 

@@ -1,9 +1,10 @@
 """The policy a run starts from: a Hugging Face checkpoint, or one made on the spot."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 
-from rljax.config import ExperimentConfig, GrowthConfig
+from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig
 from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
@@ -70,15 +71,22 @@ def policy_parts(
     if config.policy.path is not None:
         path = Path(config.policy.path)
         model_config = load_model_config(path)
-        tokenizer = Tokenizer.load(path)
+        tokenizer = _tokenizer(path, config.policy)
         tokenizer.check_fits(model_config)
         return model_config, tokenizer, path, load_generation_config(path).eos_token_ids
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = _tokenizer(directory, config.policy)
     shape = config.policy.shape
     vocab_size = -(-tokenizer.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
     model_config = ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
     return model_config, tokenizer, directory, (tokenizer.eos_token_id,)
+
+
+def _tokenizer(directory: Path, config: PolicyConfig) -> Tokenizer:
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.chat_date = datetime.date.fromisoformat(config.chat_date)
+    tokenizer.template_args = config.chat_template_args
+    return tokenizer
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:

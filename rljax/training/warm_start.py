@@ -190,14 +190,13 @@ def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
         "training": config.training.model_dump(include={"pack_length"}),
         "model": dataclasses.asdict(policy.config),
     }
+    data = getattr(task, "fingerprint", dict)()
+    if data:
+        parts["data"] = data
     if config.tools is not None:
         parts["tools"] = config.tools.model_dump()
     if config.policy.path is not None:
         files = [policy.tokenizer_directory / name for name in _TOKENIZER_FILES]
         texts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
         parts["start"] = [weights_digest(policy.params), policy.eos_token_ids[0], *texts]
-    shown = hashlib.blake2b(digest_size=16)
-    for problem in getattr(task, "finite_problems", list)():
-        shown.update(json.dumps([problem.messages, problem.solution]).encode())
-        parts["problems"] = shown.hexdigest()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Tokenizers: the same ids and the same chats as transformers, and errors in the user's words."""
 
 import dataclasses
+import datetime
 import json
 
 import pytest
@@ -68,6 +69,7 @@ def test_ids_and_texts_are_those_of_transformers(pair):
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_chats_are_those_of_transformers(pair, chat, add_generation_prompt):
     ours, reference = pair
+    ours.chat_date = datetime.date.today()
     options = {"add_generation_prompt": add_generation_prompt}
     expected = reference.apply_chat_template(chat, tokenize=False, **options)
     assert ours.apply_chat_template(chat, **options) == expected
@@ -96,6 +98,17 @@ def test_template_features_beyond_plain_jinja(tmp_path):
     )
     messages = [{"role": "user", "content": text} for text in "abc"]
     assert Tokenizer.load(tmp_path).apply_chat_template(messages) == "[a][b]%"
+
+
+def test_the_date_and_the_variables_of_a_template_are_the_tokenizers(tmp_path):
+    write_tokenizer(tmp_path, "llama3")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert "26 Jul 2024" in tokenizer.apply_chat_template(CHATS[0])  # whatever the day
+    tokenizer.chat_date = datetime.date(2031, 5, 7)
+    assert "07 May 2031" in tokenizer.apply_chat_template(CHATS[0])
+    tokenizer.template_args = {"date_string": "some day"}
+    assert "some day" in tokenizer.apply_chat_template(CHATS[0])
+    assert "never" in tokenizer.apply_chat_template(CHATS[0], date_string="never")
 
 
 @pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rljax.sandbox.code_tests import CodeTest, parse_tests, run_tests
+from rljax.sandbox.code_tests import CodeTest, check_limits, parse_tests, run_tests
 from rljax.sandbox.limits import Limits
-from rljax.sandbox.process import Sandbox
+from rljax.sandbox.process import Sandbox, SandboxError
 
 from .processes import namespaces
 
@@ -36,8 +36,32 @@ def test_programs_read_and_print():
     assert outcomes(
         "import sys\nprint(sum(map(int, sys.stdin)))", parse_tests([{"input": "1\n2", "output": "3"}])
     ) == [True]
-    assert outcomes(code + "raise SystemExit(0)\n", PROGRAM) == [True, True]
     assert outcomes(code + "raise ValueError\n", PROGRAM) == [False, False]
+
+
+MAIN = "def main():\n    print(sum(map(int, input().split())))\n"
+ENDINGS = {
+    "raise SystemExit(0)": MAIN + "main()\nraise SystemExit(0)",
+    "exit and quit": MAIN + "main()\nassert quit\nexit()",
+    "a thread that is not joined": MAIN + "import threading, time\n"
+    "def late():\n    time.sleep(0.05)\n    main()\nthreading.Thread(target=late).start()",
+    "a pool that is not shut down": MAIN + "from concurrent.futures import ThreadPoolExecutor\n"
+    "ThreadPoolExecutor().submit(main)",
+    "an exit handler": MAIN + "import atexit\natexit.register(main)",
+    "a directory that stays": MAIN + "import os\nos.mkdir('input')\nos.mkdir('../input')\nmain()",
+    "a dataclass": "from __future__ import annotations\nimport dataclasses\n" + MAIN + "main()\n"
+    "@dataclasses.dataclass\nclass A:\n    x: int",
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
+def test_programs_end_as_any_python_does(code):
+    assert outcomes(code, PROGRAM, each=2.0) == [True, True]
+
+
+def test_functions_live_in_a_module():
+    code = ENDINGS["a dataclass"].replace("main()\n", "") + "\ndef f(x): return A(x).x"
+    assert outcomes(code, parse_tests("assert f(3) == 3")) == [True]
 
 
 SWINDLES = {
@@ -87,6 +111,8 @@ def pair(*args):
     "returns without end": "def pair(*args): return [0] * 10_000_000",
     "recurses": "def pair(*args): return pair(*args)",
     "returns a deep list": "def pair(*args):\n    x = []\n    for _ in range(100_000): x = [x]\n    return x",
+    "returns as deep a list as can be read": "def pair(*args):\n    x = []\n    for _ in range(900): x = [x]"
+    "\n    return (x, 2) if args[0] == 1 else [x, None]",
 }
 
 
@@ -119,7 +145,61 @@ def test_tests_do_not_see_each_other():
     ],
 )
 def test_forms_of_calls(tests, wanted):
-    assert parse_tests(tests) == [CodeTest({"call": n, "args": a}, right) for n, a, right in wanted]
+    found = [(test.question["call"], test.question["args"], test.answer) for test in parse_tests(tests)]
+    assert found == wanted
+
+
+JUDGED = {
+    "assert f([3, 1]) == [3, 1]": [True, False, False],
+    "assert [3, 1] == f([3, 1])": [True, False, False],
+    "assert f(x=[3, 1]) != [3, 1]": [False, True, True],
+    "assert set(f([3, 1])) == {1, 3}": [True, True, True],
+    "assert set(f([3, 1])) == set((1, 3)), 'a message'": [True, True, True],
+    "assert sorted(list(f(x=[3, 1]))) == [1, 3]": [True, True, True],
+    "assert len(f([3, 1])) == 2": [True, True, True],
+    "assert f(2.0) == 2": [True, False, False],
+    "assert abs(f(2.0) - 2.1) < 0.2": [True, False, False],
+    "assert abs(f(2.0) - 2.1) <= 0.05": [False, False, False],
+    "assert math.isclose(f(2.0), 2.1, rel_tol=0.1)": [True, False, False],
+    "assert isclose(f(2.0), 2.1)": [False, False, False],
+    "assert not f(False)": [True, False, False],
+}
+
+
+def test_every_form_of_an_assertion_judges():
+    """By what comes back, what comes back as a tuple's or a string's items, and a list backwards."""
+    codes = ["def f(x): return x", "def f(x): return tuple(x)", "def f(x): return x[::-1]"]
+    tests = parse_tests(list(JUDGED))
+    found = [outcomes(code, tests) for code in codes]
+    assert dict(zip(JUDGED, map(list, zip(*found, strict=True)), strict=True)) == JUDGED
+
+
+def test_lists_of_calls_are_judged_as_their_files_mean_it():
+    """JSON has no tuples, and APPS has most right values in a list of their own, and some not."""
+    tests = {
+        "fn_name": "f",
+        "inputs": [[1]] * 5,
+        "outputs": [[1, [1]], [[1, [1]]], [2, [1]], [[[1, [1]]]], 1],
+    }
+    assert outcomes("def f(x): return (x, [x])", parse_tests(tests)) == [True, True, False, False, False]
+
+
+def test_a_right_answer_may_be_long():
+    tests = parse_tests([{"input": "", "output": "9" * 300_000}])
+    assert outcomes("print('9' * 300_000)", tests) == [True]
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (Limits(file_mb=0), "file_mb 0 not even a right program"),
+        (Limits(memory_mb=8), "did not begin .*memory_mb 8"),
+    ],
+    ids=["no files", "no memory"],
+)
+def test_limits_under_which_nothing_passes_are_an_error(limits, says):
+    with pytest.raises(SandboxError, match=rf"^task\.sandbox: .*{says}"):
+        check_limits(Sandbox(limits, allow_weak=not namespaces()))
 
 
 def test_forms_of_programs():
@@ -138,7 +218,12 @@ def test_forms_of_programs():
         ("assert f(1) == g(2)", "not of the form"),
         ("__import__('os').system('true')", "not of the form"),
         ("assert f(1) ==", "not of the form"),
-        ("assert f(a=1) == 1", "not of the form"),
+        ("assert f(*[1]) == 1", "not of the form"),
+        ("assert f(**{'a': 1}) == 1", "not of the form"),
+        ("assert f(1) < 2", "not of the form"),
+        ("assert abs(1 - 2) < 3", "not of the form"),
+        ("assert isclose(f(1), 2, tol=3)", "not of the form"),
+        ("assert f(1) == set([[]])", "not of the form"),
         ("assert f(" + "(" * 500 + ") == 1", "not of the form"),
         ([{"input": "1"}], "is no test"),
         ([{"input": 1, "output": "1"}], "is no test"),

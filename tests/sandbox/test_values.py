@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -50,6 +51,25 @@ def test_kinds_are_kept_apart(a, b):
 
 def test_numbers_are_equal_across_their_types():
     assert same(encode([1, {2: True}, {1.0}]), encode([1.0, {2.0: 1}, {True}]))
+
+
+def test_items_without_an_order_are_equal_in_any():
+    mixed = {(1, 2): "x", 3: "x", "y": "x", b"y": {4, 5.5, None}}
+    backwards = dict(reversed(mixed.items())) | {b"y": {None, 5.5, 4}}
+    assert same(encode(mixed), encode(backwards))
+    assert same(encode({1: 0, 2: 0}), encode({2.0: 0, True: False}))
+    assert not same(encode({1: 0, 2: 1}), encode({1: 1, 2: 0}))
+
+
+def test_comparing_takes_no_longer_than_reading():
+    """What comes from inside is compared outside of all limits."""
+    deep = ["t"]
+    for _ in range(22):
+        deep = ["t", deep]
+    start = time.process_time()
+    for kind in (["d", [deep, 1]], ["s", deep]):
+        assert same(kind, kind) and not same(kind, encode({"a": 1}))
+    assert time.process_time() - start < 0.1
 
 
 def test_nan_equals_nothing_and_infinity_itself():

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from rljax.config import TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.base import Task, is_heldout
 from rljax.tasks.dataset import Dataset
+from rljax.tasks.registry import configured_task
 
 ROWS = [
     {
@@ -97,6 +99,19 @@ def test_a_file_of_its_own_is_held_out_and_never_trained_on(tmp_path, path):
     assert sorted(texts(first(task, "heldout", 2))) == sorted(row["question"] for row in other)
     trained = texts(first(task, "train", 39))
     assert len(set(trained)) == 39 and ROWS[3]["question"] not in trained
+
+
+def test_its_fingerprint_is_that_of_its_rows(tmp_path, path):
+    known = Dataset(0, path, **COLUMNS).fingerprint()
+    assert list(known) == [path] and Dataset(1, path, **COLUMNS, difficulties=[1, 2]).fingerprint() == known
+    for other in (ROWS[1:], ROWS[::-1], [*ROWS, ROWS[0]], [{**ROWS[0], "level": "Level 1"}, *ROWS[1:]]):
+        write(tmp_path / "sums.jsonl", other)
+        assert Dataset(0, path, **COLUMNS).fingerprint() != known
+    section = {"name": "dataset", "args": {"path": path, **COLUMNS}, "rewards": [{"name": "exact"}]}
+    mixed = {"name": "mixture", "mixture": [section], "problems": 3}
+    now = Dataset(0, path, **COLUMNS).fingerprint()
+    for each in (section, mixed):
+        assert configured_task(TaskConfig.model_validate(each), 0).fingerprint() == now
 
 
 def test_filters(path):
@@ -210,6 +225,15 @@ def test_bad_arguments_are_named(tmp_path, path, args, says):
     with pytest.raises(ConfigError) as caught:
         Dataset(0, **args, **({"prompt": "question"} if "prompt" not in args else {}))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_named(path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(ConfigError, match=r"sums\.jsonl: cannot be read: Permission denied"):
+        Dataset(0, path, **COLUMNS)
 
 
 def test_a_file_that_leaves_no_split_empty_is_needed(tmp_path):

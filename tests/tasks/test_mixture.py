@@ -113,6 +113,12 @@ def test_problems_that_come_back():
     assert task.rewards([(problem, problem.solution)])[0]["correct"] == 1.0
 
 
+def test_a_schedule_that_comes_back_before_it_has_begun_is_refused():
+    parts = [{"name": "chain_arithmetic", "schedule": [[0, 1], [4000, 2]]}]
+    with pytest.raises(ValueError, match=r"task\.problems: must be 0 with a schedule"):
+        TaskConfig.model_validate({"name": "mixture", "problems": 64, "mixture": parts})
+
+
 @pytest.mark.parametrize(
     ("mixture", "says"),
     [

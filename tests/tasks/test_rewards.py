@@ -9,6 +9,7 @@ import pytest
 
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
+from rljax.sandbox.process import SandboxError
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.registry import configured_task
@@ -39,7 +40,7 @@ def make(tmp_path):
         config = {"name": "dataset", "args": args, "rewards": list(rewards), "sandbox": SANDBOX}
         reports = []
         task = configured_task(TaskConfig.model_validate(config | section), 0, reports.append)
-        task.reports = reports
+        task.reports, task.args = reports, args
         made.append(task)
         return task
 
@@ -111,6 +112,14 @@ def test_exact(right, response, args, value):
         ("1234.5", "it is 1,234.50", {}, 1),
         ("0.5", "1/2", {}, 1),
         ("0.5", "50%", {}, 1),
+        ("1e-05", "0.00001", {}, 1),
+        ("1e+16", "10,000,000,000,000,000", {}, 1),
+        ("1000", "about 1e3", {}, 1),
+        ("0.5", "It is .5", {}, 1),
+        ("5", "so...5", {}, 1),
+        ("10", "5-10", {}, 1),
+        ("2", "1e" + "9" * 50, {}, 0),
+        ("2", "1e999999999", {"answer_in": "response"}, 0),
         ("50%", "0.5", {}, 1),
         ("-3", "-3.0", {}, 1),
         ("3", "-3", {}, 0),
@@ -329,9 +338,29 @@ def test_a_dataset_needs_a_reward_and_numbers_where_numbers_are_judged(make):
     rows = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "two"}]
     with pytest.raises(ConfigError, match=r"path.jsonl:2: the answer 'two' is not a number, which task"):
         make({"name": "numeric"}, rows=rows)
+    part = {
+        "name": "dataset",
+        "args": make({"name": "exact"}, rows=rows).args,
+        "rewards": [{"name": "numeric"}],
+    }
+    with pytest.raises(
+        ConfigError, match=r"the answer 'two' is not a number, which task\.mixture\.0\.rewards\.0"
+    ):
+        make(rows=rows, name="mixture", args={}, mixture=[part])
+    rows[1]["answer"] = " "
+    with pytest.raises(
+        ConfigError, match=r"path.jsonl:2: the answer is empty, and task.rewards.0 judges by it"
+    ):
+        make({"name": "exact"}, rows=rows)
     bad = [{"prompt": "a", "answer": "", "tests": ["assert f(x) == 1"]}]
     with pytest.raises(ConfigError, match=r"jsonl:1: 'tests': .* is not of the form"):
         make({"name": "code"}, rows=bad)
+
+
+def test_a_sandbox_in_which_nothing_passes_is_one_error_at_the_start(make):
+    rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3"]}]
+    with pytest.raises(SandboxError, match="file_mb 0 not even a right program passes"):
+        make({"name": "code"}, rows=rows, sandbox={**SANDBOX, "file_mb": 0})
 
 
 def test_a_missing_package_names_its_extra(make, monkeypatch):

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from rljax.config.tools import ToolsConfig
 from rljax.tasks.base import SPLITS, Problem, Task, is_heldout
-from rljax.tasks.tool_arithmetic import ToolArithmetic
+from rljax.tasks.tool_arithmetic import ANSWER, CALL, ToolArithmetic
 from rljax.tools.calculator import Calculator
 
 
@@ -23,8 +24,14 @@ def test_a_known_problem_never_changes():
         messages=({"role": "user", "content": "45+0="},),
         answer="45",
         difficulty=2,
-        solution="<calculator>45+0</calculator><answer>45</answer>#45",
+        solution="<calculator>45+0</calculator><result>45</result>#45",
     )
+
+
+def test_solutions_have_the_markers_that_a_config_has_by_default():
+    tools = ToolsConfig(names=["calculator"])
+    assert tuple(each.format(name="calculator") for each in (tools.opening, tools.closing)) == CALL
+    assert (tools.answer_opening, tools.answer_closing) == ANSWER
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -57,8 +64,8 @@ def test_solutions_earn_what_they_deserve():
         ("#-45", 0),
         ("#45.0", 0),
         ("45", 0),
-        ("#45<answer>45</answer>", 0),
-        ("<answer>#45</answer>", 0),
+        ("#45<result>45</result>", 0),
+        ("<result>#45</result>", 0),
         ("#" + "9" * 5000, 0),
         ("#٤٥", 0),
         ("", 0),

@@ -94,6 +94,19 @@ def test_a_solution_is_tokenized_as_a_rollout_would_have_it(markup, tokenizer):
     assert own[: len(first)] == [True] * len(first) and not any(own[len(first) : len(first) + len(answer)])
 
 
+def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, tokenizer):
+    for text in (
+        "so<answer>" + "7" * 100 + "</answer>",
+        "1</calc><answer>2</answer>",
+        "<calc>1<answer>2</answer>",
+        "<calc>1</calc> so <answer>2</answer>",
+    ):
+        ids, own = markup.encode_response(text)
+        assert tokenizer.decode(ids) == text and all(own)
+    ids, own = markup.encode_response("<look>1</look><answer>2</answer><answer>3</answer>")
+    assert tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if not mine]) == "<answer>2</answer>"
+
+
 # -- the config ------------------------------------------------------------------------------------------
 
 CONFIG = """
@@ -132,6 +145,13 @@ def test_tools_are_off_unless_named(config_file, tokenizer):
         (["tools={names: [calculator], opening: ''}"], "tools.opening.*not empty"),
         (["tools={names: [calculator], time_limit: 0}"], "tools.time_limit"),
         (["tools={names: [calculator], max_calls: 0}"], "tools.max_calls"),
+        (
+            [
+                "tools={names: [calculator], answer_opening: <answer>}",
+                "task.rewards=[{name: exact, args: {answer_in: tag}}]",
+            ],
+            "tools.answer_opening: .*task.rewards.0",
+        ),
         (["tools={names: [calculator]}", "rollout.stop=['/calculator>']"], "rollout.stop.*tools.closing"),
     ],
 )

@@ -29,10 +29,17 @@ def tool():
         ("print('x'); 1 / 0", "ZeroDivisionError: division by zero"),
         ("def f(:", "SyntaxError"),
         ("raise ValueError('a\\nb')", "ValueError: a\nb"),
+        ("print('so far', flush=True); import os; os.kill(os.getpid(), 11)", "the program was killed"),
+        ("print(1)\nexit()", "1"),
+        (
+            "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), print(1))).start()",
+            "1",
+        ),
+        ("import sys\nsys.stdout = None", ""),
     ],
 )
 def test_answers_with_what_is_printed_or_says_what_was_raised(tool, code, answer):
-    if "Error" in answer:
+    if "Error" in answer or "killed" in answer:
         with pytest.raises(ToolError, match=answer):
             tool.call(code)
     else:

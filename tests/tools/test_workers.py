@@ -38,6 +38,8 @@ class Tool:
             raise ValueError("x" * 1000)
         elif text == "exit":
             raise SystemExit(3)
+        elif text == "machine":
+            raise UserError("no process left")
         elif text == "number":
             return 7
         elif text.startswith("sleep"):
@@ -84,6 +86,13 @@ def test_what_a_tool_raises_is_one_line(tool):
     assert found[2].text == "error: SystemExit: 3"
     assert found[3].text == "error: TypeError: tool answered with int, not with text"
     assert all(answer.failed for answer in found.values())
+
+
+def test_what_is_wrong_with_the_machine_is_not_for_the_policy(tool):
+    own = ToolWorkers(2, 10.0)
+    own.submit(0, "tool", tool, "machine")
+    with pytest.raises(UserError, match="no process left"):
+        answers_of(own, 1)
 
 
 def test_a_call_that_hangs_is_given_up_and_the_next_ones_work(tool):

@@ -183,12 +183,15 @@ def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
         "rollout.temperature=0.9",
         "rollout.stop=['#']",
     )
+    monkeypatch.setattr(ChainArithmetic, "fingerprint", lambda self: {"a.jsonl": "1"}, raising=False)
     lines = train(tmp_path, *keys)
     # The first update starts from the reference itself; the second step's does not.
     assert lines[2]["loss/kl"] > 0.0
     assert lines[2]["mismatch/logprob_abs_max"] == 0.0
-    monkeypatch.setattr(rljax.training.learner, "_checksum", lambda params: 1)
-    with pytest.raises(CheckpointError, match=r"the reference of the KL penalty.*--allow-changes"):
+    monkeypatch.setattr(rljax.training.learner, "weights_digest", lambda params: "another")
+    monkeypatch.setattr(ChainArithmetic, "fingerprint", lambda self: {"a.jsonl": "2", "new.jsonl": "3"})
+    says = r"^a\.jsonl holds other data than .*; the reference of the KL penalty.*--allow-changes"
+    with pytest.raises(CheckpointError, match=says):
         train(tmp_path, *keys, "training.steps=3")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
-from rljax.sandbox.code_tests import CodeTest, parse_tests, run_tests
+from rljax.sandbox.code_tests import CodeTest, check_limits, parse_tests, run_tests
 from rljax.sandbox.limits import Limits
 from rljax.sandbox.process import Sandbox, SandboxError
 from rljax.tasks.answers import extracted_answer
@@ -39,6 +39,7 @@ class RewardedTask:
 
     Raises:
       ConfigError: a reward that cannot be, or a problem that it cannot judge.
+      SandboxError: programs cannot be run as the config says.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class RewardedTask:
         self._check_problems()
         if places & {"sandbox", "tests"}:
             _ = self._sandbox.strong  # a SandboxError if it must be and is not
+        if "tests" in places:
+            check_limits(self._sandbox)
         self._pool = None
         if places & {"worker", "sandbox", "tests"}:
             threads = config.reward_workers or len(os.sched_getaffinity(0))
@@ -78,6 +81,9 @@ class RewardedTask:
     def finite_problems(self) -> list[Problem]:
         """All problems, if there are finitely many, else none."""
         return getattr(self._task, "finite_problems", list)()
+
+    def fingerprint(self) -> dict[str, str]:
+        return getattr(self._task, "fingerprint", dict)()
 
     def reward(self, problem: Problem, response_text: str) -> Parts:
         """See `Task.reward`."""
@@ -123,18 +129,16 @@ class RewardedTask:
     def _check_problems(self) -> None:
         """Of a finite task, whether the rewards can judge each problem."""
         for problem in self.finite_problems():
-            for reward in self._rewards:
+            for reward, given in zip(self._rewards, self._config.rewards, strict=True):
                 if reward.place == "tests":
                     _tests(reward, problem)
-                elif self._is_numeric(reward) and number(problem.answer) is None:
+                elif given.name in ("exact", "math") and not problem.answer.strip():
+                    raise ConfigError(f"{problem.id}: the answer is empty, and {reward.key} judges by it")
+                elif given.name == "numeric" and number(problem.answer) is None:
                     raise ConfigError(
                         f"{problem.id}: the answer {problem.answer[:60]!r} is not a number, which"
                         f" {reward.key} needs"
                     )
-
-    def _is_numeric(self, reward: Reward) -> bool:
-        names = {f"task.rewards.{i}": item.name for i, item in enumerate(self._config.rewards)}
-        return names.get(reward.key) == "numeric"
 
     def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
         """One reward of one response, done or under way."""

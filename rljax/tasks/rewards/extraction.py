@@ -4,7 +4,11 @@ import re
 from collections.abc import Callable
 
 # Nothing in it can fail after it has begun, so a search takes linear time on any text.
-_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?%?")
+# No sign stands right behind a digit ("5-10"), and no number begins with the full stop of a word or of "...".
+_NUMBER = re.compile(
+    r"(?:(?<![0-9])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?%?"
+)
 _BOXED = "\\boxed{"
 _TAG = ("<answer>", "</answer>")
 

@@ -3,6 +3,7 @@
 A reward's `vote` is the answer it finds, in a form in which equal answers are equal texts (maj@k).
 """
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ from rljax.tasks.rewards.extraction import answer_finder
 
 TextReward = Callable[[Problem, str], float]
 
+_SMALL_EXPONENT = re.compile(r"[^eE]*(?:[eE][+-]?[0-9]{1,3})?")  # 1e999999999 would fill the memory
 _LONGEST_NUMBER = 60  # characters; converting digits takes quadratic time
 
 
@@ -82,11 +84,12 @@ def length(target: int, limit: int) -> TextReward:
 def number(text: str) -> Fraction | None:
     """The number that a text is, exactly; None if it is none."""
     text = text.strip().strip("$").strip().removesuffix(".").replace(",", "")
-    if len(text) > _LONGEST_NUMBER or not text.isascii() or "e" in text.lower():
-        return None
     percent = text.endswith("%")
+    text = text.removesuffix("%").strip()
+    if len(text) > _LONGEST_NUMBER or not text.isascii() or not _SMALL_EXPONENT.fullmatch(text):
+        return None
     try:
-        value = Fraction(text.removesuffix("%").strip())
+        value = Fraction(text)
     except (ValueError, ZeroDivisionError):
         return None
     return value / 100 if percent else value
