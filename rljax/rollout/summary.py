@@ -15,21 +15,6 @@ _MOST_BINS = 64
 _HEAD, _TAIL = 1200, 600  # characters of a text that are kept
 
 
-def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
-    """How far rewards scatter, and how sure their mean is.
-
-    `reward/std` is over all responses. `reward/standard_error` is that of their mean. Responses to one prompt
-    are alike, so it comes from the scatter of the prompts' means; of a single prompt, from its responses.
-    """
-    rewards = np.concatenate([group.reward for group in groups])
-    independent = np.asarray([group.reward.mean() for group in groups]) if len(groups) > 1 else rewards
-    spread = {"reward/std": float(rewards.std())}
-    if len(independent) > 1:
-        error = independent.std(ddof=1) / math.sqrt(len(independent))
-        spread["reward/standard_error"] = float(error)
-    return spread
-
-
 def summarize_rollout(
     groups: Sequence[Group],
     running: Sequence[Sequence[tuple[float, float]]],

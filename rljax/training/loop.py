@@ -33,8 +33,9 @@ from rljax.evaluation.problems import distinct_problems
 from rljax.models.transformer import Params, num_params
 from rljax.reports import write_report_of_run
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
+from rljax.rollout.metrics import mean_rewards, rollout_metrics
 from rljax.rollout.records import DecodeStatistics, Request, accumulate
-from rljax.rollout.summary import reward_spread, summarize_rollout
+from rljax.rollout.summary import summarize_rollout
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
@@ -370,7 +371,7 @@ class TrainingRun:
         )
         self.keep_for_report(self.directory.append_rollout, self.step + 1, summary)
         return {
-            **_rollout_metrics(groups, sampled, statistics, timing),
+            **rollout_metrics(groups, sampled, statistics, timing),
             **({} if self.speculator is None else self.speculator.metrics(statistics)),
             **({} if self.config.tools is None else tool_metrics(statistics)),
             **update_metrics,
@@ -451,7 +452,7 @@ class TrainingRun:
             functools.partial(self.show_rollout, problems * samples),
         )
         different = len({group.problem.id for group in groups})
-        means = _mean_rewards(groups)
+        means = mean_rewards(groups)
         means |= group_metrics(groups, self.collector.task, self.collector.tokenizer, evaluation)
         metrics = {f"evaluation/{name}": value for name, value in means.items()}
         self.progress.message(
@@ -485,36 +486,3 @@ def outcomes(groups: Sequence[Group]) -> list[Outcome]:
         for group in groups
         for completion, reward in zip(group.completions, group.reward, strict=True)
     ]
-
-
-def _mean_rewards(groups: list[Group]) -> dict[str, float]:
-    rewards = [reward for group in groups for reward in group.rewards]
-    names = dict.fromkeys(name for reward in rewards for name in reward)  # those of a mixture's tasks differ
-    return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
-
-
-def _rollout_metrics(
-    groups: list[Group], sampled: list[Group], statistics: DecodeStatistics, timing: Timing
-) -> dict[str, float]:
-    """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = np.asarray([completion.own_tokens for completion in completions])
-    means = _mean_rewards(sampled)
-    return {
-        "reward/mean": means.pop("reward"),
-        **reward_spread(sampled),
-        **{f"reward/{name}": value for name, value in means.items()},
-        "response_length/mean": float(lengths.mean()),
-        "response_length/p50": float(np.percentile(lengths, 50)),
-        "response_length/p75": float(np.percentile(lengths, 75)),
-        "response_length/p95": float(np.percentile(lengths, 95)),
-        "response_length/max": int(lengths.max()),
-        "response_length/truncated": float(
-            np.mean([completion.finish_reason == "length" for completion in completions])
-        ),
-        "rollout/groups_sampled": len(sampled),
-        "rollout/tokens": statistics.tokens,
-        "rollout/tokens_per_second": statistics.tokens / timing.decode,
-        "rollout/occupancy": statistics.occupancy,
-        "rollout/decode_steps": statistics.steps,
-    }

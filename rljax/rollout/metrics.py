@@ -1,0 +1,58 @@
+"""Numbers of a rollout for `metrics.jsonl`: rewards, response lengths, and how fast it was."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.rollout.collector import Group, Timing
+from rljax.rollout.records import DecodeStatistics
+
+
+def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
+    """How far rewards scatter, and how sure their mean is.
+
+    `reward/std` is over all responses. `reward/standard_error` is that of their mean. Responses to one prompt
+    are alike, so it comes from the scatter of the prompts' means; of a single prompt, from its responses.
+    """
+    rewards = np.concatenate([group.reward for group in groups])
+    independent = np.asarray([group.reward.mean() for group in groups]) if len(groups) > 1 else rewards
+    spread = {"reward/std": float(rewards.std())}
+    if len(independent) > 1:
+        error = independent.std(ddof=1) / math.sqrt(len(independent))
+        spread["reward/standard_error"] = float(error)
+    return spread
+
+
+def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean of every reward that any response has, over those that have it."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    names = dict.fromkeys(name for reward in rewards for name in reward)  # those of a mixture's tasks differ
+    return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
+
+
+def rollout_metrics(
+    groups: Sequence[Group], sampled: Sequence[Group], statistics: DecodeStatistics, timing: Timing
+) -> dict[str, float]:
+    """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.asarray([completion.own_tokens for completion in completions])
+    means = mean_rewards(sampled)
+    return {
+        "reward/mean": means.pop("reward"),
+        **reward_spread(sampled),
+        **{f"reward/{name}": value for name, value in means.items()},
+        "response_length/mean": float(lengths.mean()),
+        "response_length/p50": float(np.percentile(lengths, 50)),
+        "response_length/p75": float(np.percentile(lengths, 75)),
+        "response_length/p95": float(np.percentile(lengths, 95)),
+        "response_length/max": int(lengths.max()),
+        "response_length/truncated": float(
+            np.mean([completion.finish_reason == "length" for completion in completions])
+        ),
+        "rollout/groups_sampled": len(sampled),
+        "rollout/tokens": statistics.tokens,
+        "rollout/tokens_per_second": statistics.tokens / timing.decode,
+        "rollout/occupancy": statistics.occupancy,
+        "rollout/decode_steps": statistics.steps,
+    }
