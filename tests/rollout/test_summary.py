@@ -8,8 +8,8 @@ import pytest
 
 from rljax.rollout.collector import Group
 from rljax.rollout.metrics import reward_spread
-from rljax.rollout.summary import summarize_rollout
 from rljax.rollout.records import Completion
+from rljax.rollout.summary import summarize_rollout
 from rljax.tasks.base import Problem
 
 
