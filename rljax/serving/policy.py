@@ -195,8 +195,8 @@ def _config(saved: SavedPolicy, options: Options, steps_per_look: int, say: Say)
     rollout = config.rollout.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
-    # By the other rules tokens would depend on what was drafted, and so on who asked before.
     visit = max(steps_per_look, config.engine.decode_steps_per_visit)
+    # Coupled: by the other rules tokens would depend on what was drafted, and so on who asked before.
     engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_visit": visit})
     if options.slots is not None:
         engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
