@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         async def ask_all():
             asked = (_ask(orchestrator, prompt, served.max_tokens) for prompt in arguments.prompts)
-            return await asyncio.gather(*asked)
+            answers = await asyncio.gather(*asked)
+            await asyncio.sleep(1)  # its threads close their channels: an error there kills the process
+            return answers
 
         answers = asyncio.run(asyncio.wait_for(ask_all(), 300))
         driver.stop()

@@ -29,7 +29,7 @@ PROMPT = "47a5b8="
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Its rollouts were verified by a rule under which tokens depend on drafts; answers are not."""
+    """Its rollouts were verified by a rule under which tokens depend on drafts."""
     overrides = ("rollout.temperature=0.7", "engine.verification=rejection")
     return make_run(tmp_path_factory.mktemp("generated"), *overrides)
 
@@ -173,6 +173,20 @@ def test_mistakes_are_one_line(generate, run, arguments, said):
     assert (status, text) == (2, "")
     assert error.startswith("error: ") or error.splitlines()[-1].startswith("error: ")
     assert said in error.splitlines()[-1]
+
+
+def test_how_a_run_is_decoded(run):
+    """No draft decides a token, and a look is as long as was asked for."""
+    saved = load_saved_policy(run)
+    engines = [
+        serving_policy._config(saved, serving_policy.Options(), steps, lambda line: None).engine
+        for steps in (1, 64)
+    ]
+    assert [engine.verification for engine in engines] == ["coupled"] * 2
+    assert [engine.decode_steps_per_visit for engine in engines] == [
+        saved.experiment.engine.decode_steps_per_visit,
+        64,
+    ]
 
 
 def test_drafters_have_the_runs_arguments_but_not_its_files():
