@@ -1,6 +1,7 @@
 """Ask a trained policy: `python scripts/generate.py runs/quickstart "47a5b8c9="`."""
 
 import argparse
+import os
 import queue
 import sys
 import time
@@ -37,7 +38,11 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="[the run's]")
     parser.add_argument("--max-tokens", type=int, help="longest response [the run's]")
     parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
-    parser.add_argument("--drafter", help="who proposes tokens; none decodes plainly [the run's]")
+    parser.add_argument(
+        "--drafter",
+        help="who proposes tokens, by the run's arguments where it has this one; none decodes plainly [the"
+        " run's]",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as by `| head -n 1`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at the end
+        return 141
     return 0
 
 
@@ -107,25 +115,27 @@ def _generate(arguments: argparse.Namespace) -> None:
     ]
     start = time.perf_counter()
     served.worker.start()
-    served.worker.submit(jobs)
-    endings = []
-    for sample, own in enumerate(pieces):
-        if arguments.n > 1:
-            print(f"--- {sample + 1} of {arguments.n}", flush=True)
-        stream, ending = TextStream(served.tokenizer.decode, strings), None
-        while ending is None:
-            piece = own.get()
-            if isinstance(piece, BaseException):
-                raise piece
-            ending = piece.ending
-            if arguments.tokens:
-                print(*piece.tokens, end=" ", flush=True)
-            else:
-                print(stream.push(piece.tokens), end="", flush=True)
-        print("" if arguments.tokens else stream.finish(), flush=True)
-        endings.append(ending)
+    try:
+        served.worker.submit(jobs)
+        endings = []
+        for sample, own in enumerate(pieces):
+            if arguments.n > 1:
+                print(f"--- {sample + 1} of {arguments.n}", flush=True)
+            stream, ending = TextStream(served.tokenizer.decode, strings), None
+            while ending is None:
+                piece = own.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                ending = piece.ending
+                if arguments.tokens:
+                    print(*piece.tokens, end=" ", flush=True)
+                else:
+                    print(stream.push(piece.tokens), end="", flush=True)
+            print("" if arguments.tokens else stream.finish(), flush=True)
+            endings.append(ending)
+    finally:  # the interpreter must not end while the thread is inside the device's code
+        served.worker.close(drain=False)
     seconds = time.perf_counter() - start
-    served.worker.close()
     statistics = served.worker.statistics
     say(
         f"{statistics.tokens} tokens in {seconds:.2f} s, {statistics.tokens / seconds:.1f} tokens/s,"

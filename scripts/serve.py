@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
         "--steps-per-look",
         type=int,
         default=4,
-        help="tokens of a response between two pieces of a stream: fewer are smoother, more are faster [4]",
+        help="tokens of a response between two pieces of a stream, where none are drafted: fewer are"
+        " smoother, more are faster [4]",
     )
     parser.add_argument(
         "--drain-seconds", type=int, default=60, help="how long SIGTERM waits for responses [60]"
@@ -65,7 +67,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         import uvicorn
     except ImportError as error:
         raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
-    listener = _listen(arguments.host, arguments.port)  # before minutes of compiling
+    listener = _bind(arguments.host, arguments.port)  # before minutes of compiling
     # JAX takes seconds to import: not before the command line is known to be right.
     from rljax.serving.app import make_app
     from rljax.serving.policy import Options, open_policy
@@ -90,8 +92,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     )
 
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn hands the signal on when it is through
-    signal.signal(signal.SIGINT, lambda *_: None)
+    def leave(*_: object) -> None:  # before uvicorn takes signals, and when it hands them on in the end
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    try:
+        listener.listen(1024)
+    except OSError as error:
+        raise ConfigError(f"--port: cannot listen on {arguments.port}: {error}") from error
     host, port = listener.getsockname()[:2]
     say(f"{name}: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
     served.worker.start()
@@ -106,14 +115,20 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _leave_with(worker: "EngineWorker", server: "uvicorn.Server") -> None:
     """The server does not outlive what decodes for it."""
-    if worker.wait() is not None:
+    error = worker.wait()
+    if error is not None:
+        if not isinstance(error, UserError):
+            traceback.print_exception(error)
         server.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
+    """A port that is kept, and does not take connections yet."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return listener
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error}") from error
 

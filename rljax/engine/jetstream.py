@@ -52,14 +52,27 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
       tokenizer: the policy's.
       stop_tokens: what ends a response.
       engine: says how prompts are padded.
+      max_prompt_length: in tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_tokens: tuple[int, ...], engine: DecodeEngine) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_tokens: tuple[int, ...],
+        engine: DecodeEngine,
+        max_prompt_length: int,
+    ) -> None:
         self._tokenizer, self._stop_tokens, self._engine = tokenizer, stop_tokens, engine
+        self._max_prompt_length = max_prompt_length
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Array | np.ndarray, int]:
-        """Token ids, padded to a length that is compiled, and how many there are."""
-        ids = self._tokenizer.encode(s)
+        """Token ids, padded to a length that is compiled, and how many there are.
+
+        An error here would end JetStream's process: of a text that is too long the end is kept, as by
+        JetStream's own tokenizers, and one without tokens is BOS.
+        """
+        most = min(kwargs.get("max_prefill_length") or self._max_prompt_length, self._max_prompt_length)
+        ids = self._tokenizer.encode(s)[-most:] or [self.bos_id]
         padded = np.zeros(self._engine.prefill_length(len(ids)), np.int32)
         padded[: len(ids)] = ids
         return (jnp.asarray(padded) if kwargs.get("jax_padding", True) else padded), len(ids)
@@ -125,6 +138,11 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
         keys = self._noise_keys(1, None, request_id)
         return self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
 
+    def free_resource(self, slot: int) -> None:
+        """Nothing: JetStream calls it when the slot may have been given to the next request already, which
+        would be cut short.
+        """
+
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
         """Where the tokenizer is."""
         return tokenizer_pb2.TokenizerParameters(path=str(self._tokenizer.directory), extra_ids=0)
@@ -132,4 +150,6 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:
         """The policy's tokenizer, whatever `metadata` says."""
         del metadata
-        return JetStreamTokenizer(self._tokenizer, self.engine.eos_token_ids, self.engine)
+        return JetStreamTokenizer(
+            self._tokenizer, self.engine.eos_token_ids, self.engine, self.max_prefill_length
+        )

@@ -275,6 +275,16 @@ class SlotEngine:
     def colocated_cpus(self) -> None:
         return None
 
+    @property
+    def use_chunked_prefill(self) -> bool:
+        """A prompt is prefilled whole."""
+        return False
+
+    @property
+    def prefill_chunk_size(self) -> int:
+        """Asked for only with chunks."""
+        return self._max_prompt_length
+
     # -- how -------------------------------------------------------------------------------------------------
 
     def _noise_keys(self, samples: int, rng: Any, request_id: uuid.UUID | None) -> np.ndarray:

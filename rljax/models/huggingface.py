@@ -255,6 +255,7 @@ class GenerationConfig:
       top_k: 0 keeps every token.
       top_p: 1 keeps every token.
       min_p: 0 keeps every token.
+      repetition_penalty: 1 penalizes nothing. The prompt's tokens count, too, which they do not in rljax.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -262,6 +263,7 @@ class GenerationConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def load_generation_config(directory: str | Path) -> GenerationConfig:
@@ -295,6 +297,7 @@ def load_generation_config(directory: str | Path) -> GenerationConfig:
         top_k=int(sampling.number("top_k", 0)),
         top_p=sampling.number("top_p", 1.0),
         min_p=sampling.number("min_p", 0.0),
+        repetition_penalty=sampling.number("repetition_penalty", 1.0),
     )
 
 

@@ -223,12 +223,19 @@ class Speculator:
         return int(self._drafted[request]), int(self._accepted[request])
 
     def decode(
-        self, params: Params, state: DecodeState, active: ActiveSlots, until_active: int
+        self,
+        params: Params,
+        state: DecodeState,
+        active: ActiveSlots,
+        until_active: int,
+        most_steps: int | None = None,
     ) -> tuple[DecodeState, DecodeResult]:
-        """The next tokens of every active slot, by one verifying pass or a few plain steps."""
+        """The next tokens of every active slot, by one verifying pass or a few plain steps: at most
+        `most_steps`, where it is given.
+        """
         state, under_way = self.start(params, state, active)
         if under_way is None:
-            return self.decode_plainly(params, state, active, until_active)
+            return self.decode_plainly(params, state, active, until_active, most_steps)
         return state, self.finish(under_way)
 
     def start(
@@ -290,7 +297,12 @@ class Speculator:
         return result
 
     def decode_plainly(
-        self, params: Params, state: DecodeState, active: ActiveSlots, until_active: int
+        self,
+        params: Params,
+        state: DecodeState,
+        active: ActiveSlots,
+        until_active: int,
+        most_steps: int | None = None,
     ) -> tuple[DecodeState, DecodeResult]:
         """A few plain steps of all slots: more of them every time in a row, until new requests come."""
         asks = self._speculates(state.batch)
@@ -301,7 +313,9 @@ class Speculator:
         timed = asks and self._only_passes_before(state)
         self._dispatched(0.0)
         start = time.perf_counter()
-        state, result = self.engine.generate(params, state, self._patience if asks else None, until_active)
+        most = self.engine.decode_steps_per_visit if most_steps is None else most_steps
+        steps = min(self._patience, most) if asks else most
+        state, result = self.engine.generate(params, state, steps, until_active)
         self._last_end = self._busy_until = time.perf_counter()
         seconds = self._last_end - start
         if timed:

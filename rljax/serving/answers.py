@@ -12,6 +12,11 @@ from rljax.serving.worker import Ending, Piece
 _REASONS: dict[Ending, str] = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
+def _bytes(token: str) -> list[int] | None:
+    """A token's; None where it is part of a character: its own text does not tell which."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+
+
 class Answer:
     """One choice, while it comes.
 
@@ -22,6 +27,8 @@ class Answer:
 
     Attributes:
       tokens, logprobs: so far, with the token that ended it.
+      offsets: where each token's text begins, in the text before it was cut at a stop string; a token inside
+        a character has where that begins.
       text: so far.
       finish_reason: None while it runs.
     """
@@ -30,6 +37,7 @@ class Answer:
         self.index, self.tokenizer = index, tokenizer
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.offsets: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
         self._stream = TextStream(tokenizer.decode, stop)
@@ -38,7 +46,10 @@ class Answer:
         """What is new in the text."""
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
-        new = self._stream.push(piece.tokens)
+        new = ""
+        for token in piece.tokens:  # one by one, so that offsets do not depend on how they came
+            self.offsets.append(self._stream.length)
+            new += self._stream.push([token])
         if piece.ending is not None:
             new += self._stream.finish()
             self.finish_reason = _REASONS[piece.ending]
@@ -78,7 +89,7 @@ class Writer:
 
     def chunk(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any] | None:
         """The chunk of a piece; None if there is nothing to say."""
-        details = self._details(piece.tokens, piece.logprobs, len(answer.text) - len(text))
+        details = self._details(answer, len(answer.tokens) - len(piece.tokens))
         if not text and piece.ending is None and not details:
             return None
         content = ({"content": text} if text else {}) if self.chat else text
@@ -113,27 +124,27 @@ class Writer:
             **said,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
-            **self._details(answer.tokens, answer.logprobs, 0),
+            **self._details(answer, 0),
         }
 
-    def _details(self, tokens: list[int], logprobs: list[float], offset: int) -> dict[str, Any]:
-        """Log-probabilities and token ids, where they were asked for."""
+    def _details(self, answer: Answer, first: int) -> dict[str, Any]:
+        """Log-probabilities and ids of the tokens from `first` on, where they were asked for."""
+        tokens, logprobs = answer.tokens[first:], answer.logprobs[first:]
         details: dict[str, Any] = {}
         if self.body.wants_logprobs:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
             if self.chat:
                 content = [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                    {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
                     for text, logprob in zip(texts, logprobs, strict=True)
                 ]
                 details["logprobs"] = {"content": content, "refusal": None}
             else:
-                offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
                 details["logprobs"] = {
                     "tokens": texts,
                     "token_logprobs": logprobs,
                     "top_logprobs": None,
-                    "text_offset": offsets,
+                    "text_offset": answer.offsets[first:],
                 }
         if self.body.return_token_ids:
             details["token_ids"] = tokens

@@ -70,7 +70,6 @@ class _Asked:
         self.worker = served.worker
         self.writer = Writer(body, service.name, served.tokenizer, sum(map(len, prompts)))
         strings = served.stop_strings(body.stops)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
         limit = served.max_tokens if body.most_tokens is None else body.most_tokens
         self._events: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -81,6 +80,8 @@ class _Asked:
 
         self.jobs, self.answers = [], []
         for prompt in prompts:
+            # A prompt's own, where none is given: one that comes twice should not be answered twice the same.
+            seed = secrets.randbits(63) if body.seed is None else body.seed
             for sample in range(body.choices):
                 index = len(self.jobs)
                 self.answers.append(Answer(index, served.tokenizer, strings))
@@ -164,21 +165,18 @@ class _Service:
     # -- endpoints -------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        body = parse(ChatBody, await _json(request))
+        body = await _parsed(ChatBody, request)
         self._check(body)
         messages = [message.for_template() for message in body.messages]
         with _naming("messages"):
-            prompt = chat_ids(self.served, messages)
+            prompt = await asyncio.to_thread(chat_ids, self.served, messages)
         return await self._answer(request, body, [prompt])
 
     async def completions(self, request: Request) -> Response:
-        body = parse(CompletionBody, await _json(request))
-        self._check(body)
+        body = await _parsed(CompletionBody, request)
+        self._check(body, len(body.prompts))
         with _naming("prompt"):
-            prompts = [
-                text_ids(self.served, prompt) if isinstance(prompt, str) else token_ids(self.served, prompt)
-                for prompt in body.prompts
-            ]
+            prompts = await asyncio.to_thread(self._all_ids, body.prompts)
         return await self._answer(request, body, prompts)
 
     async def models(self, request: Request) -> Response:
@@ -202,9 +200,6 @@ class _Service:
 
     async def _answer(self, request: Request, body: Body, prompts: list[list[int]]) -> Response:
         worker = self.served.worker
-        count = len(prompts) * body.choices
-        if count > worker.max_waiting + worker.max_slots:
-            raise RequestError(400, f"n: {count} responses are more than can ever wait here", "n")
         asked = _Asked(self, body, prompts)
         asked.submit()
         if body.stream:
@@ -223,9 +218,18 @@ class _Service:
             answering.cancel()
             leaving.cancel()
 
-    def _check(self, body: Body) -> None:
-        """Raises a RequestError unless this policy can answer."""
+    def _all_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        return [
+            text_ids(self.served, prompt) if isinstance(prompt, str) else token_ids(self.served, prompt)
+            for prompt in prompts
+        ]
+
+    def _check(self, body: Body, prompts: int = 1) -> None:
+        """Raises a RequestError unless this policy can answer so many prompts."""
         self._check_name(body.model)
+        count, worker = prompts * body.choices, self.served.worker
+        if count > worker.max_waiting + worker.max_slots:
+            raise RequestError(400, f"n: {count} responses are more than can ever wait here", "n")
         sampling = self.served.sampling
         for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
             asked, is_ = getattr(body, name), getattr(sampling, name)
@@ -241,10 +245,9 @@ class _Service:
                 )
         most = body.most_tokens
         if most is not None and most > self.served.max_tokens:
+            name = body.tokens_field
             raise RequestError(
-                400,
-                f"max_tokens: {most} is more than the {self.served.max_tokens} that fit (--max-tokens)",
-                "max_tokens",
+                400, f"{name}: {most} is more than the {self.served.max_tokens} that fit (--max-tokens)", name
             )
 
     def _check_name(self, name: str) -> None:
@@ -275,6 +278,11 @@ def _naming(param: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise RequestError(400, f"{param}: {error}", param) from error
+
+
+async def _parsed(kind: type[Body], request: Request) -> Body:
+    """In a thread, as is all that takes time with a large body: streams should not stand still meanwhile."""
+    return await asyncio.to_thread(parse, kind, await _json(request))
 
 
 async def _json(request: Request) -> Any:

@@ -11,11 +11,13 @@ beside whatever else is decoded.
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
+from drafters.history import HISTORY
 from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
 from rljax.config.decoding import SpeculationConfig
@@ -52,7 +54,8 @@ class Options:
       slots: responses decoded at a time.
       max_prompt_tokens: the longest prompt.
       max_tokens: the longest response.
-      drafter: by name, with its default arguments; "none" decodes plainly.
+      drafter: by name, with the run's arguments where the run has it, else with its defaults; "none" decodes
+        plainly.
     """
 
     step: int | None = None
@@ -69,22 +72,20 @@ class ServedPolicy:
     """A policy that can be asked.
 
     Attributes:
-      saved: where it came from.
+      tokenizer: the policy's.
+      vocab_size: rows of its embedding; token ids are below it.
       config: what it is decoded by.
       sampling: the distribution, one for all requests.
-      worker: decodes; not yet started.
+      worker: decodes; not yet started. It has the weights, as the engine computes with them.
       drafters: names of those in use.
     """
 
-    saved: SavedPolicy
+    tokenizer: Tokenizer
+    vocab_size: int
     config: ExperimentConfig
     sampling: SamplingParams
     worker: EngineWorker
     drafters: tuple[str, ...]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.saved.policy.tokenizer
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -131,7 +132,7 @@ def open_policy(
     """
     _check(options)
     saved = load_saved_policy(path, options.step)
-    config = _config(saved, options, say)
+    config = _config(saved, options, steps_per_look, say)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     mesh = make_mesh(config.mesh)
@@ -140,8 +141,10 @@ def open_policy(
     numerics = make_numerics(config, mesh)
     scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
     engine, speculator = scheduler.engine, scheduler.speculator
+    learned_together = {}
     if speculator is not None:
         state = saved.drafter_state()
+        learned_together = dict.fromkeys(_prompts(state), config.rollout.samples_per_prompt)
         if state:
             speculator.load_state(state)
     params = engine.load_params(saved.policy.params)
@@ -156,8 +159,18 @@ def open_policy(
         warm_up(scheduler, params, config, late_inserts=True)
         for length in engine.buckets.cache:
             engine.widen(engine.init_state(1, length), scheduler.max_slots)
-    worker = EngineWorker(engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look)
-    return ServedPolicy(saved, config, engine.sampling, worker, tuple(drafters))
+    worker = EngineWorker(
+        engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look, learned_together
+    )
+    tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
+    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
+
+
+def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """Those that a run's history holds."""
+    tokens, lengths = (state.get(f"{HISTORY}/prompt_{part}", ()) for part in ("tokens", "lengths"))
+    ends = np.cumsum(lengths, dtype=int)
+    return [tuple(tokens[end - length : end].tolist()) for end, length in zip(ends, lengths, strict=True)]
 
 
 def _check(options: Options) -> None:
@@ -170,9 +183,9 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--drafter: unknown drafter {options.drafter!r}; {known}")
 
 
-def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
+def _config(saved: SavedPolicy, options: Options, steps_per_look: int, say: Say) -> ExperimentConfig:
     """The run's config, or the defaults, with what the options change."""
-    config = _defaults(saved.path) if saved.experiment is None else saved.experiment
+    config = _defaults(saved.path, say) if saved.experiment is None else saved.experiment
     changes = {
         "temperature": options.temperature,
         "top_p": options.top_p,
@@ -182,7 +195,9 @@ def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
     rollout = config.rollout.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
-    engine = config.engine
+    visit = max(steps_per_look, config.engine.decode_steps_per_visit)
+    # Coupled: by the other rules tokens would depend on what was drafted, and so on who asked before.
+    engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_visit": visit})
     if options.slots is not None:
         engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
     if options.max_prompt_tokens is not None or options.max_tokens is not None:
@@ -209,9 +224,14 @@ def _config(saved: SavedPolicy, options: Options, say: Say) -> ExperimentConfig:
     return config
 
 
-def _defaults(path: Path) -> ExperimentConfig:
+def _defaults(path: Path, say: Say) -> ExperimentConfig:
     """For a Hugging Face directory, which has defaults of its own for sampling."""
     own = load_generation_config(path)
+    if own.repetition_penalty != 1.0:
+        say(
+            f"the directory's repetition_penalty {own.repetition_penalty:g} is left out: it is meant for the"
+            " prompt's tokens, too, which are not penalized here"
+        )
     sampling = {name: getattr(own, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rollout = RolloutConfig().model_copy(update=sampling)
     policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # no task is made
@@ -224,19 +244,15 @@ def _speculation(config: SpeculationConfig, drafter: str | None, say: Say) -> Sp
     """The speculation section, with drafters that can follow requests which come at any time."""
     named = {} if config.drafter is None else {config.drafter: config.args, **config.others}
     if drafter is not None:
-        named = {} if drafter == "none" else {drafter: {}}
-    left = {name: args for name, args in named.items() if name not in FOLLOWS_SLOTS}
+        named = {} if drafter == "none" else {drafter: named.get(drafter, {})}
+    left = {name: dict(args) for name, args in named.items() if name not in FOLLOWS_SLOTS}
     for name in named.keys() - left.keys():
         say(f"drafter {name} cannot follow requests that come at any time: it is left out")
+    for args in left.values():
+        args.pop("spill_dir", None)  # the run's files, which are not for others to write
     changes = {"run_ahead_below": 0, "overlap": False}
     if list(left) != config.drafters:
-        first = next(iter(left), None)
-        changes |= {
-            "drafter": first,
-            "args": left.pop(first) if first is not None else {},
-            "others": left,
-            "choice": "expected",
-            "mix": False,
-            "strategies": [],
-        }
+        changes |= {"choice": "expected", "mix": False, "strategies": []}
+    first = next(iter(left), None)
+    changes |= {"drafter": first, "args": left.pop(first, {}), "others": left}
     return config.model_copy(update=changes)

@@ -17,21 +17,26 @@ def chat_ids(served: ServedPolicy, messages: Sequence[Mapping[str, Any]]) -> lis
         raise PromptError(
             "the policy has no chat template: give a plain prompt (generate.py --raw, /v1/completions)"
         )
-    return token_ids(served, served.tokenizer.encode_chat(messages))
+    return text_ids(served, served.tokenizer.apply_chat_template(messages))  # it writes all special tokens
 
 
 def text_ids(served: ServedPolicy, text: str) -> list[int]:
     """A text as it stands."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON and command lines may hold
+        raise PromptError(
+            f"the prompt is not Unicode text: {text[error.start : error.end]!a} is no character"
+        ) from error
     return token_ids(served, served.tokenizer.encode(text))
 
 
 def token_ids(served: ServedPolicy, ids: Sequence[int]) -> list[int]:
     """Token ids that are given as such."""
-    vocab_size = served.saved.policy.config.vocab_size
     if not ids:
         raise PromptError("the prompt has no tokens")
-    if not all(0 <= token < vocab_size for token in ids):
-        raise PromptError(f"the prompt has token ids outside the vocabulary, 0 to {vocab_size - 1}")
+    if not all(0 <= token < served.vocab_size for token in ids):
+        raise PromptError(f"the prompt has token ids outside the vocabulary, 0 to {served.vocab_size - 1}")
     if len(ids) > served.max_prompt_tokens:
         raise PromptError(
             f"the prompt has {len(ids)} tokens, more than the {served.max_prompt_tokens} that fit"

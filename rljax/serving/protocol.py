@@ -4,9 +4,9 @@ What cannot be done is refused with a reason, not left out in silence: a researc
 should not get samples without it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
@@ -24,7 +24,8 @@ class RequestError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _sayable(message), None if param is None else _sayable(param)
 
     def body(self) -> dict[str, Any]:
         """The JSON that OpenAI's clients read."""
@@ -34,8 +35,32 @@ class RequestError(Exception):
         return {"error": error}
 
 
+def _sayable(text: str) -> str:
+    """The text of a response: JSON may hold half a surrogate pair, which no encoding has."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_is_asked(cls, content: Any) -> Any:
+        """Null asks for nothing. Of keys that are not known the first is kept, to be named: an error for each
+        of a million would take gigabytes.
+        """
+        if not isinstance(content, dict):
+            return content
+        asked = {key: value for key, value in content.items() if value is not None}
+        unknown = next((key for key in asked if key not in cls.model_fields), None)
+        if unknown is None:
+            return asked
+        known = {key: asked[key] for key in cls.model_fields if key in asked}
+        return known | {_sayable(unknown): asked[unknown]}
+
+
+_Item = TypeVar("_Item")
+_List = Annotated[list[_Item], Field(fail_fast=True)]  # one error is enough, see above
 
 
 class StreamOptions(_Strict):
@@ -61,14 +86,14 @@ class Body(_Strict):
     max_tokens: _Tokens | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     seed: _Seed | None = None
-    stop: _Text | Annotated[list[_Text], Field(max_length=_MOST_STOPS)] | None = None
+    stop: _Text | Annotated[_List[_Text], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict | None = None
     user: str | None = None
     return_token_ids: bool = False
 
@@ -90,9 +115,14 @@ class Body(_Strict):
         raise NotImplementedError
 
     @property
+    def tokens_field(self) -> str:
+        """Which field says how long a response may be."""
+        return "max_tokens"
+
+    @property
     def most_tokens(self) -> int | None:
         """Of a response; None where the request leaves it open."""
-        return self.max_tokens
+        return getattr(self, self.tokens_field)
 
     def refuse_the_impossible(self) -> None:
         """Raises a RequestError for what the engine does not do."""
@@ -113,7 +143,7 @@ class Message(_Strict):
     """A turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | _List[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -133,15 +163,15 @@ class ResponseFormat(_Strict):
 class ChatBody(Body):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[_List[Message], Field(min_length=1)]
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def wants_logprobs(self) -> bool:
@@ -153,13 +183,10 @@ class ChatBody(Body):
             raise _unsupported("top_logprobs", "only the sampled token's is known; leave it out, or 0")
 
 
-_Ids = list[int]
-
-
 class CompletionBody(Body):
     """`/v1/completions`."""
 
-    prompt: str | _Ids | list[str] | list[_Ids]
+    prompt: str | _List[int] | _List[str] | _List[_List[int]]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -196,8 +223,10 @@ def parse(kind: type[Body], content: Any) -> Body:
     try:
         body = kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if not str(part).endswith("]"))
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        branches = ("str", "constrained-str")  # of a union, as lists are, whose names end in a bracket
+        parts = [str(part) for part in first["loc"] if part not in branches]
+        field = ".".join(part for part in parts if not part.endswith("]"))
         said = "this server does not know it" if first["type"] == "extra_forbidden" else first["msg"]
         raise RequestError(400, f"{field}: {said}", str(first["loc"][0])) from error
     body.refuse_the_impossible()

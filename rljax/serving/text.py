@@ -17,6 +17,7 @@ class TextStream:
       stop: texts that end the response and do not belong to it.
 
     Attributes:
+      length: characters so far, with what is held back and what a stop string has cut off.
       stopped: whether one of them was found; nothing follows.
     """
 
@@ -26,6 +27,7 @@ class TextStream:
         self._begin = 0  # what is before stands for itself; from here on tokens are decoded together
         self._known = 0  # of the tokens from there, those whose text has been taken
         self._held = ""
+        self.length = 0
         self.stopped = False
 
     def push(self, ids: Sequence[int]) -> str:
@@ -35,6 +37,7 @@ class TextStream:
         if text.endswith(_INCOMPLETE):
             return ""
         self._begin, self._known = self._known, len(self._ids)
+        self.length += len(text)
         return self._release(text)
 
     def finish(self) -> str:

@@ -13,7 +13,7 @@ nobody notices who else is there.
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -82,6 +82,30 @@ class Job:
         self._cancelled = False
 
 
+class _Finished:
+    """Finished responses that drafters have not learned from yet.
+
+    Args:
+      together: see `EngineWorker`.
+    """
+
+    def __init__(self, together: Mapping[tuple[int, ...], int]) -> None:
+        self._together = together
+        self._few: dict[tuple[int, ...], list[Outcome]] = {}
+        self._complete: list[Outcome] = []
+
+    def add(self, outcome: Outcome) -> None:
+        prompt = outcome.prompt_ids
+        self._few.setdefault(prompt, []).append(outcome)
+        if len(self._few[prompt]) >= self._together.get(prompt, 1):
+            self._complete += self._few.pop(prompt)
+
+    def take(self) -> list[Outcome]:
+        """What is to be learned now."""
+        complete, self._complete = self._complete, []
+        return complete
+
+
 class EngineWorker:
     """Decodes jobs as they come.
 
@@ -92,8 +116,10 @@ class EngineWorker:
       speculator: decodes with drafts; its drafters must not be `DeviceDrafter`s, which cannot be told of
         requests that join. None for plain decoding.
       max_waiting: jobs that may wait for a slot.
-      steps_per_look: plain decode steps between two looks: how many tokens a piece has, and how long a new
-        request waits.
+      steps_per_look: plain decode steps between two looks, up to the engine's `decode_steps_per_visit`: how
+        many tokens a piece has, and how long a new request waits.
+      learned_together: by prompt, how many responses drafters learn together, where it is not one. They keep
+        a prompt's newest rollouts: single responses, each learned as one, would drive out what a run learned.
 
     Attributes:
       statistics: of all decoding.
@@ -109,6 +135,7 @@ class EngineWorker:
         speculator: Speculator | None = None,
         max_waiting: int = 256,
         steps_per_look: int = 4,
+        learned_together: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:
         if speculator is not None and any(
             isinstance(drafter, DeviceDrafter) for drafter in speculator.drafters.values()
@@ -127,7 +154,7 @@ class EngineWorker:
         self._state: DecodeState | None = None
         self._slots: list[Job | None] = []
         self._known: list[Job | None] = []  # to the speculator, by index; None where it is over
-        self._finished: list[Outcome] = []  # what it has not learned from yet
+        self._finished = _Finished(learned_together or {})
         self._begun = False
 
     # -- from other threads ----------------------------------------------------------------------------------
@@ -294,9 +321,7 @@ class EngineWorker:
             if job is not None:
                 self._take_counts(index, job)
         self.speculator.decisions.take()  # nobody reads them here
-        if self._finished:
-            self.speculator.learn(self._finished)
-            self._finished = []
+        self.speculator.learn(self._finished.take())  # none, too: drafters keep what they have planted
         self._known = list(self._live)
         requests = [job.request for job in self._known]
         if not self._begun:
@@ -341,7 +366,9 @@ class EngineWorker:
             )
         else:
             active = self._as_active(slots)
-            self._state, result = self.speculator.decode(self.params, self._state, active, until_active)
+            self._state, result = self.speculator.decode(
+                self.params, self._state, active, until_active, self.steps_per_look
+            )
         self._collect(result, slots)
 
     def _as_active(self, slots: Sequence[int]) -> ActiveSlots:
@@ -391,7 +418,7 @@ class EngineWorker:
             job = self._leave(slot)
             if self.speculator is not None:
                 response = np.asarray(job.tokens, np.int32)
-                self._finished.append(Outcome(job.request.prompt_ids, response, 0.0))
+                self._finished.add(Outcome(job.request.prompt_ids, response, 0.0))
             self._end(job, tokens, logprobs, ending)
         if stopped:
             self._state = self.engine.free_resource(self._state, stopped)

@@ -20,7 +20,7 @@ def missing() -> list[str]:
 
 def make_importable() -> None:
     """To be called before anything of `jetstream` is imported."""
-    if importlib.util.find_spec("seqio") is None and "seqio" not in sys.modules:
+    if "seqio" not in sys.modules and importlib.util.find_spec("seqio") is None:
         package, vocabularies = types.ModuleType("seqio"), types.ModuleType("seqio.vocabularies")
         for name in ("Vocabulary", "SentencePieceVocabulary"):
             setattr(vocabularies, name, type(name, (), {}))

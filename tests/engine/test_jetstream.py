@@ -1,9 +1,11 @@
 """The adapter for google-jetstream: through its abstract class, and through its own orchestrator.
 
 The package wants TensorFlow, by way of seqio, so it is no part of the dev extra; docs/serving.md says how to
-install it without.
+install it without. Where it is missing, a stand-in with the abstract classes of its 0.3.0 takes its place.
 """
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -18,6 +20,8 @@ from rljax.errors import ConfigError
 from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.serving.policy import Options, open_policy
+from rljax.training.saved_policy import load_saved_policy
+from tests.engine import jetstream_stand_in
 from tests.engine.jetstream_package import make_importable, missing
 from tests.serving.tiny_server import make_run
 
@@ -38,6 +42,20 @@ def served(run):
     return open_policy(run, Options(slots=4), lambda line: None, compile_first=False)
 
 
+@pytest.fixture
+def jetstream(monkeypatch):
+    """(`jetstream.engine.engine_api`, `rljax.engine.jetstream`) with the package or the stand-in."""
+    if missing():
+        for name, module in jetstream_stand_in.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+    else:
+        make_importable()
+    monkeypatch.delitem(sys.modules, "rljax.engine.jetstream", raising=False)
+    adapter = importlib.import_module("rljax.engine.jetstream")
+    yield sys.modules["jetstream.engine.engine_api"], adapter
+    sys.modules.pop("rljax.engine.jetstream", None)
+
+
 def expected_tokens(served, prompt, number):
     """What the scheduler samples for the orchestrator's request `number`, up to its limit, without EOS."""
     request = Request(
@@ -49,31 +67,27 @@ def expected_tokens(served, prompt, number):
     return tokens[:-1] if completion.finish_reason == "eos" else tokens
 
 
-@needs_jetstream
-def test_through_the_abstract_class(served):
-    make_importable()
-    from jetstream.engine import engine_api, tokenizer_pb2
-
-    from rljax.engine.jetstream import FIRST_TOKEN, JetStreamEngine
-
+def test_through_the_abstract_class(served, run, jetstream):
+    engine_api, adapter = jetstream
     worker = served.worker
-    engine = JetStreamEngine(worker.engine, served.tokenizer, 4, 64, seed=3)
+    engine = adapter.JetStreamEngine(worker.engine, served.tokenizer, 4, 64, seed=3)
     assert isinstance(engine, engine_api.Engine)
     metadata = engine.get_tokenizer()
-    assert isinstance(metadata, tokenizer_pb2.TokenizerParameters)
+    assert metadata.path == str(served.tokenizer.directory)
     tokenizer = engine.build_tokenizer(metadata)
-    params, state = engine.load_params(served.saved.policy.params), engine.init_decode_state()
+    params, state = engine.load_params(load_saved_policy(run).policy.params), engine.init_decode_state()
     got = {}
     for slot, prompt in enumerate(PROMPTS[:3]):
         padded, length = tokenizer.encode(prompt, is_bos=True, max_prefill_length=engine.max_prefill_length)
         prefix = engine.prefill(params=params, padded_tokens=padded, true_length=length)
         got[slot] = []
-        if FIRST_TOKEN:
+        if adapter.FIRST_TOKEN:
             prefix, first = prefix
             assert isinstance(first, engine_api.ResultTokens)
             got[slot].append(int(first.get_result_at_slot(0).tokens[0, 0]))
         state = engine.insert(prefix=prefix, decode_state=state, slot=slot)
-    for _ in range(served.max_tokens - FIRST_TOKEN):
+        engine.free_resource(slot)  # of the request before, which JetStream says when the next may be there
+    for _ in range(served.max_tokens - adapter.FIRST_TOKEN):
         state, result = engine.generate(params, state)
         assert isinstance(result, engine_api.ResultTokens)
         result = result.convert_to_numpy()
@@ -87,6 +101,49 @@ def test_through_the_abstract_class(served):
         assert tokens == expected_tokens(served, prompt, slot)
     assert tokenizer.decode(got[0]) == served.tokenizer.decode(got[0])
     assert {tokenizer.eos_id} == tokenizer.stop_tokens and tokenizer.bos_id == tokenizer.eos_id
+
+
+def test_no_text_is_an_error(served, jetstream):
+    """It would end JetStream's process: a text that is too long loses its beginning, an empty one is BOS."""
+    engine = jetstream[1].JetStreamEngine(served.worker.engine, served.tokenizer, 4, 64)
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    long = "7a" * 300
+    for most in (64, 16, None):
+        padded, length = tokenizer.encode(long, max_prefill_length=most)
+        assert padded[:length].tolist() == served.tokenizer.encode(long)[-(most or 64) :]
+    padded, length = tokenizer.encode("", max_prefill_length=64)
+    assert padded[:length].tolist() == [tokenizer.bos_id]
+
+
+def test_the_adapter_takes_what_jetstream_gives(jetstream):
+    """Every argument of every abstract method, by its name."""
+    _, adapter = jetstream
+    demanded = jetstream_stand_in.Engine.__abstractmethods__
+    for name in demanded:
+        if not isinstance(vars(jetstream_stand_in.Engine)[name], property):
+            wanted, ours = (
+                inspect.signature(getattr(kind, name)).parameters
+                for kind in (jetstream_stand_in.Engine, adapter.JetStreamEngine)
+            )
+            positional = [each for each in wanted if each not in ("args", "kwargs")]
+            assert set(positional) <= set(ours), name
+
+
+@needs_jetstream
+def test_the_stand_in_demands_what_jetstream_demands(jetstream):
+    """And more, where the installed one is older than 0.3.0."""
+    from jetstream.engine import tokenizer_api
+
+    for real, ours in (
+        (jetstream[0].Engine, jetstream_stand_in.Engine),
+        (tokenizer_api.Tokenizer, jetstream_stand_in.Tokenizer),
+    ):
+        assert real.__abstractmethods__ <= ours.__abstractmethods__
+        if "prefill_chunk_size" in jetstream[0].Engine.__abstractmethods__:
+            assert real.__abstractmethods__ == ours.__abstractmethods__
+    assert jetstream[0].ResultTokens.__dataclass_fields__.keys() <= (
+        jetstream_stand_in.ResultTokens.__dataclass_fields__.keys()
+    )
 
 
 @needs_jetstream

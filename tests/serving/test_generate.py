@@ -1,16 +1,24 @@
 """scripts/generate.py: where the prompt comes from, what is printed, and one line for each mistake."""
 
 import io
+import json
+import os
+import sys
+import threading
+import time
 
+import numpy as np
 import pytest
 
-from drafters.base import DeviceDrafter
+from drafters.base import DeviceDrafter, Outcome
 from drafters.eagle.drafter import EagleDrafter
 from drafters.registry import DRAFTERS, make_drafter
 from drafters.small_model import SmallModelDrafter
+from rljax.config.decoding import SpeculationConfig
 from rljax.models.huggingface import save_model
 from rljax.rollout import speculation
 from rljax.serving import policy as serving_policy
+from rljax.serving.worker import EngineWorker
 from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap
@@ -21,7 +29,9 @@ PROMPT = "47a5b8="
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("generated"), "rollout.temperature=0.7")
+    """Its rollouts were verified by a rule under which tokens depend on drafts."""
+    overrides = ("rollout.temperature=0.7", "engine.verification=rejection")
+    return make_run(tmp_path_factory.mktemp("generated"), *overrides)
 
 
 @pytest.fixture
@@ -41,9 +51,37 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     assert "tokens/s" in said and "accept length 1.00" in said and "ended by" in said
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
-    assert generate(run, "--file", file, "--seed", 3)[1] == text
+    tokens = [int(token) for token in generate(run, "--file", file, "--seed", 3, "--tokens")[1].split()]
+    tokenizer = load_saved_policy(run).policy.tokenizer
+    assert tokenizer.decode(tokens) + "\n" == text
+    # After so many looks there is text that ends in no half of a character, which would be held back.
+    ends = (tokenizer.decode(tokens[:count])[-1:] for count in range(4, len(tokens), 4))
+    looks = next(i for i, end in enumerate(ends, 1) if end not in ("", "\N{REPLACEMENT CHARACTER}"))
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert generate(run, "--seed", 3)[1] == text
+    printed, seen, decode = io.BytesIO(), [], EngineWorker._decode
+
+    def look(worker):  # the next one waits until it is printed
+        end = time.monotonic() + 20
+        while len(seen) == looks and not printed.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        seen.append(len(printed.getvalue()))
+        decode(worker)
+
+    monkeypatch.setattr(EngineWorker, "_decode", look)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="utf-8"))
+    assert generate(run, "--seed", 3)[0] == 0
+    assert 0 < seen[looks] < len(text.encode()), "text should be printed while it is sampled"
+    assert printed.getvalue().decode() == text
+
+
+def test_nobody_reads_on(generate, run, monkeypatch):
+    """As in `generate.py ... | head -n 1`: it ends without a traceback, and decodes no further."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr("sys.stdout", os.fdopen(writing, "w"))
+    assert generate(run, PROMPT)[0] == 141
+    sys.stdout.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
 
 
 def test_seed_step_and_template_decide_what_is_said(generate, run):
@@ -104,9 +142,10 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 1," in said
     assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
-    (path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
+    own = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    (path / "generation_config.json").write_text(json.dumps(own))
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
-    assert status == 0 and "temperature 0.7, top_p 0.9" in said
+    assert status == 0 and "temperature 0.7, top_p 0.9" in said and "repetition_penalty 1.1 is left" in said
     assert text == generate(run, PROMPT, "--tokens", "--top-p", 0.9, *lengths)[1]
 
 
@@ -115,6 +154,7 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     [
         (["nowhere", PROMPT], "nowhere"),
         (["RUN", ""], "empty"),
+        (["RUN", "\udcff"], "not Unicode"),
         (["RUN", PROMPT, "--file", "x"], "leave one out"),
         (["RUN", "--file", "nowhere.txt"], "nowhere.txt"),
         (["RUN", PROMPT, "-n", "0"], "-n"),
@@ -133,6 +173,40 @@ def test_mistakes_are_one_line(generate, run, arguments, said):
     assert (status, text) == (2, "")
     assert error.startswith("error: ") or error.splitlines()[-1].startswith("error: ")
     assert said in error.splitlines()[-1]
+
+
+def test_how_a_run_is_decoded(run):
+    """No draft decides a token, and a look is as long as was asked for."""
+    saved = load_saved_policy(run)
+    engines = [
+        serving_policy._config(saved, serving_policy.Options(), steps, lambda line: None).engine
+        for steps in (1, 64)
+    ]
+    assert [engine.verification for engine in engines] == ["coupled"] * 2
+    assert [engine.decode_steps_per_visit for engine in engines] == [
+        saved.experiment.engine.decode_steps_per_visit,
+        64,
+    ]
+
+
+def test_drafters_have_the_runs_arguments_but_not_its_files():
+    srt = {"min_match": 3, "spill_dir": "spilled"}
+    config = SpeculationConfig(drafter="eagle", others={"srt": srt, "histospec": {"spill_dir": "x"}})
+    served = lambda name: serving_policy._speculation(config, name, lambda line: None)  # noqa: E731
+    assert (served(None).drafter, served(None).args) == ("srt", {"min_match": 3})
+    assert served(None).others == {"histospec": {}}
+    assert (served("srt").args, served("srt").others) == ({"min_match": 3}, {})
+    assert (served("prompt_lookup").drafter, served("prompt_lookup").args) == ("prompt_lookup", {})
+    assert served("none").drafters == []
+    assert config.others["srt"] == srt
+
+
+def test_prompts_that_a_run_has_learned():
+    drafter, prompts = make_drafter("srt"), [(1, 2, 3), (4,)]
+    drafter.learn([Outcome(prompt, np.arange(5, dtype=np.int32), 0.0) for prompt in prompts * 2])
+    state = {"history/" + name: array for name, array in drafter.state().items()}
+    assert serving_policy._prompts(state) == prompts
+    assert serving_policy._prompts({}) == []
 
 
 def test_what_follows_slots_is_known():

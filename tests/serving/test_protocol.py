@@ -1,5 +1,7 @@
 """Request bodies: what is taken, and one reason for each that is not."""
 
+import tracemalloc
+
 import pytest
 
 from rljax.serving.protocol import ChatBody, CompletionBody, RequestError, parse
@@ -35,6 +37,8 @@ BAD = [
     (CHAT, {"logit_bias": {"1": 5}}, "logit_bias"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"tools": []}, "tools"),
+    (CHAT, {"\ud800": 1}, "\\ud800"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages"),
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": {"text": "x"}}, "prompt"),
     (TEXT, {"prompt": ["x", 1]}, "prompt"),
@@ -87,6 +91,39 @@ def test_what_clients_send_is_taken():
     assert body.wants_usage and body.wants_logprobs
     assert not parse(ChatBody, CHAT).wants_logprobs and not parse(CompletionBody, TEXT).wants_logprobs
     assert parse(CompletionBody, TEXT | {"logprobs": 0}).wants_logprobs
+
+
+def test_null_asks_for_nothing():
+    """As clients send it that hand back a whole message of an answer."""
+    answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    body = parse(ChatBody, CHAT | {"tools": None, "messages": [*CHAT["messages"], answer]})
+    assert body.messages[1].for_template() == {"role": "assistant", "content": "x"}
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        (CompletionBody, {"prompt": [{}] * MANY}),
+        (CompletionBody, {"prompt": [[{}] * MANY]}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"} | {f"key{i}": 1 for i in range(MANY)}]}),
+        (ChatBody, {f"key{i}": 1 for i in range(MANY)}),
+        (ChatBody, {"logit_bias": {f"key{i}": "x" for i in range(MANY)}}),
+        (ChatBody, {"stop": [1] * MANY}),
+    ],
+)
+def test_a_body_that_is_wrong_in_many_places_costs_no_more_than_in_one(kind, change):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            parse(kind, (CHAT if kind is ChatBody else TEXT) | change)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_messages_of_parts_are_joined():

@@ -2,14 +2,19 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import openai
 import pytest
+import uvicorn
 
+from rljax.errors import ConfigError, PolicyError
+from rljax.serving import app, policy
 from tests.scripts import SCRIPTS, load_script
 from tests.serving.tiny_server import client_of, make_run
 
@@ -62,6 +67,76 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
             ask(1)
     finally:
         process.kill()
+
+
+class Served:
+    """A policy of which nothing is asked; its worker ends by `error`."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.worker = types.SimpleNamespace(
+            start=lambda: None, wait=lambda: error, close=lambda drain: True, error=error
+        )
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs the script with such a policy; `run` is what uvicorn does."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def serve(run, served, opening=lambda: None):
+        monkeypatch.setattr(policy, "open_policy", lambda *_: (opening(), served)[1])
+        monkeypatch.setattr(app, "make_app", lambda *_: None)
+        monkeypatch.setattr(uvicorn.Server, "run", run)
+        return load_script("serve").main(["policy", "--port", str(port)])
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.port = port
+    yield serve
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_heard_before_uvicorn_hears_signals(serve):
+    heard = []
+
+    def run(server, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        heard.append(server.should_exit)
+
+    assert serve(run, Served()) == 0 and heard == [True]
+
+
+def test_nobody_is_let_in_before_it_can_answer(serve):
+    connect = lambda: socket.create_connection(("127.0.0.1", serve.port), 10).close()  # noqa: E731
+
+    def opening():
+        with pytest.raises(ConnectionRefusedError):
+            connect()
+
+    assert serve(lambda server, sockets: connect(), Served(), opening) == 0
+
+
+def test_a_port_that_is_taken():
+    script = load_script("serve")
+    with script._bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            script._bind("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("error", [IndexError("list index out of range"), PolicyError("policy: overflows")])
+def test_what_ends_the_worker_is_said_with_where_it_happened(serve, error, capsys):
+    """In one line what a user can mend."""
+    try:
+        raise error
+    except type(error):
+        assert serve(lambda server, sockets: None, Served(error)) == 1
+    said = capsys.readouterr().err
+    assert f"error: decoding has failed: {error}" in said
+    assert ("test_what_ends_the_worker" in said) == isinstance(error, IndexError)
 
 
 @pytest.mark.parametrize(

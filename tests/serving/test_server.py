@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import shutil
 import socket
+import threading
 import time
 
 import httpx2
@@ -153,6 +154,36 @@ def test_logprobs_are_those_of_the_tokens(client, server):
 
 def test_without_a_seed_every_request_is_its_own(client):
     assert len({chat(client, None).choices[0].message.content for _ in range(3)}) == 3
+    same = client.completions.create(model=MODEL, prompt=["12a3="] * 3).choices
+    assert len({choice.text for choice in same}) == 3
+
+
+def test_an_answer_can_be_sent_back(client):
+    """As it came, and with everything that the client knows of a message."""
+    answer = chat(client, 5, max_tokens=3).choices[0].message
+    for turn in (answer, answer.model_dump()):
+        messages = [*QUESTION, turn, *QUESTION]
+        assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1).choices
+
+
+def test_the_server_goes_on_while_a_prompt_is_tokenized(server, monkeypatch):
+    address, served = server
+    begun, goes_on, encode = threading.Event(), threading.Event(), served.tokenizer.encode
+    monkeypatch.setattr(
+        served.tokenizer, "encode", lambda text: (begun.set(), goes_on.wait(60), encode(text))[2]
+    )
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = {"model": MODEL, "prompt": "12a3=", "max_tokens": 1}
+        asked = pool.submit(httpx2.post, f"{address}/v1/completions", json=body, timeout=120)
+        try:
+            assert begun.wait(60)
+            assert httpx2.get(f"{address}/health", timeout=20).status_code == 200
+            many = {"model": MODEL, "prompt": ["12a3="] * 1000}  # refused before one of them is looked at
+            refused = httpx2.post(f"{address}/v1/completions", json=many, timeout=20)
+            assert refused.status_code == 400 and "can ever wait" in refused.json()["error"]["message"]
+        finally:
+            goes_on.set()
+        assert asked.result().status_code == 200
 
 
 def test_sixty_four_clients_at_once(client, server):
@@ -203,6 +234,9 @@ BAD = [
     ("a temperature that is not compiled", {"temperature": 0.5}, 400, "--temperature 0.5"),
     ("a top_p that is not compiled", {"top_p": 0.9}, 400, "--top-p 0.9"),
     ("a response that does not fit", {"max_tokens": 49}, 400, "48"),
+    ("as it is called now", {"max_completion_tokens": 49}, 400, "max_completion_tokens: 49"),
+    ("half a character", {"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "not Unicode"),
+    ("half a character as a key", {"\ud83d": 1}, 400, "does not know"),
     ("a prompt that does not fit", {"messages": [{"role": "user", "content": "7a" * 200}]}, 400, "tokens"),
     ("no messages", {"messages": []}, 400, "messages"),
     ("an unknown role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
@@ -218,8 +252,8 @@ BAD = [
 @pytest.mark.parametrize("change, status, said", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
 def test_bad_requests_are_refused_with_a_reason(server, change, status, said):
     address, served = server
-    body = {"model": MODEL, "messages": QUESTION} | change
-    response = httpx2.post(f"{address}/v1/chat/completions", json=body)
+    body = json.dumps({"model": MODEL, "messages": QUESTION} | change)
+    response = httpx2.post(f"{address}/v1/chat/completions", content=body.encode())
     assert response.status_code == status
     error = response.json()["error"]
     assert said in error["message"] and error["type"] == "invalid_request_error"
@@ -330,9 +364,16 @@ def test_served_with_a_drafter(run, server, client, monkeypatch):
     expected = [chat(client, seed).choices[0].token_ids for seed in range(3)]
     with serving(run, Options(drafter="srt")) as (address, served):
         assert served.drafters == ("srt",)
-        drafted = client_of(address)
+        drafted, pool_of_programs = client_of(address), served.worker.engine.pool
+        compiled = pool_of_programs.compilations
         for _ in range(3):  # what was sampled before is drafted
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 came = list(pool.map(lambda seed: chat(drafted, seed).choices[0].token_ids, range(3)))
             assert came == expected
         assert served.worker.statistics.accepted > 20
+        # Prompts of every length, other numbers of them at once, and some that join others.
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            prompts = [["1"], ["12a3=", "9b=", "9b="], ["7" * 40, "1"], ["7a" * 30] * 5]
+            ask = lambda prompt: drafted.completions.create(model=MODEL, prompt=prompt)  # noqa: E731
+            assert [len(came.choices) for came in pool.map(ask, prompts)] == [1, 3, 2, 5]
+        assert pool_of_programs.compilations == compiled, "compiled after it was warmed up"

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from drafters.base import DeviceDrafter
+from drafters.base import DeviceDrafter, Outcome
 from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.noise import request_key
@@ -229,8 +229,10 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec", "suffix_decoding"])
-def test_drafts_change_no_token_while_requests_join(make_worker, engine, name):
-    """Greedy decoding of this policy repeats itself, which every history drafter can see."""
+def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
+    """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
+    at a time, and a few answers do not drive out what was learned of a prompt.
+    """
     greedy = DecodeEngine(
         CONFIG, Numerics(), SamplingParams(temperature=0.0), BUCKETS, (), decode_steps_per_visit=8
     )
@@ -238,9 +240,16 @@ def test_drafts_change_no_token_while_requests_join(make_worker, engine, name):
     prompts = [(5, 6, 7), (9, 2, 9, 2), (5, 6, 7), (30, 31)]
     requests = [Request(prompt, request_key(0, 0, i), 60) for i, prompt in enumerate(prompts)]
     expected, _ = Scheduler(greedy, SLOTS).run(params, requests)
-    drafter = make_drafter(name)
+    drafter, learned = make_drafter(name), [Outcome(prompts[0], np.arange(9, dtype=np.int32), 0.0)] * 5
+    drafter.learn(learned)
     speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=Cheap())
-    worker = EngineWorker(greedy, params, SLOTS, speculator)
+    worker = EngineWorker(
+        greedy, params, SLOTS, speculator, steps_per_look=2, learned_together={prompts[0]: 5}
+    )
+    steps, generate = [], greedy.generate
+    monkeypatch.setattr(
+        greedy, "generate", lambda *arguments: (steps.append(arguments[2]), generate(*arguments))[1]
+    )
     worker.start()
     second_came = threading.Event()
     try:
@@ -254,6 +263,10 @@ def test_drafts_change_no_token_while_requests_join(make_worker, engine, name):
                 assert_same(each.result(), completion)
         assert worker.statistics.accepted > 0
         assert sum(each.job.accepted for each in joined) > 0
+        assert steps and max(steps) <= 2
+        if name != "prompt_lookup":
+            assert [len(past.lengths) for past in drafter.history.recall(prompts[0])] == [5]
+            assert [len(past.lengths) for past in drafter.history.recall(prompts[1])] == [1]
     finally:
         assert worker.close(drain=False, timeout=WAIT)
 
