@@ -3,6 +3,7 @@
 import pytest
 
 from rljax.config import load_config
+from rljax.errors import UserError
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -38,6 +39,12 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     assert bench_rollout.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):
+    policy = config.policy.model_copy(update={"path": str(tmp_path), "shape": None})
+    with pytest.raises(UserError, match=r"--variants: 'small model' is made from policy\.shape"):
+        rollout.rollout_rows(config.model_copy(update={"policy": policy}), ["plain", "SRT", "small model"])
 
 
 @pytest.mark.slow

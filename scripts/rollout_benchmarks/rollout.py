@@ -14,6 +14,7 @@ from rollout_benchmarks.variants import (
     VARIANTS,
     Variant,
     check_same,
+    check_variants,
     make_variants,
     open_run,
     roll_out,
@@ -26,6 +27,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """Tokens per second of every drafter, epoch by epoch if there are epochs, against plain decoding of the
     same tokens.
     """
+    check_variants(config, names)
     with open_run(config) as (run, progress):
         run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
         plain, *variants = make_variants(run, names)

@@ -103,6 +103,15 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
             checkpoints.close()
 
 
+def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
+    """Raises a UserError for a variant that cannot be made for the config's policy."""
+    for name in names:
+        if (VARIANTS[name] or {}).get("drafter") == "small_model" and config.policy.shape is None:
+            raise UserError(
+                f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
+            )
+
+
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """All ways to roll out, on the run's engine; plain decoding first."""
     times: dict[Any, PassTimes] = {}  # by what the engine hands out
@@ -166,10 +175,6 @@ def small_model(run: TrainingRun) -> Path:
     directory, config = run.directory.path / "small_model", run.config
     if directory.exists():
         return directory
-    if config.policy.shape is None:
-        raise UserError(
-            "small model: is made from policy.shape, which this config lacks; leave it out of --variants"
-        )
     shape = config.policy.shape.model_copy(update={"num_layers": max(config.policy.shape.num_layers // 2, 1)})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"shape": shape})})
     task, partial = run.collector.task, run.directory.path / "small_warm_start"
