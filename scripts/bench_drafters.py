@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    settings = WarmUp(steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
+    settings = WarmUp("eagle", steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
     return _benchmark(config, settings).run(arguments)
 
 

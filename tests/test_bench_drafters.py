@@ -20,7 +20,7 @@ packing = load_script("drafter_benchmarks.packing")
 policies = load_script("training_benchmarks.policies")
 saving = load_script("drafter_benchmarks.saving")
 
-SETTINGS = WarmUp(steps=2, slices_per_round=1, heldout=3, depth=2)
+SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
 
 @pytest.fixture(scope="module")
