@@ -3,7 +3,10 @@
 - `srt`: all substrings of what was answered to the same prompt, in earlier rollouts and, as they grow, by the
   group's other samples (SRT, section 3: "Speculative Rollout with Tree-Structured Cache").
 - `suffix_decoding`: the same over all prompts at once (SuffixDecoding, Oliaro et al., 2025), for comparison.
-- `prompt_lookup`: the request's own prompt and response only (the model-free drafter of TLT, section 5.3).
+- `prompt_lookup`: the request's own prompt and response only (Saxena, "Prompt Lookup Decoding", 2023).
+
+TLT's model-free drafter (section 5.3) retrieves n-grams from the rollouts of the same prompt: here that is
+`srt`, without a limit on n.
 
 Candidates behind the longest known suffix are ranked by their share of what followed it. With a history, what
 followed at the same place where the request sampled something else is drafted, too, and how far each of the

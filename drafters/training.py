@@ -1,6 +1,6 @@
 """Training a head beside the policy, one small update at a time: TLT's Spot Trainer (section 4.2).
 
-What is idle may train for a moment and stop after any update (`slice`), so nothing waits for the head:
+What is idle may train for a moment and stop after any update (`slice`), so nothing waits for more than one:
 
     trainer.begin_step(step)
     trainer.add(tokens, states, response_mask)       # whenever a response has finished
@@ -195,6 +195,10 @@ class HeadTrainer:
             # The first token that a head can predict is its third: without one there is nothing to learn.
             if np.any(response_mask[window][2:]):
                 self._buffer.add(tokens[window], states[window], response_mask[window])
+
+    def reserve(self, size: int) -> None:
+        """Leaves so many bytes of the buffer's to what is not finished yet; see `DataBuffer.reserve`."""
+        self._buffer.reserve(size)
 
     def warm_up(self, shared: Params) -> float:
         """Compiles the update, and returns the seconds that one takes: those of an empty batch, on a copy."""

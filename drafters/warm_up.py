@@ -46,7 +46,8 @@ class WarmUp:
     """What to train and for how long.
 
     Attributes:
-      variant: of the head; trained as published.
+      variant: of the head.
+      training: its losses and unrolled steps; None for the published ones.
       steps: updates in all.
       slices_per_round: updates on a step's rollouts before the next are sampled.
       learning_rate: see `head_optimizer`.
@@ -56,7 +57,8 @@ class WarmUp:
       buffer: what is kept to train on.
     """
 
-    variant: Variant = "eagle"
+    variant: Variant = "eagle3"
+    training: HeadTraining | None = None
     steps: int = 400
     slices_per_round: int = 100
     learning_rate: float = 1e-3
@@ -107,18 +109,15 @@ class PolicyRollouts:
         return self.run.collector.collect(params, split, indices, samples, purpose, step)[0]
 
 
-def make_trainer(
-    run: TrainingRun, head: HeadConfig, settings: WarmUp, training: HeadTraining | None = None
-) -> HeadTrainer:
+def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTrainer:
     """A new head of the run's policy, to be trained on rows like the policy's.
 
     Args:
       run: whose policy.
       head: its shape.
-      settings: learning rate and buffer are read.
-      training: losses and steps; None for the published ones.
+      settings: objective, learning rate and buffer are read.
     """
-    training = published_training(head.variant) if training is None else training
+    training = published_training(head.variant) if settings.training is None else settings.training
     pack_length = run.config.training.pack_length
     return HeadTrainer(
         head,
@@ -174,6 +173,12 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
         not be served.
       Interrupted: a signal asked to stop; the state is saved.
     """
+    training = settings.training or published_training(settings.variant)
+    if config.training.pack_length <= training.steps + 1:
+        raise UserError(
+            f"training.pack_length: {config.training.pack_length} is too short for {training.steps} unrolled"
+            " steps"
+        )
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} exists and is not an empty directory; choose another one")

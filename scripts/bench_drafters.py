@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from drafter_benchmarks.adaptation import adaptation_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
+from drafter_benchmarks.rl import rl_rows
 from drafter_benchmarks.saving import saving_rows
 from drafters.warm_up import WarmUp
 from rljax.benchmark_runs import Benchmark, Measurement
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    settings = WarmUp(steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
+    settings = WarmUp("eagle", steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
     return _benchmark(config, settings).run(arguments)
 
 
@@ -52,6 +53,12 @@ def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
                 "adaptation",
                 "heads and policies",
                 lambda: adaptation_rows(config, settings, rl_steps=4, learning_rate=5e-4, slices=15),
+                disturbed=False,
+            ),
+            Measurement(
+                "rl",
+                "beside a policy that is trained",
+                lambda: rl_rows(config, settings, rl_steps=8, learning_rate=5e-4, slices=15),
                 disturbed=False,
             ),
             Measurement(

@@ -13,23 +13,21 @@ from pathlib import Path
 import jax
 from rich.table import Table
 
-from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
+from drafters.quantized import WeightFormat, default_format
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
-from rljax.config import ExperimentConfig, load_config
+from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
 from rljax.provenance import command_line
 from rljax.rollout.calibration import (
-    CALIBRATION_DIR,
     Calibration,
+    calibrate,
     calibration_key,
     calibration_path,
     load_calibration,
-    measure,
     save_calibration,
 )
-from rljax.rollout.policy_costs import policy_costs
-from rljax.rollout.roofline import ERROR_GATE, SIGN_GATE, Gates, Point, Roofline, fit, gates, held_out
+from rljax.rollout.roofline import ERROR_GATE, SIGN_GATE, Gates, Point, Roofline, gates, held_out
 from rollout_benchmarks.variants import open_run
 
 _OUTPUT = Path("benchmarks/results/calibration.json")
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        calibrate(config, arguments)
+        calibrate_config(config, arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
     parser.add_argument(
-        "--cache", type=Path, default=Path(CALIBRATION_DIR), metavar="DIR", help="keeps constants"
+        "--cache", metavar="DIR", help="keeps constants (default: the config's speculation.calibration_dir)"
     )
     parser.add_argument("--again", action="store_true", help="measure although the cache has constants")
     parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE", help=f"default: {_OUTPUT}")
@@ -67,17 +65,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def calibrate(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
+def calibrate_config(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
     """Measures, unless the cache knows already; prints, and writes what was measured."""
     for name in ("rounds", "repeats"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name}: {getattr(arguments, name)} is too few; use at least 1")
     console, fmt = results_console(), draft_format(config)
-    # Times do not depend on what the weights are: none are trained first.
-    with open_run(config.model_copy(update={"warm_start": None})) as (run, progress):
+    directory = config.speculation.calibration_dir if arguments.cache is None else arguments.cache
+    # Times depend neither on what the weights are, so that none are trained first, nor on who drafts; and
+    # `choice: roofline` would ask for the very constants that are measured here.
+    bare = config.model_copy(update={"warm_start": None, "speculation": SpeculationConfig()})
+    with open_run(bare) as (run, progress):
         key = calibration_key(run.engine.config, run.engine.numerics, fmt, config.mesh.num_devices)
-        path = calibration_path(arguments.cache, key)
-        known = None if arguments.again else load_calibration(arguments.cache, key)
+        path = calibration_path(directory, key)
+        known = None if arguments.again else load_calibration(directory, key)
         if known is not None:
             _print(_rows(known), known, console)
             console.print(f"from {path}; --again measures again", soft_wrap=True)
@@ -90,16 +91,11 @@ def calibrate(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
                 f" {list(engine.buckets.cache)} leave no third to check the fit with; use at least two of one"
             )
         params = engine.load_params(run.state.params)
-        kernel = engine.numerics.kernels.quantized_product
-        draft_params = QuantizedPolicy(fmt, implementation=kernel).refresh(params)
         with Interference() as interference:
-            points = measure(
-                engine, params, draft_params, arguments.rounds, arguments.repeats, progress.message
+            calibration = calibrate(
+                engine, params, fmt, arguments.rounds, arguments.repeats, progress.message
             )
-    to_fit, _ = held_out(points)
-    costs = policy_costs(engine.config, engine.numerics, fmt)
-    calibration = Calibration(fit(costs, to_fit), points)
-    save_calibration(arguments.cache, key, calibration)
+    save_calibration(directory, key, calibration)
     rows = _rows(calibration, interference.share, arguments.rounds * arguments.repeats)
     _print(rows, calibration, console)
     write_results(arguments.output, rows, command_line())

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from rljax.config import load_config
 from rljax.errors import Interrupted, UserError
 
+# By argument of `speculation.args`, where the same may be said for a run.
+_OBJECTIVE = {
+    "unrolled_steps": "times the head is applied, from the second one on to its own output (1, 3, 7)",
+    "hidden_weight": "smooth L1 distance of hidden states (1, 1, none)",
+    "cross_entropy_weight": "cross entropy with the policy (0.1, 0.1, 1)",
+    "reverse_kl_weight": "reverse KL divergence (0)",
+    "lk_weight": "minus the logarithm of the acceptance rate (0)",
+}
+
 
 def _count(text: str) -> int:
     value = int(text)
@@ -38,9 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variant",
         choices=("eagle", "hass", "eagle3"),
-        default="eagle",
-        help="eagle is the fastest to train, eagle3 reads three layers (default: eagle)",
+        default="eagle3",
+        help="eagle is the fastest to train, eagle3 reads three layers (default: eagle3, as in"
+        " speculation.args)",
     )
+    objective = parser.add_argument_group("objective", "losses by weight; the defaults are the variant's own")
+    for name, help_ in _OBJECTIVE.items():
+        number = int if name == "unrolled_steps" else float
+        objective.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=help_)
     parser.add_argument("--steps", type=_count, default=400, help="updates in all (default: 400)")
     parser.add_argument(
         "--slices-per-round", type=_count, default=100, help="updates before new rollouts (default: 100)"
@@ -69,10 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         # JAX takes seconds to import: not before the config is known to be right.
+        from drafters.eagle.training import head_training
         from drafters.warm_up import WarmUp, warm_up
 
+        objective = {name: getattr(arguments, name) for name in _OBJECTIVE}
         settings = WarmUp(
             variant=arguments.variant,
+            training=head_training(arguments.variant, **objective),
             steps=arguments.steps,
             slices_per_round=arguments.slices_per_round,
             learning_rate=arguments.learning_rate,

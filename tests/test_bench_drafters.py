@@ -17,10 +17,11 @@ bench_drafters = load_script("bench_drafters")
 adaptation = load_script("drafter_benchmarks.adaptation")
 objectives = load_script("drafter_benchmarks.objectives")
 packing = load_script("drafter_benchmarks.packing")
+rl = load_script("drafter_benchmarks.rl")
 policies = load_script("training_benchmarks.policies")
 saving = load_script("drafter_benchmarks.saving")
 
-SETTINGS = WarmUp(steps=2, slices_per_round=1, heldout=3, depth=2)
+SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_an_unknown_section_is_one_line(capsys):
     assert bench_drafters.main(["--only", "packing,savings"]) == 2
     error = capsys.readouterr().err
     assert error == (
-        "error: --only: 'savings' is not a section; they are packing,checkpoint,adaptation,training\n"
+        "error: --only: 'savings' is not a section; they are packing,checkpoint,adaptation,rl,training\n"
     )
 
 
@@ -99,10 +100,14 @@ def test_saving_rows():
         assert 0 < row.details["baseline_bytes"] - 3 * head - 4 * 512 * 64 < 100
 
 
-def test_adaptation_rows(config, monkeypatch):
-    # Every response has a reward of its own: else nothing would be learned here.
-    luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
-    monkeypatch.setattr(ChainArithmetic, "reward", luck)
+@pytest.fixture
+def luck(monkeypatch):
+    """Every response has a reward of its own: else nothing would be learned here."""
+    reward = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
+    monkeypatch.setattr(ChainArithmetic, "reward", reward)
+
+
+def test_adaptation_rows(config, luck):
     rows = by_name(adaptation.adaptation_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2))
     assert len(rows) == 6
     heads = {
@@ -110,3 +115,48 @@ def test_adaptation_rows(config, monkeypatch):
     }
     assert len(set(heads.values())) == 3  # three different heads
     assert rows["adaptation/base policy/frozen head"].value != heads["frozen"]  # two policies
+
+
+@pytest.mark.slow
+def test_rl_rows(config, luck):
+    rows = rl.rl_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2)
+    names = [
+        "quantized W8, 5 drafts",
+        "quantized W4, 5 drafts",
+        "frozen head",
+        "head, policy just updated",
+        "head, trained since",
+    ]
+    assert [row.name for row in rows] == [f"rl/step {step}/{name}" for step in (0, 1) for name in names]
+    first, second = rows[:5], rows[5:]
+    assert len({row.details["entropy"] for row in first}) == 1
+    assert 0 < second[0].details["entropy"] != first[0].details["entropy"]  # another policy
+    for eight, four in (first[:2], second[:2]):
+        assert 2 < four.value < eight.value < 6  # of 5 drafts
+        by_length = eight.details["block_efficiency_by_length"]
+        assert by_length["2"] < by_length["5"] == eight.value < by_length["11"]
+    frozen, updated, trained = (row.details["accept_length"] for row in first[2:])
+    assert frozen == updated != trained  # nobody has been trained before the first step's slices
+    frozen, updated, trained = (row.details["accept_length"] for row in second[2:])
+    assert len({frozen, updated, trained}) == 3
+    assert second[3].baseline_value == first[4].value and second[4].baseline_value == second[3].value
+
+
+def test_self_drafts_by_a_plain_loop():
+    """Two sequences; drafts agree with the policy but at one token, where they share nothing."""
+    embed = 50.0 * np.eye(4, dtype=np.float32)  # a state is one token's logits
+    policy = policies.qwen3(vocab=4, hidden=4, layers=1, heads=1, kv_heads=1, mlp=4)
+    target, drafted = [], []
+    for length, prompt, wrong in ((5, 2, 3), (4, 1, None)):
+        states = np.eye(4, dtype=np.float32)[np.arange(length) % 4][:, None]
+        response = np.arange(length) >= prompt
+        target.append((np.zeros(length, np.int32), states, response))
+        own = states.copy()
+        if wrong is not None:
+            own[wrong] = np.roll(own[wrong], 1)
+        drafted.append((np.zeros(length, np.int32), own, response))
+    found = rl.self_drafts({"embed": embed}, policy, target, drafted, (1, 2))
+    # Tokens behind 1, 2 and 3 in the first, the last one wrong; behind 0, 1 and 2 in the second.
+    assert found.by_length[1] == pytest.approx(np.mean([2, 2, 1, 2, 2, 2]))
+    assert found.by_length[2] == pytest.approx(np.mean([3, 2, 1, 3, 3, 2]))
+    assert found.entropy == pytest.approx(0, abs=1e-6)

@@ -3,12 +3,14 @@
 import pytest
 
 from rljax.config import load_config
+from rljax.errors import UserError
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 bench_rollout = load_script("bench_rollout")
 rollout = load_script("rollout_benchmarks.rollout")
 strategies = load_script("rollout_benchmarks.strategies")
+variants = load_script("rollout_benchmarks.variants")
 
 _TINY = [
     "task.problems=2",
@@ -39,28 +41,59 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     assert error.startswith(message) and error.count("\n") == 1
 
 
+def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):
+    policy = config.policy.model_copy(update={"path": str(tmp_path), "shape": None})
+    with pytest.raises(UserError, match=r"--variants: 'small model' is made from policy\.shape"):
+        rollout.rollout_rows(config.model_copy(update={"policy": policy}), ["plain", "SRT", "small model"])
+
+
 @pytest.mark.slow
-def test_rollout_rows(config):
-    names = ["plain", "SRT", "prompt lookup", "suffix decoding", "all by the ladder"]
-    rows = rollout.rollout_rows(config, names)
+def test_rows_of_epochs(config, monkeypatch):
+    always = [{"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}]
+    head = {
+        "variant": "eagle",
+        "depths": [2],
+        "slices": 4,
+        "train_below": 0,
+    }  # all of them, behind the rollout
+    for name, keys in {
+        "SRT always": {"drafter": "srt", "choice": "fixed", "strategies": always},
+        "head": {"drafter": "eagle", "args": head},
+    }.items():
+        monkeypatch.setitem(variants.VARIANTS, name, keys)
+    names = ["SRT always", "head", "quantized always", "quantized by the roofline", "small model"]
+    rows = rollout.rollout_rows(config, ["plain", *names])
     assert [row.name for row in rows] == [
-        f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in names[1:]
+        f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in names
     ]
     for row in rows:
+        own = row.details
         assert row.ratio == pytest.approx(row.value / row.baseline_value)
-        assert min(row.ratio, 1) < row.details["step_ratio"] < max(row.ratio, 1)  # updates are not faster
-        assert 0 < row.details["busy_slots"] <= 1
-        assert row.details["length_p75"] <= row.details["length_max"] <= 48
-    assert len({row.details["tokens"] for row in rows[: len(names) - 1]}) == 1  # of the same responses
+        plain = own["baseline_seconds"] + own["update_seconds"]
+        whole = own["seconds"] + own["learn_seconds"] + own["update_seconds"]
+        assert own["step_ratio"] == pytest.approx(plain / whole)
+        assert 0 < own["busy_slots"] <= 1
+        assert own["length_p75"] <= own["length_max"] <= 48
+    assert len({row.details["tokens"] for row in rows[: len(names)]}) == 1  # of the same responses
+    first, second = rows[: len(names)], rows[len(names) :]
+    assert second[0].details["accept_length"] > 1  # what came before is accepted again
+    assert first[2].details["verifying_passes"] > 0
+    # Where a history files tokens away, a head is trained.
+    assert first[1].details["learn_seconds"] > first[0].details["learn_seconds"]
 
 
-@pytest.mark.slow
-def test_what_came_before_is_accepted_again(config):
-    always = {"choice": "fixed", "strategies": [{"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}]}
-    config = config.model_copy(update={"speculation": config.speculation.model_copy(update=always)})
-    first, second = rollout.rollout_rows(config, ["plain", "SRT"])
-    assert second.details["accept_length"] > 1 and second.details["verifying_passes"] > 0
-    assert first.name.startswith("rollout/epoch 1/") and second.name.startswith("rollout/epoch 2/")
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["task.problems=4", "training.steps=5"], {"epoch 1": [0, 1], "epoch 2": [2, 3], "epoch 3": [4]}),
+        (["task.problems=1", "training.steps=2"], {"epoch 1": [0], "epoch 2": [1]}),
+        (["task.problems=0", "training.steps=3"], {"fresh prompts": [0, 1, 2]}),
+    ],
+)
+def test_a_row_is_of_an_epoch_or_of_prompts_that_never_come_back(tmp_path, overrides, names):
+    config = load_config(write_config(tmp_path), overrides)
+    steps = range(config.training.steps)
+    assert {name: list(steps[own]) for name, own in rollout.stretches(config).items()} == names
 
 
 @pytest.mark.slow

@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from rljax.config import load_config
+from rljax.rollout import calibration
 from rljax.rollout.calibration import Calibration
 from tests.scripts import load_script
 
 calibrate = load_script("calibrate")
+variants = load_script("rollout_benchmarks.variants")
 
 _CONFIG = """
 run_dir: {runs}
@@ -17,7 +20,9 @@ warm_start: {{steps: 1000000}}
 task: {{name: chain_arithmetic}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_prompt_length: 64, max_response_length: 64}}
 engine: {{max_slots: 2, batch_buckets: [2], cache_buckets: [64, 128], compilation_cache: null}}
-speculation: {{verify_buckets: [8], max_drafts: 3}}
+speculation: {{drafter: quantized, choice: roofline, verify_buckets: [8], max_drafts: 3,
+              calibration_dir: {runs}/constants}}
+kernels: {{quantized_product: [xla]}}
 training: {{pack_length: 256}}
 """
 
@@ -26,12 +31,12 @@ training: {{pack_length: 256}}
 def arguments(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(_CONFIG.format(runs=tmp_path / "runs"))
-    command = ["--config", str(config), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--repeats", "1"]
+    command = ["--config", str(config), "--rounds", "1", "--repeats", "1"]
     return [*command, "--output", str(tmp_path / "calibration.json")]
 
 
 def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch):
-    # A million steps of warm start would be noticed; and the config names no drafter.
+    # A million steps of warm start would be noticed. And the config is one that waits for constants.
     assert calibrate.main(arguments) == 0
     output = capsys.readouterr().out
     assert "gates" in output and "bandwidth, weights" in output
@@ -54,20 +59,28 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
         "calibration/sign, drafts from the host",
         "calibration/target time error",
     }
-    (kept,) = (tmp_path / "cache").iterdir()
+    (kept,) = (tmp_path / "runs" / "constants").iterdir()
     constants = json.loads(kept.read_text())["roofline"]
     assert judged["calibration/target time error"]["constants"] == constants
+
+    config = load_config(arguments[1], []).model_copy(update={"warm_start": None})
+    with variants.open_run(config) as (run, _):
+        found = run.speculator.manager._toggle.roofline
+    assert found.as_json() == constants
 
     def measure(*args):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(calibration, "measure", measure)
     (tmp_path / "calibration.json").unlink()
-    assert calibrate.main(arguments) == 0
+    # Nobody drafts, and nobody asks: they are the same constants.
+    assert calibrate.main([*arguments, "speculation.drafter=null", "speculation.choice=expected"]) == 0
     assert "--again measures again" in capsys.readouterr().out
     assert not (tmp_path / "calibration.json").exists()  # nothing was measured
     with pytest.raises(AssertionError, match="measured again"):
-        calibrate.main([*arguments, "--again"])
+        calibrate.main([*arguments, "--cache", str(kept.parent), "--again"])
+    with pytest.raises(AssertionError, match="measured again"):
+        calibrate.main([*arguments, "--cache", str(tmp_path / "elsewhere")])
 
 
 @pytest.mark.parametrize(

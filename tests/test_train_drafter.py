@@ -13,7 +13,9 @@ import safetensors.numpy
 
 import drafters.warm_up
 from drafters.eagle.checkpoint import load_head
+from drafters.eagle.drafter import EagleArguments
 from drafters.eagle.model import head_shapes
+from drafters.eagle.training import HeadTraining, head_training
 from drafters.training import HeadTrainer
 from rljax.models.config import ModelConfig
 from tests.scripts import load_script
@@ -21,7 +23,19 @@ from tests.training.tiny_run import write_config
 
 train_drafter = load_script("train_drafter")
 
-ARGUMENTS = ("--steps", "5", "--slices-per-round", "2", "--heldout", "3", "--learning-rate", "1e-2")
+# EAGLE-3, the default, needs more layers than this policy has.
+ARGUMENTS = (
+    "--variant",
+    "eagle",
+    "--steps",
+    "5",
+    "--slices-per-round",
+    "2",
+    "--heldout",
+    "3",
+    "--learning-rate",
+    "1e-2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +118,36 @@ def test_a_killed_run_goes_on_from_the_last_round(world, tmp_path, monkeypatch):
     assert warm_up(config, tmp_path / "head") == 0
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "head" / file).read_bytes() == (uninterrupted / file).read_bytes()
+
+
+def test_a_run_and_a_warm_up_make_the_same_head():
+    """Without arguments, and with the same ones."""
+    given = ["--config", "c", "--output", "o"]
+    assert train_drafter._parser().parse_args(given).variant == EagleArguments().variant
+    objective = {"unrolled_steps": 2, "cross_entropy_weight": 0.0, "reverse_kl_weight": 0.5, "lk_weight": 1.0}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in objective.items()]
+    parsed = vars(train_drafter._parser().parse_args([*given, *options]))
+    assert {name: parsed[name] for name in train_drafter._OBJECTIVE} == {"hidden_weight": None} | objective
+    training = EagleArguments(**objective).training
+    assert training == HeadTraining(2, 0.8, 0.0, 0.0, 0.5, 1.0)
+    assert training == head_training("eagle3", **objective)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lk-weight", "-1"], "lk_weight: should be a finite number and not negative, got -1.0"),
+        (["--variant", "eagle3", "--hidden-weight", "1"], "hidden_weight: eagle3's outputs are no hidden"),
+        (["--unrolled-steps", "0"], "unrolled_steps: should be at least 1, got 0"),
+        (["--hidden-weight", "0", "--cross-entropy-weight", "0"], "cross_entropy_weight: it and all other"),
+        (["--unrolled-steps", "255"], "training.pack_length: 256 is too short for 255 unrolled steps"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_one_line(world, tmp_path, capsys, options, message):
+    config, *_ = world
+    assert warm_up(config, tmp_path / "head", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
 def test_a_head_that_cannot_be_served_is_refused_before_training(world, tmp_path, capsys):

@@ -71,16 +71,22 @@ class DataBuffer:
         self._step = 0
         self._added = 0
         self._sequences: list[HeadSequence] = []
+        self._reserved = 0
         self.refused = 0
-        """Sequences that were larger than the whole buffer."""
+        """Sequences that were larger than all that the buffer may hold."""
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     @property
     def bytes(self) -> int:
-        """Held now; never more than `max_bytes`."""
+        """Held now; never more than `max_bytes` without what is reserved."""
         return sum(sequence.bytes for sequence in self._sequences)
+
+    def reserve(self, size: int) -> None:
+        """Leaves `size` of `max_bytes` to whoever collects what is not finished yet."""
+        self._reserved = size
+        self._make_room()
 
     def begin_step(self, step: int) -> None:
         """RL step `step` begins: what is older than the one before is dropped."""
@@ -108,12 +114,15 @@ class DataBuffer:
             self._step,
             self._added,
         )
-        if sequence.bytes > self.max_bytes:
+        if sequence.bytes > self.max_bytes - self._reserved:
             self.refused += 1
             return
         self._added += 1
         self._sequences.append(sequence)
-        excess = self.bytes - self.max_bytes
+        self._make_room()
+
+    def _make_room(self) -> None:
+        excess = self.bytes + self._reserved - self.max_bytes
         if excess <= 0:
             return
         # The step before first, and the shorter ones first: long ones are what is scarce.

@@ -4,9 +4,12 @@ It is trained on the states that every forward pass of the engine hands out (`dr
 forward pass is made for it.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 from jax import Array
@@ -19,13 +22,13 @@ from drafters.eagle.drafting import DrafterState, DraftStrategy, ScoredTree
 from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
-from drafters.eagle.training import published_training
+from drafters.eagle.training import HeadTraining, head_training
 from drafters.training import BufferSettings, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import Assignment, DecodeResult
-from rljax.errors import ConfigError
+from rljax.errors import CheckpointError, ConfigError, DrafterError
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import tree_cast
 from rljax.models.rope import rope_table
@@ -60,6 +63,31 @@ class EagleArguments(Arguments):
     train: bool = Field(
         True, description="Keep the head up with the policy. false keeps it as it is: to see what that costs."
     )
+    unrolled_steps: int | None = Field(
+        None,
+        description="How often the head is applied in training, from the second time on to its own output;"
+        " null is 1 for eagle, 3 for hass, 7 for eagle3. More draft deeper, and a slice takes longer.",
+    )
+    hidden_weight: float | None = Field(
+        None,
+        description="Weight of the smooth L1 distance from the policy's hidden states; null is 1, and 0 for"
+        " eagle3, which cannot have any. Lower it where drafts matter and states do not.",
+    )
+    cross_entropy_weight: float | None = Field(
+        None,
+        description="Weight of the cross entropy with the policy's distribution; null is 0.1, and 1 for"
+        " eagle3. Lower it where another loss shall decide.",
+    )
+    reverse_kl_weight: float | None = Field(
+        None,
+        description="Weight of the reverse KL divergence (OSD), which seeks the policy's likeliest tokens"
+        " instead of covering all; null is 0. TLT gains a little by it.",
+    )
+    lk_weight: float | None = Field(
+        None,
+        description="Weight of -log of the acceptance rate itself (LK); null is 0. Set it, and the others to"
+        " 0, to train for nothing else.",
+    )
     learning_rate: float = Field(
         1e-3, gt=0, description="Of the head. Raise it where the policy moves fast; lower it if loss jumps."
     )
@@ -70,7 +98,8 @@ class EagleArguments(Arguments):
     buffer_bytes: int = Field(
         1 << 30,
         ge=1,
-        description="Host memory for states to train on; beyond it, older ones are dropped.",
+        description="Host memory for states to train on. At most half is for responses that still run; beyond"
+        " it, shorter ones are not trained on, and of finished ones the older are dropped.",
     )
     slices: int = Field(
         8,
@@ -81,8 +110,8 @@ class EagleArguments(Arguments):
         4,
         ge=0,
         description="Train inside the rollout's tail, once no more than this many responses still run, and"
-        " at its end, as train_share allows. 0 trains only at the end and runs all slices there, so that"
-        " runs can be repeated exactly.",
+        " right behind it, both as train_share allows. 0 trains only behind it and runs all slices there,"
+        " so that runs can be repeated exactly.",
     )
     train_share: float = Field(
         0.02,
@@ -97,13 +126,36 @@ class EagleArguments(Arguments):
         description="Directory for the newest weights of the head, written in the background after every"
         " step: for another process to read, or to lose less than a checkpoint's rhythm would. null: none.",
     )
+    on_save_failure: Literal["go_on", "stop"] = Field(
+        "go_on",
+        description="When that cannot be written, on a full disk for example: warn and go on, or stop with an"
+        " error. stop where another process waits for the newest weights.",
+    )
     seed: int = Field(0, description="Of a new head, and of the order of training.")
 
     @model_validator(mode="after")
     def _check(self) -> "EagleArguments":
         if min(self.depths) < 1:
             raise ValueError(f"depths: should be at least 1, got {min(self.depths)}")
+        try:
+            steps = self.training.steps
+        except ConfigError as error:  # pydantic tells of ValueErrors alone
+            raise ValueError(str(error)) from error
+        if self.pack_length <= steps + 1:
+            raise ValueError(f"pack_length: {self.pack_length} is too short for {steps} unrolled steps")
         return self
+
+    @property
+    def training(self) -> HeadTraining:
+        """What the head learns from."""
+        return head_training(
+            self.variant,
+            self.unrolled_steps,
+            self.hidden_weight,
+            self.cross_entropy_weight,
+            self.reverse_kl_weight,
+            self.lk_weight,
+        )
 
 
 class EagleDrafter:
@@ -118,11 +170,16 @@ class EagleDrafter:
         self.strategies: tuple[DraftStrategy, ...] = ()
         self.train_below = arguments.train_below
         self._loaded: Params | None = None
-        self._saver = None if arguments.save_dir is None else AsyncHeadSaver(arguments.save_dir)
+        self._saver: AsyncHeadSaver | None = None
+        if arguments.save_dir is not None:
+            stops = arguments.on_save_failure == "stop"
+            self._saver = AsyncHeadSaver(arguments.save_dir, None if stops else _warn)
+        self._shared: Params | None = None
         self._trainer: HeadTrainer | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
-        self._slices = 0  # of this step
+        self._slices = 0  # of this rollout
+        self._learned = False  # from rollouts of this step: with the next policy another one begins
         self._budget = TimeBudget(arguments.train_share)
         self._last_metrics: dict[str, float] = {}
         self._begin_collecting([])
@@ -153,13 +210,17 @@ class EagleDrafter:
         self.strategies = tuple(strategies)
 
     def refresh(self, params: Params) -> None:
-        self._shared = shared_params(params, self._engine.config)
+        before, self._shared = self._shared, shared_params(params, self._engine.config)
         if self._trainer is None:
             self._trainer = self._make_trainer(params)
             self._trainer.begin_step(self._step)
             if self._restored is not None:
                 self._trainer.load_state(self._restored)
                 self._restored = None  # a whole buffer of states
+        moved = before is None or before["embed"] is not self._shared["embed"]
+        if self._learned and moved:  # rollouts of one step, as dynamic sampling makes them, share a policy
+            self._step, self._learned = self._step + 1, False
+            self._trainer.begin_step(self._step)
         self._slots.use(tree_cast(self._trainer.params, self._slots.numerics.dtype), self._shared)
 
     @property
@@ -168,7 +229,7 @@ class EagleDrafter:
         return None if self._trainer is None else self._trainer.params
 
     def _make_trainer(self, policy_params: Params) -> HeadTrainer:
-        arguments, training = self._arguments, published_training(self._arguments.variant)
+        arguments, training = self._arguments, self._arguments.training
         head = self._loaded
         if head is None:
             head = init_head(self.config, policy_params, arguments.seed)
@@ -208,8 +269,11 @@ class EagleDrafter:
             self._requests[slot] = request
             if self._trainable[request]:
                 known = len(self._prompts[request]) - 1
-                self._states[request] = [prefilled.states[row, :known]]
+                self._let_go(request)
+                self._keep(request, prefilled.states[row, :known])
                 self._tokens[request] = list(self._prompts[request])
+        if self._collects:
+            self._bound_memory()
 
     def advance(self, result: DecodeResult) -> None:
         counts = self._slots.advance(result)
@@ -221,9 +285,7 @@ class EagleDrafter:
         """Its states are not handed out: the slots are begun again, and their responses not trained on."""
         self._slots.forget(slots)
         for slot in slots:
-            request = self._requests.get(slot)
-            self._states.pop(request, None)
-            self._tokens.pop(request, None)
+            self._let_go(self._requests.get(slot))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._slots.compact(slots, batch)
@@ -246,28 +308,34 @@ class EagleDrafter:
                 continue
             self._tokens[request] += sampled.tokens[row, : sampled.counts[row]].tolist()
             if sampled.ended[row]:
-                self._add(len(self._prompts[request]), self._tokens.pop(request), self._states.pop(request))
+                tokens, states = self._tokens[request], self._states[request]
+                self._let_go(request)
+                self._bound_memory()
+                self._add(len(self._prompts[request]), tokens, states)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """The rollout is over: more slices, if there is time for them, and the next step begins."""
+        """A rollout is over: more slices, if there is time for them; the policy waits for these."""
         if self._arguments.train and self._trainer is not None:
             while self.train():
                 pass
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
-                self._saver.save(self._step, self._trainer.params)
-            self._step += 1
-            self._slices = 0
-            self._trainer.begin_step(self._step)
+                with _saving():
+                    self._saver.save(self._step, self._trainer.params)
+            self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:
+        if self._saver is not None:  # the last step ends with a checkpoint: so the last save is waited for
+            with _saving():
+                self._saver.wait()
+        position = {"step": np.asarray(self._step, np.int64), "learned": np.asarray(self._learned)}
         if self._trainer is None:  # nothing has been decoded yet
-            return {} if self._restored is None else {"step": np.asarray(self._step)} | self._restored
-        return {"step": np.asarray(self._step, np.int64)} | self._trainer.state()
+            return {} if self._restored is None else position | self._restored
+        return position | self._trainer.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         state = dict(state)
-        self._step = int(state.pop("step"))
+        self._step, self._learned = int(state.pop("step")), bool(state.pop("learned", False))
         if self._trainer is None:  # it needs the policy's weights, which come with `refresh`
             self._restored = state
         else:
@@ -292,16 +360,37 @@ class EagleDrafter:
         self._prompts = [request.prompt_ids for request in requests]
         self._requests: dict[int, int] = {}  # by slot
         self._states: dict[int, list[np.ndarray]] = {}  # by request, of all tokens but the last
+        self._sizes: dict[int, int] = {}  # of these, in bytes; a prompt that a group shares counts for each
         self._tokens: dict[int, list[int]] = {}
+        if self._trainer is not None:
+            self._trainer.reserve(0)
+
+    def _keep(self, request: int, states: np.ndarray) -> None:
+        self._states.setdefault(request, []).append(states)
+        self._sizes[request] = self._sizes.get(request, 0) + states.nbytes
+
+    def _let_go(self, request: int | None) -> None:
+        for kept in (self._states, self._sizes, self._tokens):
+            kept.pop(request, None)
+
+    def _bound_memory(self) -> None:
+        """Responses that still run take at most half of the buffer's memory: the shorter ones are let go."""
+        running = sum(self._sizes.values())
+        while running > self._arguments.buffer_bytes // 2:
+            shortest = min(self._sizes, key=self._sizes.__getitem__)
+            running -= self._sizes[shortest]
+            self._let_go(shortest)
+        self._trainer.reserve(running)
 
     def _collect(self, states: Array, counts: np.ndarray) -> None:
         learnt = [(slot, self._requests.get(slot)) for slot in np.flatnonzero(counts).tolist()]
         learnt = [(slot, request) for slot, request in learnt if request in self._states]
         if not learnt:
             return
-        states = np.asarray(states)
+        states = np.asarray(states)  # of all slots: taking some would wait for what the device does next
         for slot, request in learnt:
-            self._states[request].append(states[slot, : counts[slot]].copy())
+            self._keep(request, states[slot, : counts[slot]].copy())
+        self._bound_memory()
 
     def _add(self, prompt: int, tokens: list[int], parts: list[np.ndarray]) -> None:
         """A complete response, up to its last token, which the policy has not read."""
@@ -321,6 +410,19 @@ class EagleDrafter:
         self._slices += 1
         self._budget.spend(time.perf_counter() - start)
         return True
+
+
+def _warn(failure: CheckpointError) -> None:
+    warnings.warn(f"{failure}; the run goes on, and the next one is tried as usual", stacklevel=2)
+
+
+@contextlib.contextmanager
+def _saving() -> Iterator[None]:
+    """A run must not take a failed save for one of its own checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise DrafterError(f"speculation.args.save_dir: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ stopped at any moment loses what was learned since the last save, and nothing el
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -28,10 +29,17 @@ class AsyncHeadSaver:
 
     Args:
       directory: made by the first save.
+      on_failure: hears of a save that could not be written, as soon as that is known, from the thread that
+        writes. None: the next call raises it.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        on_failure: Callable[[CheckpointError], None] | None = None,
+    ) -> None:
         self.directory = Path(directory)
+        self._on_failure = on_failure
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -40,7 +48,7 @@ class AsyncHeadSaver:
         donate them. One save runs at a time: the call first waits for the last one.
 
         Raises:
-          CheckpointError: the last save could not be written.
+          CheckpointError: the last save could not be written, and nobody was told.
         """
         self.wait()
         leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -98,6 +106,8 @@ class AsyncHeadSaver:
             write_durably(path, safetensors.numpy.save(tensors, metadata={"step": str(step)}))
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
-            self._failure = CheckpointError(
-                f"{path}: the head of step {step} could not be written ({reason})"
-            )
+            failure = CheckpointError(f"{path}: the head of step {step} could not be written ({reason})")
+            if self._on_failure is None:
+                self._failure = failure
+            else:
+                self._on_failure(failure)

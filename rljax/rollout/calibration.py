@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafters.quantized import WeightFormat
+from drafters.quantized import QuantizedPolicy, WeightFormat
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype
 from rljax.errors import UserError
@@ -23,10 +23,8 @@ from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
 from rljax.provenance import machine_facts
 from rljax.rollout.pass_choice import time_drafts, time_passes
-from rljax.rollout.roofline import Point, Roofline
-
-CALIBRATION_DIR = "cache/calibration"
-"""Where constants are kept unless another directory is named."""
+from rljax.rollout.policy_costs import policy_costs
+from rljax.rollout.roofline import Point, Roofline, fit, held_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +66,37 @@ def measure(
     return [Point(*shape, statistics.median(seconds)) for shape, seconds in taken.items()]
 
 
+def calibrate(
+    engine: DecodeEngine,
+    params: Params,
+    fmt: WeightFormat,
+    rounds: int,
+    repeats: int,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Calibration:
+    """Measures, and fits the roofline to what is not held out for the gates.
+
+    Args:
+      engine: whose passes; see `measure`.
+      params: the policy's weights, from `engine.load_params`.
+      fmt: how the self-drafter's are stored.
+      rounds, repeats, progress: see `measure`.
+    """
+    kernel = engine.numerics.kernels.quantized_product
+    draft_params = QuantizedPolicy(fmt, implementation=kernel).refresh(params)
+    points = measure(engine, params, draft_params, rounds, repeats, progress)
+    to_fit, _ = held_out(points)
+    return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)
+
+
 # -- the cache ---------------------------------------------------------------------------------------------
 
 
 def calibration_key(
     config: ModelConfig, numerics: Numerics, fmt: WeightFormat, devices: int = 1
 ) -> dict[str, Any]:
-    """All that a calibration holds for: architecture, number types, device and JAX version.
+    """All that a calibration holds for: architecture, number types, device and JAX version; as JSON gives it
+    back.
 
     Args:
       config: the policy's architecture.
@@ -83,16 +105,18 @@ def calibration_key(
       devices: that share a pass.
     """
     machine = machine_facts()
-    return {
+    key = {
         "policy": dataclasses.asdict(config),
         "numerics": dataclasses.asdict(numerics),
         "kv_cache": str(cache_dtype(numerics)),
         "draft": dataclasses.asdict(fmt),
         # JAX calls every processor "cpu".
-        "device": machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores",
+        "device": machine["accelerator"]
+        or f"{machine['cpu']}, {machine['vectors']}, {machine['cores']} cores",
         "devices": devices,
         "jax": machine["jax"],
     }
+    return json.loads(json.dumps(key))  # kernels that are tried in turn are a tuple; in a file, a list
 
 
 def calibration_path(directory: str | os.PathLike[str], key: dict[str, Any]) -> Path:

@@ -16,6 +16,7 @@ from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.models.transformer import Params
+from rljax.training.progress import Progress
 from rollout_benchmarks.variants import collect_step, open_run
 
 
@@ -31,27 +32,14 @@ def adaptation_rows(
       learning_rate: of these; large, so that a few of them matter.
       slices: of the head in each of these steps.
     """
-    config = config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(
-                update={"learning_rate": learning_rate, "warmup_steps": 0}
-            ),
-            "training": config.training.model_copy(update={"steps": rl_steps}),
-        }
-    )
-    with open_run(config) as (run, progress):
+    with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts = PolicyRollouts(run, head)
         trainer = make_trainer(run, head, settings)
         # A copy: the policy's own arrays are given up to its updates.
         base = jax.tree.map(jnp.copy, shared_params(run.state.params, head.policy))
         base_heldout = rollouts.heldout(settings.heldout)
-        progress.stage("warm-up", settings.steps, sparse=True)
-        for done in range(settings.steps):
-            if done % settings.slices_per_round == 0:
-                begin(trainer, rollouts, done // settings.slices_per_round)
-            trainer.slice(base)
-            progress.step(done + 1, {})
+        warm_up_head(trainer, rollouts, settings, base, progress)
         heads: dict[str, Params] = {"frozen": trainer.params}
         warm = trainer.state()
         for step in range(rl_steps):
@@ -113,6 +101,29 @@ def adaptation_rows(
             )
         )
     return rows
+
+
+def trained_with(config: ExperimentConfig, steps: int, learning_rate: float) -> ExperimentConfig:
+    """The config with so many updates of the policy, all at this learning rate."""
+    optimizer = {"learning_rate": learning_rate, "warmup_steps": 0}
+    return config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(update=optimizer),
+            "training": config.training.model_copy(update={"steps": steps}),
+        }
+    )
+
+
+def warm_up_head(
+    trainer: HeadTrainer, rollouts: PolicyRollouts, settings: WarmUp, shared: Params, progress: Progress
+) -> None:
+    """All slices of a warm-up, on rollouts of the policy as it is; `shared` is its embeddings and LM head."""
+    progress.stage("warm-up", settings.steps, sparse=True)
+    for done in range(settings.steps):
+        if done % settings.slices_per_round == 0:
+            begin(trainer, rollouts, done // settings.slices_per_round)
+        trainer.slice(shared)
+        progress.step(done + 1, {})
 
 
 def begin(trainer: HeadTrainer, rollouts: PolicyRollouts, step: int) -> None:

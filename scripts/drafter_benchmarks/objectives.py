@@ -2,6 +2,7 @@
 7 and 8).
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from drafters.eagle.evaluation import Acceptance
@@ -43,7 +44,8 @@ def objective_rows(
             head = HeadConfig(variant, run.trainer.config)
             rollouts = PolicyRollouts(run, head)
             shared = shared_params(run.state.params, head.policy)
-            trainer = trainers[name] = make_trainer(run, head, settings, training)
+            own = dataclasses.replace(settings, variant=variant, training=training)
+            trainer = trainers[name] = make_trainer(run, head, own)
             heldout = rollouts.heldout(settings.heldout)
             before = measure(run, head, trainer.params, shared, heldout, settings.depth)
             for done in range(settings.steps):

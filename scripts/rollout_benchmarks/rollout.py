@@ -1,4 +1,4 @@
-"""Tokens per second with and without drafts, on a workload whose prompts come back."""
+"""Tokens per second with and without drafts, on prompts that come back or (`task.problems=0`) never do."""
 
 import time
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from rollout_benchmarks.variants import (
     VARIANTS,
     Variant,
     check_same,
+    check_variants,
     make_variants,
     open_run,
     roll_out,
@@ -23,7 +24,10 @@ _BETWEEN = 3  # variants between two plain rollouts: what a machine does drifts 
 
 
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
-    """Tokens per second of every drafter, epoch by epoch, against plain decoding of the same tokens."""
+    """Tokens per second of every drafter, epoch by epoch if there are epochs, against plain decoding of the
+    same tokens.
+    """
+    check_variants(config, names)
     with open_run(config) as (run, progress):
         run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
         plain, *variants = make_variants(run, names)
@@ -56,17 +60,25 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
             jax.block_until_ready(run.state)
             updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
-    per_epoch = max(config.task.problems // config.rollout.prompts_per_step, 1)
     rows = []
-    for first in range(0, config.training.steps, per_epoch):
-        steps = slice(first, first + per_epoch)
+    for when, steps in stretches(config).items():
         workload = _workload(plain_statistics[steps], lengths[steps], config.engine.max_slots)
         update = sum(updates[steps])
         for variant in variants:
             baseline = baselines[variant.name][steps]
             workload["same_responses"] = float(np.mean(same[variant.name][steps]))
-            rows.append(_row(first // per_epoch + 1, variant, baseline, steps, update, workload))
+            rows.append(_row(when, variant, baseline, steps, update, workload))
     return rows
+
+
+def stretches(config: ExperimentConfig) -> dict[str, slice]:
+    """The steps that a row is about, by name: those of an epoch; all where no problem comes back."""
+    steps, problems = config.training.steps, config.task.problems
+    if not problems:
+        return {"fresh prompts": slice(0, steps)}
+    per_epoch = max(problems // config.rollout.prompts_per_step, 1)
+    firsts = range(0, steps, per_epoch)
+    return {f"epoch {number}": slice(first, first + per_epoch) for number, first in enumerate(firsts, 1)}
 
 
 def _workload(
@@ -84,20 +96,20 @@ def _workload(
 
 
 def _row(
-    epoch: int,
+    when: str,
     variant: Variant,
     baseline: Sequence[float],
     steps: slice,
     update: float,
     workload: dict[str, float],
 ) -> Row:
-    own = variant.seconds[steps]
+    own, learning = variant.seconds[steps], sum(variant.learning[steps])
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
         accumulate(total, one)
     ratios = [b / a for a, b in zip(own, baseline, strict=True)]
     return Row(
-        name=f"rollout/epoch {epoch}/{variant.name}",
+        name=f"rollout/{when}/{variant.name}",
         value=total.tokens / sum(own),
         unit="tokens/s",
         baseline="plain decoding",
@@ -109,8 +121,9 @@ def _row(
             "rounds": len(ratios),
             "seconds": sum(own),
             "baseline_seconds": sum(baseline),
+            "learn_seconds": learning,
             "update_seconds": update,
-            "step_ratio": (sum(baseline) + update) / (sum(own) + update),
+            "step_ratio": (sum(baseline) + update) / (sum(own) + learning + update),
             "tokens": total.tokens,
             "accept_length": total.accept_length,
             "acceptance": total.accepted / max(total.drafted, 1),

@@ -15,6 +15,8 @@ from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters, states_read
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
+from rljax.models.huggingface import save_model
+from rljax.rollout.calibration import calibrate
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
 from rljax.rollout.manager import strategy_choice
 from rljax.rollout.pass_choice import PassTimes
@@ -24,8 +26,10 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.loop import TrainingRun, outcomes
+from rljax.training.policy import make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
+from rljax.training.warm_start import warm_start
 
 PLAIN = "plain"
 ALL_SLOTS = -1
@@ -33,6 +37,9 @@ ALL_SLOTS = -1
 
 
 _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
+_CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
+_ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
+_CALIBRATION_ROUNDS = 3
 _SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False}
 
 # By name: keys of the config's section `speculation`; None decodes plainly.
@@ -48,6 +55,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "SRT in halves": {"drafter": "srt", "overlap": True},
     "SRT with run-ahead": {"drafter": "srt", "run_ahead_below": ALL_SLOTS},
     "quantized": {"drafter": "quantized"},
+    "quantized always": {"drafter": "quantized", "choice": "fixed", "strategies": [_ALWAYS]},
+    "quantized by the roofline": {"drafter": "quantized", "choice": "roofline"},
+    "small model": {"drafter": "small_model"},
     "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
@@ -67,14 +77,16 @@ class Variant:
       collector: rolls out.
       speculator: None for plain decoding.
       seconds: of decoding, a step.
+      learning: seconds that the drafters took to learn from it, behind the rollout, a step.
       statistics: of the rollouts, a step.
     """
 
     name: str
     collector: Collector
     speculator: Speculator | None
-    seconds: list[float]
-    statistics: list[DecodeStatistics]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    learning: list[float] = dataclasses.field(default_factory=list)
+    statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -90,6 +102,15 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
             )
         finally:
             checkpoints.close()
+
+
+def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
+    """Raises a UserError for a variant that cannot be made for the config's policy."""
+    for name in names:
+        if (VARIANTS[name] or {}).get("drafter") == "small_model" and config.policy.shape is None:
+            raise UserError(
+                f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
+            )
 
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
@@ -114,19 +135,25 @@ def make_variant(
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = _SPECULATION_OFF | keys | {"run_ahead_below": below}
         speculation = config.speculation.model_copy(update=update)
+        if speculation.drafter == "small_model":
+            speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
         drafters = make_drafters(speculation)
         engine = engine.handing_out(states_read(drafters, engine.config))
-        overlap = speculation.overlap
+        overlap, roofline = speculation.overlap, None
+        params = run.engine.load_params(run.state.params)
+        if speculation.choice == "roofline":
+            run.progress.message("calibrating the roofline")
+            fmt = drafters["quantized"].format
+            roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
         speculator = Speculator(
             engine,
             drafters,
             speculation.max_batch,
             RunAhead(below, speculation.run_ahead_share) if below else None,
             times.setdefault(engine.hidden_layers, PassTimes()),
-            strategy_choice(speculation, config.seed),
+            strategy_choice(speculation, config.seed, roofline),
         )
         rehearse_drafters(speculation)
-        params = run.engine.load_params(run.state.params)
         speculator.warm_up(params, config.rollout.max_prompt_length)
     scheduler = Scheduler(
         engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
@@ -139,7 +166,25 @@ def make_variant(
         config.rollout.max_prompt_length,
         config.rollout.max_response_length,
     )
-    return Variant(name, collector, speculator, [], [])
+    return Variant(name, collector, speculator)
+
+
+def small_model(run: TrainingRun) -> Path:
+    """Where a checkpoint of a smaller policy is, made if need be: with half of the layers of `policy.shape`,
+    warmed up like the run's policy, and not grown.
+    """
+    directory, config = run.directory.path / "small_model", run.config
+    if directory.exists():
+        return directory
+    shape = config.policy.shape.model_copy(update={"num_layers": max(config.policy.shape.num_layers // 2, 1)})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"shape": shape})})
+    task, partial = run.collector.task, run.directory.path / "small_warm_start"
+    policy = make_policy(config, task, run.directory.path / "tokenizer")
+    if config.warm_start is not None:
+        shared = (run.numerics, run.pool, run.engine.mesh, run.progress)
+        policy = warm_start(config, policy, task, *shared, partial, run.stop)
+    save_model(directory, policy.config, policy.params, "float32")
+    return directory
 
 
 def step_indices(run: TrainingRun, step: int) -> range:
@@ -175,10 +220,12 @@ def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     if variant.speculator is not None and variant.speculator.run_ahead is not None:
         variant.speculator.run_ahead.plan(step_requests(run, step + 1))
     groups, statistics, timing = collect_step(run, variant.collector, step)
-    variant.seconds.append(timing.decode)
-    variant.statistics.append(statistics)
+    start = time.perf_counter()
     if variant.speculator is not None:
         variant.speculator.learn(outcomes(groups))
+    variant.learning.append(time.perf_counter() - start)
+    variant.seconds.append(timing.decode)
+    variant.statistics.append(statistics)
     return groups
 
 

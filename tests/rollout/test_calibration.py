@@ -7,6 +7,7 @@ import pytest
 
 from drafters.quantized import WeightFormat
 from rljax.errors import UserError
+from rljax.kernels.switch import KernelChoice
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
 from rljax.rollout import calibration as module
@@ -26,7 +27,8 @@ KNOWN = Calibration(roofline(), [Point("verify", 2, 128, 8, 16, 0.25)])
 
 @pytest.fixture
 def key():
-    return calibration_key(CONFIG, Numerics(), WeightFormat())
+    kernels = KernelChoice(quantized_product=("mosaic_gpu", "xla"))  # a tuple, which no file can hold
+    return calibration_key(CONFIG, Numerics(kernels=kernels), WeightFormat())
 
 
 def test_round_trip(tmp_path, key):
@@ -41,13 +43,14 @@ def test_anything_else_is_another_calibration(tmp_path, key, monkeypatch):
     others = [
         calibration_key(dataclasses.replace(CONFIG, mlp_size=96), Numerics(), WeightFormat()),
         calibration_key(CONFIG, Numerics(compute_dtype="bfloat16"), WeightFormat()),
+        calibration_key(CONFIG, Numerics(), WeightFormat()),
         calibration_key(CONFIG, Numerics(row_invariant=False), WeightFormat()),
         calibration_key(CONFIG, Numerics(), WeightFormat(8, 0)),
         calibration_key(CONFIG, Numerics(), WeightFormat(), devices=8),
     ]
     facts = module.machine_facts()
-    for change in ({"accelerator": "1 x NVIDIA H200"}, {"cpu": "another"}, {"cores": 96}, {"jax": "0.0"}):
-        monkeypatch.setattr(module, "machine_facts", lambda change=change: {**facts, **change})
+    for fact in ("accelerator", "cpu", "vectors", "cores", "jax"):
+        monkeypatch.setattr(module, "machine_facts", lambda fact=fact: {**facts, fact: "another"})
         others.append(calibration_key(CONFIG, Numerics(), WeightFormat()))
     assert all(load_calibration(tmp_path, other) is None for other in others)
     assert len({json.dumps(each, sort_keys=True) for each in [key, *others]}) == 1 + len(others)

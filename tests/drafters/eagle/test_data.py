@@ -61,6 +61,19 @@ def test_memory_is_bounded_and_long_sequences_stay():
     assert names(buffer.draw(0)) == [300] and buffer.refused == 1
 
 
+def test_what_is_reserved_is_left_free():
+    buffer = filled({2: [9], 3: [5, 3]}, max_bytes=20 * BYTES)
+    buffer.reserve(10 * BYTES)
+    assert sorted(names(buffer.draw(0))) == [300, 301]
+    buffer.add(np.full(4, 7), np.zeros((4, *SHAPE)), np.ones(4, bool))
+    assert sorted(names(buffer.draw(0))) == [7, 300]  # the shortest went for it
+    buffer.add(np.zeros(11), np.zeros((11, *SHAPE)), np.ones(11, bool))
+    assert buffer.refused == 1
+    buffer.reserve(0)
+    buffer.add(np.zeros(11), np.zeros((11, *SHAPE)), np.ones(11, bool))
+    assert buffer.bytes == 20 * BYTES
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_restore(dtype, tmp_path):
     buffer = filled({2: [3, 8, 5], 3: [4, 6]}, dtype=dtype)

@@ -1,0 +1,219 @@
+"""Drafters while the policy is trained, step by step, on held-out rollouts of the policy as it then is.
+
+The policy in fewer bits: what a pass brings as the policy grows surer of itself (EfficientRollout's block
+efficiency, against entropy). A head: how much an update of the policy costs its accuracy, and how much its
+training on that step's rollouts brings back; beside it the same head as it was before RL.
+
+Computed from states, without decoding: see `drafters/eagle/evaluation.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from drafter_benchmarks.adaptation import trained_with, warm_up_head
+from drafters.eagle import losses
+from drafters.eagle.evaluation import Acceptance
+from drafters.eagle.model import HeadConfig, shared_params
+from drafters.eagle.states import StateReader, States
+from drafters.quantized import QuantizedPolicy, default_format
+from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params
+from rljax.training.loop import TrainingRun
+from rollout_benchmarks.variants import collect_step, open_run
+
+_BITS = (8, 4)
+_LENGTHS, _LENGTH = (2, 5, 11), 5  # of chains; rows' values are of the latter
+_CHUNK = 1024  # positions whose logits exist at once
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDrafts:
+    """What chains of a policy's self-drafter are worth.
+
+    Attributes:
+      by_length: tokens that a verifying pass yields on average, by drafts of a chain.
+      entropy: of the policy's distribution, a token, in nats.
+    """
+
+    by_length: dict[int, float]
+    entropy: float
+
+
+def rl_rows(
+    config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
+) -> list[Row]:
+    """Block efficiency of the self-drafter and accuracy of a head before every update of the policy.
+
+    Args:
+      config: the experiment.
+      settings: the head's warm-up.
+      rl_steps: real policy updates.
+      learning_rate: of these; large, so that a few of them matter.
+      slices: of the head in each of these steps.
+    """
+    rows: list[Row] = []
+    with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
+        head = HeadConfig(settings.variant, run.trainer.config)
+        rollouts, trainer = PolicyRollouts(run, head), make_trainer(run, head, settings)
+        warm_up_head(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
+        frozen, quantized = trainer.params, {bits: QuantizedPolicy(default_format(bits)) for bits in _BITS}
+        numerics = dataclasses.replace(run.numerics, row_invariant=False)
+        training = config.training
+        reader = StateReader(head, numerics, training.pack_length, training.rows_per_microbatch)
+        first: dict[str, SelfDrafts] = {}
+        # What the frozen head was worth at first, and the other one before the last update.
+        frozen_first = before = None
+        progress.stage("rl", rl_steps)
+        for step in range(rl_steps):
+            groups, _, _ = collect_step(run, run.collector, step)
+            shared, heldout = shared_params(run.state.params, head.policy), rollouts.heldout(settings.heldout)
+            drafts = _self_drafts(run, reader, quantized, heldout)
+            first = first or drafts
+            worth = functools.partial(
+                measure, run, head, shared=shared, heldout=heldout, depth=settings.depth
+            )
+            old, updated = worth(frozen), worth(trainer.params)
+            trainer.begin_step(step)
+            for sequence in rollouts.read(groups):
+                trainer.add(*sequence)
+            for _ in range(slices):
+                trainer.slice(shared)
+            trained = worth(trainer.params)
+            reward = float(np.mean([group.reward for group in groups]))
+            details: dict[str, Any] = {"reward": reward, "policy_learning_rate": learning_rate}
+            details["entropy"] = next(iter(drafts.values())).entropy  # the policy's, whoever drafts
+            for name, own in drafts.items():
+                rows.append(_efficiency_row(f"rl/step {step}/{name}", own, first[name], details))
+            details |= {
+                "variant": settings.variant,
+                "warm_up_slices": settings.steps,
+                "slices_per_step": slices,
+            }
+            for name, own, against, baseline in (
+                ("frozen head", old, "first step", frozen_first or old),
+                ("head, policy just updated", updated, "before the update", before or updated),
+                ("head, trained since", trained, "policy just updated", updated),
+            ):
+                rows.append(_accuracy_row(f"rl/step {step}/{name}", own, against, baseline, details))
+            frozen_first, before = frozen_first or old, trained
+            run.learn(groups)
+            progress.step(step + 1, {"reward": reward})
+    return rows
+
+
+def _efficiency_row(name: str, own: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
+    value, baseline = own.by_length[_LENGTH], first.by_length[_LENGTH]
+    by_length = {str(length): tokens for length, tokens in own.by_length.items()}
+    return Row(
+        f"{name}, {_LENGTH} drafts",
+        value,
+        "tokens a pass",
+        "first step",
+        baseline,
+        value / baseline,
+        details | {"block_efficiency_by_length": by_length},
+    )
+
+
+def _accuracy_row(
+    name: str, own: Acceptance, against: str, baseline: Acceptance, details: dict[str, Any]
+) -> Row:
+    value, baseline_value = (100 * each.agreement[0] for each in (own, baseline))
+    return Row(
+        name,
+        value,
+        "% right",
+        against,
+        baseline_value,
+        value / max(baseline_value, 1e-6),
+        details
+        | {
+            "accept_length": own.accept_length,
+            "acceptance_by_position": list(own.by_position),
+            "agreement_by_position": list(own.agreement),
+            "starts": own.starts,
+        },
+    )
+
+
+def _self_drafts(
+    run: TrainingRun, reader: StateReader, quantized: dict[int, QuantizedPolicy], heldout: Sequence[States]
+) -> dict[str, SelfDrafts]:
+    """By name."""
+    pairs = [(tokens[~response], tokens[response]) for tokens, _, response in heldout]
+    policy, params = run.trainer.config, run.state.params
+    target = list(reader.read(params, pairs))
+    found = {}
+    for bits, own in quantized.items():
+        drafted = list(reader.read(own.refresh(params), pairs))
+        own.release()
+        found[f"quantized W{bits}"] = self_drafts(
+            shared_params(params, policy), policy, target, drafted, _LENGTHS
+        )
+    return found
+
+
+def self_drafts(
+    shared: Params,
+    policy: ModelConfig,
+    target: Sequence[States],
+    drafted: Sequence[States],
+    lengths: Sequence[int],
+) -> SelfDrafts:
+    """What chains are worth at every token of the responses, no token behind a response counted.
+
+    Args:
+      shared: the policy's embeddings and LM head.
+      policy: its architecture.
+      target: sequences with the policy's states.
+      drafted: the same ones with the drafter's.
+      lengths: of chains.
+    """
+    finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
+    acceptance, entropy = _compare(shared, policy, *finals)
+    # What is computed at a token is the distribution of the one behind it.
+    responses = [np.append(response[1:], False) for _, _, response in target]
+    ends = np.cumsum([len(response) for response in responses])[:-1]
+    own = [each[of] for each, of in zip(np.split(acceptance, ends), responses, strict=True)]
+    by_length = {}
+    for length in lengths:
+        chains = [sliding(each, length) for each in own]
+        by_length[length] = float(np.mean(losses.expected_accept_length(np.concatenate(chains, axis=1))))
+    return SelfDrafts(by_length, float(entropy[np.concatenate(responses)].mean()))
+
+
+def sliding(x: np.ndarray, length: int) -> np.ndarray:
+    """[length, n] from [n]: column i is x[i : i + length], with zeros behind the end."""
+    padded = np.pad(x, (0, length - 1))
+    return np.stack([padded[i : i + len(x)] for i in range(length)])
+
+
+def _compare(
+    shared: Params, policy: ModelConfig, target: np.ndarray, drafted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Acceptance and the target's entropy, float32 [P] each, of final hidden states [P, d]."""
+    found = []
+    for first in range(0, len(target), _CHUNK):
+        part = [each[first : first + _CHUNK] for each in (target, drafted)]
+        short = _CHUNK - len(part[0])
+        part = [np.pad(each, [(0, short), (0, 0)]) for each in part]
+        found.append(jax.device_get(_chunk(shared, *part, policy=policy)))
+    acceptance, entropy = (np.concatenate(each)[: len(target)] for each in zip(*found, strict=True))
+    return acceptance, entropy
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _chunk(shared: Params, target: Array, drafted: Array, policy: ModelConfig) -> tuple[Array, Array]:
+    p, q = (jax.nn.log_softmax(transformer.logits(shared, policy, each)) for each in (target, drafted))
+    return losses.acceptance(p, q), -jnp.sum(jnp.exp(p) * p, axis=-1)

@@ -1,0 +1,167 @@
+"""When the head learns in the loop, from what, and what becomes of its saves; nothing is computed here."""
+
+import types
+
+import numpy as np
+import pytest
+
+from drafters import training
+from drafters.arguments import checked
+from drafters.base import DraftRequest, Sampled
+from drafters.eagle import drafter as module
+from drafters.eagle import saving
+from drafters.eagle.drafter import EagleArguments, EagleDrafter, PrefilledHead
+from rljax.engine.visits import Assignment
+from rljax.errors import ConfigError, DrafterError
+
+TOKEN = 3 * 2 * 4  # bytes of its states here: float32 [3, 2]
+
+
+class Trainer:
+    """Stands in for `HeadTrainer`; a slice takes a second."""
+
+    def __init__(self, clock):
+        self.params = {"fc": np.ones((2, 2), np.float32)}
+        self.clock, self.steps, self.lengths, self.reserved, self.slices = clock, [], [], 0, 0
+
+    def begin_step(self, step):
+        self.steps.append(step)
+
+    def add(self, tokens, states, mask):
+        assert len(tokens) == len(states) == len(mask)
+        self.lengths.append(len(tokens))
+
+    def reserve(self, size):
+        self.reserved = size
+
+    def slice(self, shared):
+        self.clock.now += 1.0
+        self.slices += 1
+        return {}
+
+    def metrics(self):
+        return {"slices": self.slices}
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        assert not state
+
+
+class Slots:
+    numerics = types.SimpleNamespace(dtype=np.float32)
+
+    def insert(self, *of):
+        pass
+
+    use = insert
+
+    def advance(self, result):
+        return result.counts
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = types.SimpleNamespace(now=100.0)
+    fake = types.SimpleNamespace(perf_counter=lambda: now.now)
+    for one in (training, module):
+        monkeypatch.setattr(one, "time", fake)
+    return now
+
+
+def make(clock, **args):
+    drafter = EagleDrafter(EagleArguments(**args))
+    drafter._engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
+    drafter._slots, drafter._trainer = Slots(), Trainer(clock)
+    drafter.refresh(policy())
+    return drafter
+
+
+def policy():
+    return {"embed": np.zeros(3)}
+
+
+@pytest.mark.parametrize(("inside", "left"), [(0, 3), (2, 1), (9, 0)])
+def test_training_stops_with_its_budget(clock, inside, left):
+    """A tenth of 35 seconds is for three slices, between passes and behind the rollout together."""
+    drafter = make(clock, train_share=0.1, slices=50)
+    drafter._budget.expect(1.0)
+    drafter.begin([])
+    clock.now += 35.0
+    done = sum(drafter.train() for _ in range(inside))
+    assert done == 3 - left
+    drafter.learn([])
+    assert drafter._trainer.slices == 3
+    clock.now += 1000.0  # an update of the policy: no time of the rollouts
+    drafter.begin([])
+    assert not drafter.train()
+
+
+def test_a_step_is_a_policy(clock):
+    """Rounds of one step, as dynamic sampling makes them, are no steps of their own; nor is an evaluation."""
+    drafter = make(clock, train_below=0, slices=2)
+    weights = policy()
+    for _ in range(3):
+        drafter.refresh(weights)
+        drafter.begin([])
+        drafter.learn([])
+    assert drafter._trainer.steps == [] and drafter._trainer.slices == 6
+    resumed = make(clock, train_below=0)
+    resumed.load_state(drafter.state())
+    for each in (drafter, resumed):
+        each.refresh(policy())  # an evaluation's copy, and then the next step's
+        each.refresh(policy())
+        assert each._trainer.steps == [1] and int(each.state()["step"]) == 1
+
+
+def visit(counts):
+    states = np.zeros((len(counts), 4, 3, 2), np.float32)
+    return types.SimpleNamespace(states=states, counts=np.asarray(counts))
+
+
+def test_responses_that_run_count_against_the_buffer(clock):
+    """Of room for 24 tokens, half may be theirs; the shortest is given up for it."""
+    drafter = make(clock, buffer_bytes=24 * TOKEN)
+    drafter.begin([DraftRequest((1, 2, 3), None)] * 3)
+    prompts = PrefilledHead(None, np.zeros((3, 2, 3, 2), np.float32))
+    drafter.insert(prompts, [Assignment(row, row, None, 9) for row in range(3)], range(3))
+    assert drafter._trainer.reserved == 6 * TOKEN
+    drafter.advance(visit([4, 1, 1]))
+    assert drafter._trainer.reserved == 12 * TOKEN
+    drafter.advance(visit([1, 1, 2]))
+    assert drafter._trainer.reserved == 12 * TOKEN  # 7 of the first, 5 of the third
+    counts, ended = np.asarray([5, 2, 3], np.int32), np.ones(3, bool)
+    tokens = np.zeros((3, 5), np.int32)
+    drafter.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
+    assert drafter._trainer.lengths == [7, 5] and drafter._trainer.reserved == 0
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_failed_save_is_told_and_stops_the_run_if_that_is_asked(clock, tmp_path, monkeypatch, last):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_durably", full)
+    told = r"head of step 0 could not be written \(No space left"
+    drafter = make(clock, slices=0, save_dir=str(tmp_path), on_save_failure="go_on")
+    with pytest.warns(UserWarning, match=told + r".*; the run goes on"):
+        drafter.learn([])
+        drafter.state()  # the last checkpoint waits for it
+    drafter = make(clock, slices=0, save_dir=str(tmp_path), on_save_failure="stop")
+    drafter.learn([])
+    with pytest.raises(DrafterError, match=told):
+        drafter.state() if last else drafter.learn([])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden_weight": 1.0}, "hidden_weight: eagle3's outputs are no hidden states"),
+        ({"variant": "eagle", "cross_entropy_weight": -1.0}, "cross_entropy_weight: should be a finite"),
+        ({"unrolled_steps": 15, "pack_length": 16}, "pack_length: 16 is too short for 15 unrolled steps"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_one_line(given, message):
+    with pytest.raises(ConfigError, match=f"^speculation.args.{message}"):
+        checked("speculation.args", "eagle", EagleArguments, given)
