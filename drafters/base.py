@@ -223,6 +223,14 @@ class DeviceDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class KnowingDrafter(DeviceDrafter, Protocol):
+    """A drafter that drafts for a slot only where it was told all of its tokens."""
+
+    def pretend(self, state: "DecodeState") -> None:
+        """After `start`, as if it had been told those of every slot of `state`: to time its drafts."""
+
+
+@runtime_checkable
 class TrainedDrafter(Drafter, Protocol):
     """A drafter that is trained in small slices, whenever there is room.
 

@@ -38,7 +38,7 @@ from rljax.rollout.draft_length import (
     best_length,
     best_strategy,
 )
-from rljax.rollout.pass_choice import Calibration, PassTimes, plain_rate, time_drafts, time_trees
+from rljax.rollout.pass_choice import NodeCalibration, PassTimes, plain_rate, time_drafts, time_trees
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.strategies import Strategy
 
@@ -191,7 +191,7 @@ class HostProposer:
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
         self.name, self.drafter, self._engine = name, drafter, engine
-        self._calibration = Calibration()
+        self._calibration = NodeCalibration()
 
     def refresh(self, params: Params) -> None:
         """It does not read the policy."""
@@ -256,7 +256,7 @@ class _OnDevice:
         self, name: str, drafter: SelfDrafter | DeviceDrafter, engine: DecodeEngine, times: PassTimes
     ) -> None:
         self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
-        self._calibration = Calibration()
+        self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
 
     def refresh(self, params: Params) -> None:
@@ -442,6 +442,6 @@ def _take(
     return {name: array for name, array in state.items() if name not in own}
 
 
-def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: Calibration) -> Proposal:
+def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: NodeCalibration) -> Proposal:
     bins = calibration.bins(drafts.log_probability)
     return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, 0.0)
