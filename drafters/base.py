@@ -91,7 +91,8 @@ class Sampled:
       requests: int32 [n].
       tokens: int32 [n, T]; the first counts[i] of row i follow what was known of request i.
       counts: int32 [n].
-      drafted: int32 [n], draft nodes that were verified: the first ones proposed, as many as were worth it.
+      drafted: int32 [n], this drafter's draft nodes that were verified, as many as were worth it; 0 where
+        another one's were.
       accepted: int32 [n], how many of them were accepted.
       ended: bool [n], the response is complete.
     """
@@ -223,14 +224,24 @@ class DeviceDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class KnowingDrafter(DeviceDrafter, Protocol):
+    """A drafter that drafts for a slot only where it was told all of its tokens."""
+
+    def pretend(self, state: "DecodeState") -> None:
+        """After `start`, as if it had been told those of every slot of `state`: to time its drafts."""
+
+
+@runtime_checkable
 class TrainedDrafter(Drafter, Protocol):
     """A drafter that is trained in small slices, whenever there is room.
 
     Attributes:
       train_below: train inside a rollout once no more than this many responses are still running.
+      trained: False for a new one whose drafts are guesses.
     """
 
     train_below: int
+    trained: bool
 
     def train(self) -> bool:
         """One slice; False when there is nothing left to do, or it would take more time than it may."""

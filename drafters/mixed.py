@@ -138,7 +138,7 @@ def mix(
 
 
 def credit(mixture: Mixture, nodes: np.ndarray) -> np.ndarray:
-    """How many of the nodes, bool [n, nodes], each drafter proposed: int32 [D, n]. For what each is told of
+    """How many of the nodes, bool [n, nodes], each drafter proposed: int32 [D, n]. It is what each is told of
     its drafts (`Sampled.drafted`, `Sampled.accepted`).
     """
     bits = 1 << np.arange(len(mixture.places), dtype=np.int32)

@@ -116,6 +116,9 @@ class SmallModelDrafter:
     def start(self, batch: int) -> None:
         self._companion.begin(batch, self._companion.engine.buckets.cache[0])
 
+    def pretend(self, state: DecodeState) -> None:
+        self._companion.pretend(np.asarray(state.lengths))
+
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The companion prefills what is inserted."""
         return prompts

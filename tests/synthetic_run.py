@@ -116,9 +116,12 @@ def _decisions(random: np.random.Generator) -> list[Decision]:
             tokens = int(plain * (1 if drafter == PLAIN else 1.2 + random.random()))
             turns = max(tokens // (1 if drafter == PLAIN else 3), 1)
             reason = "what promises most"
+            accepted = [] if drafter == PLAIN else [int(share * turns) for share in (0.9, 0.6, 0.3, 0.2)]
+            depths = ([turns] * len(accepted), accepted)
             decisions.append(
                 Decision(
-                    at, 16, responses, drafter, rows, reason, 3, turns, tokens, seconds, 1.5 * plain, plain
+                    *(at, 16, responses, drafter, rows, reason, 3, turns, tokens, seconds),
+                    *(1.5 * plain, plain, *depths),
                 )
             )
             at += seconds + 0.02

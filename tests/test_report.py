@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rljax.reports.decisions import accept_length, by_position
 from rljax.reports.figures import COLORS, new_figure
 from rljax.reports.runs import read_runs
 from rljax.rollout.decisions import PLAIN, Decision
@@ -141,7 +142,10 @@ def write_decisions(directory: Path, *steps: list[Decision]) -> Path:
     return directory
 
 
-FAST = [decide("srt", 60, 1.0, 50.0, 20.0), decide(PLAIN, 20, 1.0, 20.0, 20.0, at=1.0)]
+FAST = [
+    dataclasses.replace(decide("srt", 60, 1.0, 50.0, 20.0), verified=[4, 4], accepted=[4, 3]),
+    decide(PLAIN, 20, 1.0, 20.0, 20.0, at=1.0),
+]
 SLOW = [
     decide("srt", 10, 1.0, 40.0, 20.0, at=0.5),
     decide("eagle", 15, 1.0, 30.0, 20.0, at=1.5),
@@ -167,6 +171,17 @@ def test_decisions_drawn_and_told(report, tmp_path, capsys):
         " 2.00 times plain and brought 0.50",
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_acceptance_by_position_by_hand():
+    """Two turns each; what is logged without depths, as plain steps are, does not count."""
+    short = dataclasses.replace(decide("srt", 3, 1.0, 1.0, 1.0, turns=2), verified=[2, 1], accepted=[1])
+    long = dataclasses.replace(short, verified=[2, 2, 2], accepted=[2, 1, 1], tokens=6)
+    decisions = [short, long, decide("srt", 9, 1.0, 1.0, 1.0)]
+    assert by_position(decisions, "verified").tolist() == [4 / 4, 3 / 4, 2 / 4]
+    assert by_position(decisions, "accepted").tolist() == [3 / 4, 1 / 4, 1 / 4]
+    assert 1 + by_position(decisions, "accepted").sum() == accept_length([short, long])
+    assert by_position([], "accepted").tolist() == []
 
 
 def test_of_many_slow_steps_the_slowest_are_told(report, tmp_path, capsys):

@@ -228,6 +228,10 @@ class EagleDrafter:
         """The head's weights as they are now; None before the first rollout."""
         return None if self._trainer is None else self._trainer.params
 
+    @property
+    def trained(self) -> bool:
+        return self._loaded is not None or (self._trainer is not None and self._trainer.updates > 0)
+
     def _make_trainer(self, policy_params: Params) -> HeadTrainer:
         arguments, training = self._arguments, self._arguments.training
         head = self._loaded

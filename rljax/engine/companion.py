@@ -172,6 +172,10 @@ class Companion:
             self._sizes[slot] = len(sequence)
             self._lengths[slot] = len(sequence) - 1
 
+    def pretend(self, lengths: np.ndarray) -> None:
+        """To time drafting: as if every slot had a request of so many tokens and one more, int32 [B]."""
+        self._lengths, self._sizes = lengths.astype(np.int32), lengths.astype(np.int32) + 1
+
     def _prefill(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Prefix, int]]:
         """Where each sequence's keys and values are; prompts come again, with every sample of a group."""
         wanted = [tuple(sequence) for sequence in sequences]

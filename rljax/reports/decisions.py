@@ -84,6 +84,18 @@ def accept_length(decisions: Iterable[Decision]) -> float:
     return sum(each.tokens for each in decisions) / max(sum(each.turns for each in decisions), 1)
 
 
+def by_position(decisions: Iterable[Decision], nodes: str) -> np.ndarray:
+    """Draft nodes at each position behind the last token, from 1 on, that a response's pass "verified" or
+    "accepted" on the average: float [D]. Those accepted add up to the accept length less one.
+    """
+    decisions = [decision for decision in decisions if decision.verified]
+    counts = np.zeros(max((len(decision.verified) for decision in decisions), default=0))
+    for decision in decisions:
+        own = getattr(decision, nodes)
+        counts[: len(own)] += own
+    return counts / max(sum(decision.turns for decision in decisions), 1)
+
+
 # --- in words ----------------------------------------------------------------------------------------------
 
 
@@ -147,24 +159,28 @@ def _worst_promise(decisions: Sequence[Decision]) -> str | None:
 
 
 def draw(runs: Sequence[RunDecisions], path: Path) -> None:
-    """Four panels a run, below each other."""
+    """Five panels a run, below each other."""
     for run in runs:
         if not run.steps:
             raise UserError(
                 f"{run.path / 'decisions.jsonl'}: no decisions there to draw; runs with speculation.drafter"
                 " have some once a batch is down to speculation.max_batch"
             )
-    figure = new_figure("--decisions", 13, 9 * len(runs))
+    figure = new_figure("--decisions", 13, 13 * len(runs))
     parts = figure.subfigures(len(runs), 1, squeeze=False)[:, 0]
     for run, part in zip(runs, parts, strict=True):
         palette = itertools.cycle(COLORS)
         colors = {drafter: _PLAIN_COLOR if drafter == PLAIN else next(palette) for drafter in run.drafters}
-        (timeline, share), (promises, lengths) = part.subplots(2, 2)
-        draw_timeline(timeline, run, colors)
-        draw_shares(share, run, colors)
-        draw_promises(promises, run, colors)
-        draw_accept_lengths(lengths, run, colors)
-        for axes in (timeline, share, promises, lengths):
+        grid = part.add_gridspec(3, 2)
+        for place, drawer in (
+            (grid[0, :], draw_timeline),
+            (grid[1, 0], draw_shares),
+            (grid[1, 1], draw_promises),
+            (grid[2, 0], draw_accept_lengths),
+            (grid[2, 1], draw_positions),
+        ):
+            axes = part.add_subplot(place)
+            drawer(axes, run, colors)
             axes.grid(alpha=0.3)
             axes.set_axisbelow(True)
         part.suptitle(f"What the rollout manager decided: {run.name}")
@@ -280,6 +296,24 @@ def draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, st
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
     _steps_axis(axes, run)
     axes.legend(loc="upper center", ncols=4, fontsize=8)
+
+
+def draw_positions(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+    """Of all steps."""
+    for drafter, color in colors.items():
+        own = [each for each in run.all if each.drafter == drafter]
+        accepted = by_position(own, "accepted")
+        if not len(accepted):
+            continue
+        positions = np.arange(1, len(accepted) + 1)
+        axes.plot(positions, accepted, "o-", color=color, markersize=4, label=_label(drafter))
+        axes.plot(positions, by_position(own, "verified"), ":", color=color)
+    axes.set(xlabel="position behind the last token", ylabel="draft nodes of a response and pass")
+    axes.set_title("Accepted by position (dotted: verified)")
+    axes.set_ylim(0, max(1.25 * axes.get_ylim()[1], 1.25))  # room for the legend
+    axes.locator_params(axis="x", integer=True)
+    if axes.lines:
+        axes.legend(loc="upper center", ncols=4, fontsize=8)
 
 
 def _label(drafter: str) -> str:

@@ -84,6 +84,9 @@ def _decision_panels(run: RunData, named: bool) -> Iterator[Panel]:
         ),
         ("Accept length by drafter", "Of verifying passes.", decisions.draw_accept_lengths),
     ]
+    if any(each.verified for each in own.all):
+        caption = "Solid: draft nodes accepted; they add up to the accept length less one. Dotted: verified."
+        figures.append(("Accept length by position", caption, decisions.draw_positions))
     if any(each.expected > 0 and each.plain > 0 and each.tokens > 0 for each in own.all):
         caption = "Below the diagonal, a decision brought less than promised. Larger dots took longer."
         figures.append(("What was promised, what came", caption, decisions.draw_promises))

@@ -15,8 +15,9 @@ Where the paper says nothing, or we do otherwise:
 - **The plain step is an arm**, so the selector can decide against speculation. TLT switches speculation on by
   a threshold on the batch alone.
 - **Fallback.** Section 5.3 falls back to a model-free drafter while a learned one is unavailable or
-  inefficient. Here a drafter that is unavailable is no candidate (`set_available`), one that loses has the
-  lower median, and `arms_by_batch` gives every drafter an arm in every bucket.
+  inefficient. Here a drafter that is unavailable, as a head before it is trained, is no candidate
+  (`set_available`), one that loses has the lower median, and `arms_by_batch` gives every drafter an arm in
+  every bucket.
 
     bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
     strategy = bandit.choose(batch)                     # None is a plain step
@@ -36,7 +37,7 @@ from rljax.rollout.strategies import Arm, Strategy, arm_name
 _FIRST_TRIES = 3  # the fewest rewards whose median survives one outlier
 
 
-class Decision(NamedTuple):
+class Selection(NamedTuple):
     """A choice, for the log.
 
     Attributes:
@@ -80,7 +81,7 @@ class BegMab:
             for batch in self._batches
         }
         self._unavailable: set[str] = set()
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, Selection] = {}
 
     def set_available(self, drafter: str, available: bool) -> None:
         """Whether a drafter can be chosen: not, for example, before it is trained. All can, unless told."""
@@ -106,7 +107,7 @@ class BegMab:
         missing = sorted({arm.drafter for arm in rates if arm is not None} & self._unavailable)
         if missing:
             reason += f"; not available: {', '.join(missing)}"
-        self._decisions[bucket] = Decision(chosen, reason, medians)
+        self._decisions[bucket] = Selection(chosen, reason, medians)
         return chosen
 
     def _select(
@@ -152,7 +153,7 @@ class BegMab:
             raise ValueError(f"{tokens} tokens of {responses} responses in {seconds} seconds")
         rates[strategy].append(tokens / responses / seconds)
 
-    def explain(self, batch: int) -> Decision:
+    def explain(self, batch: int) -> Selection:
         """The last choice for a batch in this bucket, and why: (strategy, reason, medians)."""
         bucket = self._bucket(batch)
         if bucket not in self._decisions:

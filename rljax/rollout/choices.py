@@ -8,7 +8,7 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.pass_choice import Candidates, candidates
+from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
 from rljax.rollout.proposers import ActiveSlots, Proposal, Proposer
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.strategies import Arm, Strategy
@@ -42,8 +42,13 @@ class Choice:
 class Manager(Protocol):
     """Decides what the next step does."""
 
-    def begin(self) -> None:
-        """A rollout begins, with weights that have moved."""
+    def begin(self, training: bool, step: int) -> None:
+        """A rollout begins, with weights that may have moved.
+
+        Args:
+          training: False where it is none of training, so that what is accepted in it says nothing of that.
+          step: of training; with dynamic sampling a step may have several rollouts.
+        """
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
@@ -51,13 +56,20 @@ class Manager(Protocol):
         """Drafts where that pays. Consumes `state`."""
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
-        """What came of a choice in a state of `batch`: tokens of so many responses, and its passes' time."""
+        """What came of a choice in a state of `batch`: tokens, and its passes' time, for which so many
+        responses decoded or waited.
+        """
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps."""
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Takes up its own part of what `state` returned, and returns the rest."""
+
+
+def plain_promise(times: PassTimes, state: DecodeState, active: ActiveSlots) -> float:
+    """Wanted tokens per second of plain steps of a state, also of slots that this pass leaves out."""
+    return plain_rate(int(active.wanted.sum()) + active.standing_by, times, state.batch, state.cache.length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Collector:
                 request_key(self.seed, purpose, step, index, sample),
                 self.max_response_length,
                 purpose == TRAINING,
+                step,
             )
             for prompt, index in zip(prompts, indices, strict=True)
             for sample in range(samples)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rljax.rollout.choices import Choice
 
 PLAIN = "plain"
+MOST_DEPTHS = 32
+"""That are told apart; what is deeper counts as the last of them."""
 
 
 @dataclasses.dataclass
@@ -26,6 +29,8 @@ class Decision:
       seconds: that it took, drafting included.
       expected: tokens that were promised for that time; 0 where nothing was.
       plain: tokens that plain decoding promised for that time; 0 where nothing is known of it.
+      verified: draft nodes that were verified, by depth from 1 on.
+      accepted: those of them that a token came from.
     """
 
     at: float
@@ -40,6 +45,8 @@ class Decision:
     seconds: float = 0.0
     expected: float = 0.0
     plain: float = 0.0
+    verified: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
 
 
 class DecisionLog:
@@ -54,8 +61,26 @@ class DecisionLog:
         """A rollout begins."""
         self._began, self._at, self._last = time.perf_counter(), 0.0, ()
 
-    def add(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
-        """A choice was just carried out: its tokens, and the time of its passes alone."""
+    def add(
+        self,
+        choice: Choice,
+        batch: int,
+        responses: int,
+        tokens: int,
+        seconds: float,
+        verified: Sequence[int] = (),
+        accepted: Sequence[int] = (),
+    ) -> None:
+        """A choice was just carried out.
+
+        Args:
+          choice: it.
+          batch: slots of the state.
+          responses: that decoded.
+          tokens: that came of it.
+          seconds: of its passes alone.
+          verified, accepted: nodes of each depth from 1 on.
+        """
         drafter = PLAIN if choice.proposal is None else choice.proposal.name
         seconds += choice.seconds
         # Sums of promises mean something only where each of them is one.
@@ -72,8 +97,16 @@ class DecisionLog:
         last.seconds += seconds
         last.expected += choice.expected * seconds
         last.plain += choice.plain * seconds
+        _add_depths(last.verified, verified)
+        _add_depths(last.accepted, accepted)
 
     def take(self) -> list[dict[str, Any]]:
         """What was decided since the last time, in order, as JSON can hold it."""
         taken, self._decisions, self._last = self._decisions, [], ()
         return [dataclasses.asdict(decision) for decision in taken]
+
+
+def _add_depths(into: list[int], counts: Sequence[int]) -> None:
+    into.extend([0] * (min(len(counts), MOST_DEPTHS) - len(into)))
+    for depth, count in enumerate(counts):
+        into[min(depth, MOST_DEPTHS - 1)] += count

@@ -87,10 +87,12 @@ class Ladder:
         nearest = int(np.abs(self.acceptances - acceptance).argmin())
         return int(self.windows[self.drafters.index(drafter), nearest, self._column(batch)])
 
-    def first(self, history: Mapping[str, float], batch: int) -> str | None:
-        """The drafter that a rollout begins with; None where plain decoding is the fastest."""
+    def first(self, history: Mapping[str, float], batch: int, least: float = 1.0) -> str | None:
+        """The drafter that a rollout begins with; None where plain decoding is the fastest: where no speed-up
+        is more than `least`.
+        """
         best = self.ranking(history, batch)[0]
-        return best if self.speedup(best, history[best], batch) > 1 else None
+        return best if self.speedup(best, history[best], batch) > least else None
 
     def ranking(self, history: Mapping[str, float], batch: int) -> list[str]:
         """All drafters, the most promising first; of equals those listed first."""

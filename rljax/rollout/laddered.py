@@ -15,7 +15,7 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.choices import Choice, draft
+from rljax.rollout.choices import Choice, draft, plain_promise
 from rljax.rollout.draft_ladder import AcceptanceHistory, Costs, DraftCost, Ladder, profile
 from rljax.rollout.draft_length import DRAFT_STEP
 from rljax.rollout.pass_choice import PassTimes
@@ -35,18 +35,15 @@ class _Watched(Proposal):
 
     Attributes:
       inner: the proposal.
-      judged: is told of every slot how many of its draft tokens were judged, and accepted: int [n] each.
+      tell: is told of every slot how many of its draft tokens were judged, and accepted: int [n] each.
     """
 
     inner: Proposal
-    judged: Callable[[np.ndarray, np.ndarray], None]
+    tell: Callable[[np.ndarray, np.ndarray], None]
 
     def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         self.inner.credit(verified, accepted)
-        levels = _levels(self.parents[:, : verified.shape[1]])
-        offered = np.where(verified, levels, 0).max(axis=1, initial=0)
-        taken = accepted.sum(axis=1)
-        self.judged(np.minimum(taken + 1, offered), taken)
+        self.tell(*self.judged(verified, accepted))
 
 
 class Laddered:
@@ -67,49 +64,56 @@ class Laddered:
         self._history = AcceptanceHistory(list(self._proposers))
         # In this rollout, by drafter and request: draft tokens judged, and accepted.
         self._own: dict[str, dict[int, np.ndarray]] = {}
-        self.begin()
+        self._training = False
+        self.begin(False, 0)
 
-    def begin(self) -> None:
+    def begin(self, training: bool, step: int) -> None:
         self._record_rollout()
+        self._training = training
         self._ladders: dict[int, Ladder] = {}  # by cache length
         self._drafter: str | None = None
-        self._window, self._reason = 0, ""
+        self._window, self._rate, self._reason = 0, 0.0, ""
         self._chosen_for = self._most = 0  # responses; the most of a choice
         self._trial = 0  # passes until it is over; 0 where there is none
+        # In this rollout, by drafter: how often it was asked, and how often it had something.
+        self._answers = {name: np.zeros(2) for name in self._proposers}
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
-        responses = len(active.slots)
+        responses = len(active.slots) + active.standing_by
         over = self._trial == 1
         self._trial = max(self._trial - 1, 0)
         if over or 2 * responses <= self._chosen_for or responses > self._chosen_for:
             self._climb(state.cache.length, active)
+        plain = plain_promise(self._times, state, active)
         if self._drafter is None:
-            return state, Choice(None, None, 0, self._reason, 0.0, 0.0)
+            return state, Choice(None, None, 0, self._reason, plain, plain)
         proposer = self._proposers[self._drafter]
         strategy = _strategy(proposer, self._window)
         state, drafted = draft(proposer, strategy, state, active, statistics, self._buckets)
+        self._answers[self._drafter] += (1, drafted.rows > 0)
         if not drafted.rows:
+            self._trial = -(-self._trial // 2)
             reason = f"{self._drafter} had nothing to verify ({self._reason})"
-            return state, Choice(None, None, 0, reason, 0.0, 0.0, seconds=drafted.seconds)
+            return state, Choice(None, None, 0, reason, plain, plain, seconds=drafted.seconds)
         watched = self._watched(drafted.proposal, active.requests)
-        choice = Choice(watched, drafted.found, drafted.rows, self._reason, 0.0, 0.0)
+        ladder, worth = self._ladder(state.cache.length), self._worth(state.cache.length, active)
+        promised = plain * worth * ladder.speedup(self._drafter, self._rate, len(active.slots))
+        choice = Choice(watched, drafted.found, drafted.rows, self._reason, promised, plain)
         return state, dataclasses.replace(choice, seconds=drafted.seconds)
 
     def _record_rollout(self) -> None:
-        """The rollout that is over goes into the history."""
-        for drafter, own in self._own.items():
+        """The rollout that is over goes into the history, if it was one of training."""
+        for drafter, own in self._own.items() if self._training else ():
             judged, accepted = np.sum(list(own.values()), axis=0).tolist()
             self._history.record(drafter, judged, accepted)
         self._own = {}
 
     def _climb(self, length: int, active: ActiveSlots) -> None:
         """Chooses for the responses that still run."""
-        responses = len(active.slots)
-        if length not in self._ladders:
-            self._ladders[length] = profile(self._costs(length), _ACCEPTANCES)
-        ladder, history = self._ladders[length], self._history.rates
+        responses = len(active.slots) + active.standing_by
+        ladder, history = self._ladder(length), self._history.rates
         rates, tried = dict(history), set()
         for drafter, own in self._own.items():
             running = [own[request] for request in active.requests.tolist() if request in own]
@@ -117,20 +121,41 @@ class Laddered:
                 tried.add(drafter)
                 judged, accepted = np.sum(running, axis=0).tolist()
                 rates[drafter] = (accepted + _AS_EVIDENCE * history[drafter]) / (judged + _AS_EVIDENCE)
+        for drafter, (asked, answered) in self._answers.items():
+            if asked:  # who says nothing is never right
+                rates[drafter] *= answered / asked
         self._chosen_for, self._most = responses, max(self._most, responses)
-        best = ladder.ranking(rates, responses)[0]
-        self._drafter = ladder.first(rates, responses)
+        slots, worth = len(active.slots), self._worth(length, active)
+        ranking = ladder.ranking(rates, slots)
+        best, self._drafter = ranking[0], ladder.first(rates, slots, 1 / worth)
         self._reason = f"{best} is first on the ladder"
-        untried = [drafter for drafter in ladder.ranking(history, responses) if drafter not in tried]
+        untried = [
+            drafter
+            for drafter in ranking
+            if drafter not in tried and worth * ladder.speedup(drafter, rates[drafter], slots) > 1
+        ]
         had = max(tried, key=lambda drafter: rates[drafter], default=None)
         if 2 * responses <= self._most and untried and had and rates[had] < _LITTLE * history[had]:
             best = self._drafter = untried[0]
             self._trial = _TRIAL
             self._reason = f"stragglers accept {rates[had]:.0%} of {had} and try {best}"
-        speedup = ladder.speedup(best, rates[best], responses)
+        speedup = worth * ladder.speedup(best, rates[best], slots)
         of = f"{rates[best]:.0%} acceptance, {responses} responses: {speedup:.2f} times plain decoding"
         self._reason += f"; at {of}"
-        self._window = max(ladder.window(best, rates[best], responses), 1)
+        self._rate = rates[best]
+        self._window = max(ladder.window(best, rates[best], slots), 1)
+
+    def _ladder(self, length: int) -> Ladder:
+        """Over caches of a length."""
+        if length not in self._ladders:
+            self._ladders[length] = profile(self._costs(length), _ACCEPTANCES)
+        return self._ladders[length]
+
+    def _worth(self, length: int, active: ActiveSlots) -> float:
+        """What is left of a speed-up for these slots where others stand by: a plain step is one of all."""
+        own, both = len(active.slots), len(active.slots) + active.standing_by
+        plain = [self._times[self._buckets.batch_for(n), length, 0] for n in (own, both)]
+        return own / both * plain[1] / plain[0] if own < both else 1.0
 
     def _costs(self, length: int) -> Costs:
         """What drafting and passes take over caches of a length."""
@@ -167,12 +192,12 @@ class Laddered:
     def _watched(self, proposal: Proposal, requests: np.ndarray) -> _Watched:
         own = self._own.setdefault(proposal.name, {})
 
-        def judged(offered: np.ndarray, taken: np.ndarray) -> None:
-            for request, counts in zip(requests.tolist(), np.stack([offered, taken], axis=1), strict=True):
+        def tell(judged: np.ndarray, taken: np.ndarray) -> None:
+            for request, counts in zip(requests.tolist(), np.stack([judged, taken], axis=1), strict=True):
                 own[request] = own.get(request, 0) + counts
 
         fields = {field.name: getattr(proposal, field.name) for field in dataclasses.fields(Proposal)}
-        return _Watched(**fields, inner=proposal, judged=judged)
+        return _Watched(**fields, inner=proposal, tell=tell)
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         """Acceptance is counted draft by draft; times are measured by whoever measures all of them."""
@@ -193,13 +218,3 @@ def _strategy(proposer: Proposer, window: int) -> Strategy:
         tree = min(proposer.drafter.strategies, key=lambda each: abs(each.depth - window))
         return Strategy(proposer.name, tree.depth, tree.top_k, min(tree.nodes, max(window, tree.depth)))
     return Strategy(proposer.name, window, 1, window)
-
-
-def _levels(parents: np.ndarray) -> np.ndarray:
-    """From nodes' parents to their levels, 1 for children of the root: int [n, N]."""
-    levels = np.ones_like(parents)
-    rows = np.arange(len(parents))
-    for column in range(parents.shape[1]):  # parents stand before their children
-        parent = parents[:, column]
-        levels[:, column] = np.where(parent < 0, 1, levels[rows, np.maximum(parent, 0)] + 1)
-    return levels

@@ -13,20 +13,22 @@ All decide only how much work a forward pass does, never a token.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
+from drafters.base import TrainedDrafter
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.rollout.bandit import BegMab
-from rljax.rollout.choices import Choice, Manager, draft
+from rljax.rollout.choices import Choice, Manager, draft, plain_promise
 from rljax.rollout.laddered import Laddered
 from rljax.rollout.mixing import Mixer
-from rljax.rollout.pass_choice import Candidates, PassTimes, candidates, plain_rate
+from rljax.rollout.pass_choice import Candidates, PassTimes, candidates
 from rljax.rollout.patience_ladder import PatienceLadder
 from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
 from rljax.rollout.records import DecodeStatistics
@@ -63,7 +65,7 @@ class Expected:
         self._mixer = Mixer(proposers, buckets.max_drafts) if mix and len(proposers) > 1 else None
         self._choose_rows = rows
 
-    def begin(self) -> None:
+    def begin(self, training: bool, step: int) -> None:
         if self._mixer is not None:
             self._mixer.forget()
 
@@ -71,7 +73,7 @@ class Expected:
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
-        plain = plain_rate(active.wanted.sum() + active.standing_by, self._times, *shape)
+        plain = plain_promise(self._times, state, active)
         best = Choice(None, None, 0, "nothing promises more than a plain step", plain, plain)
         offered: list[Proposal] = []
         spent = 0.0
@@ -141,16 +143,20 @@ class Bandit:
         self._buckets = buckets
         if not strategies:
             room = room_per_slot(buckets, buckets.batch[0])
-            strategies = [each for proposer in proposers for each in proposer.default_strategies(room)]
+            own = [proposer.default_strategies(room) for proposer in proposers] if room else []
+            strategies = [*itertools.chain.from_iterable(own)]
         self._bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
+        self._trained = [each for each in proposers if isinstance(each.drafter, TrainedDrafter)]
 
-    def begin(self) -> None:
+    def begin(self, training: bool, step: int) -> None:
         """The window forgets by itself."""
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
-        responses = len(active.slots)
+        responses = len(active.slots) + active.standing_by  # they wait for this pass, too
+        for proposer in self._trained:
+            self._bandit.set_available(proposer.name, proposer.drafter.trained)
         arm = self._bandit.choose(state.batch, responses)
         _, reason, medians = self._bandit.explain(state.batch)
         promised, plain = medians.get(arm, 0.0), medians.get(None, 0.0)
@@ -181,25 +187,31 @@ class Fixed:
     Args:
       proposers: who can draft.
       buckets: sizes of passes.
+      times: what passes take, for what is promised.
       strategy: what is done before every pass.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], buckets: Buckets, strategy: Strategy) -> None:
+    def __init__(
+        self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, strategy: Strategy
+    ) -> None:
         self._proposer = next(each for each in proposers if each.name == strategy.drafter)
-        self._buckets, self._strategy = buckets, strategy
+        self._buckets, self._times, self._strategy = buckets, times, strategy
 
-    def begin(self) -> None:
+    def begin(self, training: bool, step: int) -> None:
         """Nothing is learned."""
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         state, drafted = draft(self._proposer, self._strategy, state, active, statistics, self._buckets)
-        reason = f"always {self._strategy}"
+        reason, plain = f"always {self._strategy}", plain_promise(self._times, state, active)
         if not drafted.rows:
             reason = f"{self._proposer.name} had nothing to verify ({reason})"
-            return state, Choice(None, None, 0, reason, 0.0, 0.0, seconds=drafted.seconds)
-        choice = Choice(drafted.proposal, drafted.found, drafted.rows, reason, 0.0, 0.0)
+            return state, Choice(None, None, 0, reason, plain, plain, seconds=drafted.seconds)
+        nodes = dict(self._buckets.passes(state.batch))[drafted.rows]
+        seconds = drafted.seconds + self._times[(state.batch, state.cache.length, drafted.rows)]
+        promised = drafted.found.expected(drafted.rows, nodes) / seconds
+        choice = Choice(drafted.proposal, drafted.found, drafted.rows, reason, promised, plain)
         return state, dataclasses.replace(choice, seconds=drafted.seconds)
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
@@ -218,54 +230,74 @@ class Toggled:
     Args:
       proposer: of the self-drafter.
       buckets: sizes of passes.
+      times: what plain steps take, for what is promised.
       toggle: predicts.
-      ladder: how far is drafted, by the acceptance of the steps before.
+      ladder: how far is drafted, by the acceptance of the training steps before.
     """
 
     def __init__(
-        self, proposer: SelfProposer, buckets: Buckets, toggle: Toggle, ladder: PatienceLadder
+        self,
+        proposer: SelfProposer,
+        buckets: Buckets,
+        times: PassTimes,
+        toggle: Toggle,
+        ladder: PatienceLadder,
     ) -> None:
-        self._proposer, self._buckets = proposer, buckets
+        self._proposer, self._buckets, self._times = proposer, buckets, times
         self._toggle, self._ladder = toggle, ladder
-        self._judged = (0, 0)
+        self._training, self._step = False, -1  # of the last rollout, of the last training step
+        self._counted = proposer.verified.copy()  # drafts verified and accepted, up to the last rollout
+        self._of_step = np.zeros(2, np.int64)  # those of the last training step
 
-    def begin(self) -> None:
-        before, (drafted, accepted) = self._judged, self._proposer.judged
-        self._judged = (drafted, accepted)
-        if drafted > before[0]:
-            self._ladder.update((accepted - before[1]) / (drafted - before[0]))
+    def begin(self, training: bool, step: int) -> None:
+        self._count()
+        if training and step != self._step:
+            drafted, accepted = self._of_step.tolist()
+            self._ladder.update(accepted / drafted if drafted else None)
+            self._of_step, self._step = np.zeros(2, np.int64), step
+        self._training = training
         self._toggle.begin(chain=self._ladder.length)
+
+    def _count(self) -> None:
+        """What was drafted in the rollout that is over belongs to its step, if it was one of training."""
+        if self._training:
+            self._of_step = self._of_step + self._proposer.verified - self._counted
+        self._counted = self._proposer.verified.copy()
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
-        context = float(active.positions.mean())
-        on, reason = self._toggle(len(active.slots), context, self._proposer.acceptance)
+        acceptance = self._proposer.acceptance
+        shape = (len(active.slots), state.cache.length, acceptance, active.standing_by)
+        plain = plain_promise(self._times, state, active)
+        on, reason = self._toggle(*shape)
         if not on:
-            return state, Choice(None, None, 0, reason, 0.0, 0.0)
+            return state, Choice(None, None, 0, reason, plain, plain)
         sizes = self._buckets.passes(state.batch)
         room = max(min(nodes, rows // len(active.slots) - 1) for rows, nodes in sizes)
         length = min(self._ladder.length, room)
         if length < 1:
-            return state, Choice(None, None, 0, "no pass has room for a draft", 0.0, 0.0)
+            return state, Choice(None, None, 0, "no pass has room for a draft", plain, plain)
         strategy = Strategy(self._proposer.name, length, 1, length)
         state, proposal = self._proposer.propose(state, active, statistics, strategy)
         found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
         wanted = len(active.slots) * (length + 1)
         rows = next(rows for rows, nodes in sizes if rows >= wanted and nodes >= length)
-        return state, Choice(proposal, found, rows, reason, 0.0, 0.0, seconds=proposal.seconds)
+        promised = self._toggle.predicted(*shape) * plain
+        return state, Choice(proposal, found, rows, reason, promised, plain, seconds=proposal.seconds)
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         """The proposer is credited with what was accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
-        return self._ladder.state() | {"toggle_judged": np.asarray(self._judged, np.int64)}
+        self._count()  # checkpoints are made between rollouts
+        return self._ladder.state() | {"toggle_step": np.asarray([self._step, *self._of_step], np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._ladder.load_state(state)
-        if "toggle_judged" in state:
-            drafted, accepted = state["toggle_judged"].tolist()
-            self._judged = (drafted, accepted)
+        if "toggle_step" in state:
+            self._step, *of_step = state["toggle_step"].tolist()
+            self._of_step = np.asarray(of_step, np.int64)
         own = self.state().keys()
         return {name: array for name, array in state.items() if name not in own}
 
@@ -299,7 +331,7 @@ class StrategyChoice:
         rows: RowsChoice,
     ) -> Manager:
         """The manager of these drafters; raises a ConfigError for strategies that none of them can draft."""
-        _check_offered(self.strategies, proposers)
+        _check_offered(self.strategies, proposers, buckets.max_drafts)
         if self.by == "expected":
             return Expected(proposers, buckets, times, self.mix, rows)
         if self.by == "roofline":
@@ -307,17 +339,24 @@ class StrategyChoice:
             lengths = [length for length in _LADDER if length <= buckets.max_drafts]
             ladder = PatienceLadder(lengths or [buckets.max_drafts])
             toggle = Toggle(self.roofline, ladder.length, buckets=buckets)
-            return Toggled(proposer, buckets, toggle, ladder)
+            return Toggled(proposer, buckets, times, toggle, ladder)
         if self.by == "fixed":
             (strategy,) = self.strategies
-            return Fixed(proposers, buckets, strategy)
+            return Fixed(proposers, buckets, times, strategy)
         if self.by == "ladder":
             return Laddered(proposers, buckets, times, max_batch)
         return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
 
 
-def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer]) -> None:
+def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer], max_drafts: int) -> None:
     for proposer in proposers:
+        if isinstance(proposer, SelfProposer):
+            for strategy in strategies:
+                if strategy.drafter == proposer.name and (strategy.depth > max_drafts or strategy.top_k > 1):
+                    raise ConfigError(
+                        f"speculation.strategies: {strategy}: {proposer.name} drafts chains, of up to"
+                        f" speculation.max_drafts {max_drafts} tokens; give it top_k 1 and no more depth"
+                    )
         if not isinstance(proposer, DeviceProposer):
             continue  # any number of nodes
         offered = [(tree.depth, tree.top_k) for tree in proposer.drafter.strategies]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.base import Drafts
-from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, mix
+from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
 from rljax.rollout.proposers import Proposal, Proposer
 
 
@@ -94,6 +94,11 @@ class MixedProposal(Proposal):
             own_verified = kept & np.take_along_axis(verified, np.maximum(places, 0), axis=1)
             own_accepted = own_verified & np.take_along_axis(accepted, np.maximum(places, 0), axis=1)
             part.credit(own_verified, own_accepted)
+
+    def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        width = self.tokens.shape[1]
+        drafted, taken = (credit(self.mixture, _widen(nodes, width)) for nodes in (verified, accepted))
+        return {part.name: (drafted[number], taken[number]) for number, part in self.parts.items()}
 
 
 def _empty(slots: int, nodes: int) -> Proposal:

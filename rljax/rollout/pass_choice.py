@@ -4,7 +4,7 @@ Before each pass the expected tokens per second of every number of rows that is 
 decoding, are compared, from
 
 - how likely the drafter says that each of its nodes is, corrected by how often such nodes were accepted so
-  far (`Calibration`);
+  far (`NodeCalibration`);
 - how long a pass of each shape took so far (`PassTimes`).
 
 The rows of a pass go to the most likely nodes of all slots: requests compete for them. So a drafter that is
@@ -21,7 +21,7 @@ from collections.abc import Hashable
 import jax
 import numpy as np
 
-from drafters.base import DeviceDrafter
+from drafters.base import DeviceDrafter, KnowingDrafter
 from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
@@ -120,7 +120,7 @@ def best_rows(found: Candidates, buckets: Buckets, times: PassTimes, batch: int,
     return best
 
 
-class Calibration:
+class NodeCalibration:
     """From the probability that a drafter gives a node to how often such nodes were accepted."""
 
     def __init__(self) -> None:
@@ -233,10 +233,17 @@ def time_trees(
     """Seconds of drafting a tree for every slot, as `time_passes` takes those of passes."""
     state, seconds = _half_full(engine.init_state(batch, length)), []
     drafter.start(batch)
+    knowing = isinstance(drafter, KnowingDrafter)
+    if knowing:
+        drafter.pretend(state)
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        np.asarray(drafter.draft(state, strategy).log_probability)
-        seconds.append(time.perf_counter() - start)
+        drafted = drafter.draft(state, strategy)
+        np.asarray(drafted.log_probability)
+        taken = time.perf_counter() - start
+        if knowing and strategy.top_k == 1:  # all chains may have ended before
+            taken *= strategy.depth / max(int(np.asarray(drafted.tree.valid).sum(axis=1).max()), 1)
+        seconds.append(taken)
     return seconds[1:]  # the first may compile
 
 

@@ -10,6 +10,7 @@ checkpoints; times do not: the machine that goes on may be another one, or busie
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ from rljax.rollout.draft_length import (
     best_length,
     best_strategy,
 )
-from rljax.rollout.pass_choice import Calibration, PassTimes, plain_rate, time_drafts, time_trees
+from rljax.rollout.pass_choice import NodeCalibration, PassTimes, plain_rate, time_drafts, time_trees
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.strategies import Strategy
 
@@ -92,9 +93,33 @@ class Proposal:
         """Of the drafter."""
         return self.proposer.name
 
+    @functools.cached_property
+    def levels(self) -> np.ndarray:
+        """Of each node in its tree, 1 for children of the last sampled token: int [n, N]; of others 1."""
+        parents = np.where(self.usable, self.parents, -1)  # what is no node may have any
+        levels, rows = np.ones(parents.shape, np.int64), np.arange(len(parents))
+        for column in range(parents.shape[1]):  # parents stand before their children
+            parent = parents[:, column]
+            levels[:, column] = np.where(parent < 0, 1, levels[rows, np.maximum(parent, 0)] + 1)
+        return levels
+
+    def judged(self, verified: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each slot the levels that were judged, those whose level above was accepted and that had a
+        verified node; and how many of them were accepted: int [n] each. Arguments as of `credit`.
+        """
+        offered = np.where(verified, self.levels[:, : verified.shape[1]], 0).max(axis=1, initial=0)
+        taken = accepted.sum(axis=1)
+        return np.minimum(taken + 1, offered), taken
+
     def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Which of the nodes were verified, and which of these accepted: bool [n, up to N]."""
-        self.proposer.credit(self.bins[:, : verified.shape[1]], verified, accepted)
+        self.proposer.credit(self, verified, accepted)
+
+    def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By drafter, how many of its nodes each slot verified, and accepted: int32 [n] each. Arguments as of
+        `credit`.
+        """
+        return {self.name: (verified.sum(axis=1, dtype=np.int32), accepted.sum(axis=1, dtype=np.int32))}
 
 
 class Proposer(Protocol):
@@ -139,8 +164,8 @@ class Proposer(Protocol):
           strategy: how to draft; None for what was promised last.
         """
 
-    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
-        """Of its nodes [n, N]: which were verified, and which of these accepted."""
+    def credit(self, proposal: Proposal, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Which of the nodes of its proposal were verified, and which of these accepted; as there."""
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps: what was accepted so far. Names hold no slash."""
@@ -191,7 +216,7 @@ class HostProposer:
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
         self.name, self.drafter, self._engine = name, drafter, engine
-        self._calibration = Calibration()
+        self._calibration = NodeCalibration()
 
     def refresh(self, params: Params) -> None:
         """It does not read the policy."""
@@ -232,8 +257,8 @@ class HostProposer:
             drafts, usable = chains(drafts, usable)
         return state, _proposal(self, drafts, usable, self._calibration)
 
-    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
-        self._calibration.add(bins[verified], accepted[verified])
+    def credit(self, proposal: Proposal, verified: np.ndarray, accepted: np.ndarray) -> None:
+        self._calibration.add(_bins(proposal, verified), accepted[verified])
 
     def state(self) -> dict[str, np.ndarray]:
         return {f"calibration_of_{self.name}": self._calibration.state()}
@@ -256,7 +281,7 @@ class _OnDevice:
         self, name: str, drafter: SelfDrafter | DeviceDrafter, engine: DecodeEngine, times: PassTimes
     ) -> None:
         self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
-        self._calibration = Calibration()
+        self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
 
     def refresh(self, params: Params) -> None:
@@ -287,8 +312,8 @@ class SelfProposer(_OnDevice):
         super().__init__(name, drafter, engine, times)
         self._length = 0  # of the chains that were promised last
         self._start = WorthStarting()
-        self.judged = (0, 0)
-        """Drafts verified so far, and accepted."""
+        self.verified = np.zeros(2, np.int64)
+        """Drafts verified by this process so far, and accepted."""
 
     def refresh(self, params: Params) -> None:
         super().refresh(params)
@@ -343,22 +368,13 @@ class SelfProposer(_OnDevice):
         parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
         return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
 
-    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+    def credit(self, proposal: Proposal, verified: np.ndarray, accepted: np.ndarray) -> None:
         # A margin says something of its own token only: what is behind the first refused one was not judged.
         taken = accepted.sum(axis=1)
         judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
         self._acceptance.add(int(judged.sum()), int(taken.sum()))
-        self._calibration.add(bins[judged], accepted[judged])
-        self.judged = (self.judged[0] + int(verified.sum()), self.judged[1] + int(taken.sum()))
-
-    def state(self) -> dict[str, np.ndarray]:
-        return super().state() | {f"drafts_of_{self.name}": np.asarray(self.judged, np.int64)}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return _take(super().load_state(state), {f"drafts_of_{self.name}": self._load_judged})
-
-    def _load_judged(self, judged: np.ndarray) -> None:
-        self.judged = (int(judged[0]), int(judged[1]))
+        self._calibration.add(_bins(proposal, judged), accepted[judged])
+        self.verified += np.asarray([verified.sum(), taken.sum()])
 
 
 class DeviceProposer(_OnDevice):
@@ -367,7 +383,6 @@ class DeviceProposer(_OnDevice):
     def __init__(self, name: str, drafter: DeviceDrafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
         self._strategy = drafter.strategies[0]  # that was promised last
-        self._depth = 1
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         for strategy in self.drafter.strategies:
@@ -411,7 +426,6 @@ class DeviceProposer(_OnDevice):
         seconds = time.perf_counter() - start
         self._times.add((state.batch, state.cache.length, (self.name, tree)), seconds)
         statistics.draft_seconds += seconds
-        self._depth = tree.depth
         more = [(0, 0), (0, self._engine.buckets.max_drafts - tokens.shape[1])]
         drafts = Drafts(
             np.pad(tokens, more),
@@ -425,11 +439,15 @@ class DeviceProposer(_OnDevice):
         proposal = _proposal(self, drafts, usable, self._calibration)
         return state, dataclasses.replace(proposal, seconds=seconds)
 
-    def credit(self, bins: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
-        taken = accepted.sum(axis=1)
-        tried = verified.any(axis=1)
-        self._acceptance.add(int(np.minimum(taken + 1, self._depth)[tried].sum()), int(taken.sum()))
-        self._calibration.add(bins[verified], accepted[verified])
+    def credit(self, proposal: Proposal, verified: np.ndarray, accepted: np.ndarray) -> None:
+        judged, taken = proposal.judged(verified, accepted)
+        self._acceptance.add(int(judged.sum()), int(taken.sum()))
+        self._calibration.add(_bins(proposal, verified), accepted[verified])
+
+
+def _bins(proposal: Proposal, nodes: np.ndarray) -> np.ndarray:
+    """Of these nodes, bool [n, N]."""
+    return proposal.bins[:, : nodes.shape[1]][nodes]
 
 
 def _take(
@@ -442,6 +460,8 @@ def _take(
     return {name: array for name, array in state.items() if name not in own}
 
 
-def _proposal(proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: Calibration) -> Proposal:
+def _proposal(
+    proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: NodeCalibration
+) -> Proposal:
     bins = calibration.bins(drafts.log_probability)
     return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, 0.0)

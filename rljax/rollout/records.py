@@ -17,12 +17,14 @@ class Request:
       noise_key: uint32 [2], from `rljax.engine.noise.request_key`: the request's identity.
       max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
+      step: of training.
     """
 
     prompt_ids: tuple[int, ...]
     noise_key: np.ndarray
     max_response: int
     training: bool = True
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

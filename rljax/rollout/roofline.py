@@ -135,7 +135,6 @@ class Roofline:
         acceptance: float,
         rows: int | None = None,
         attended: int | None = None,
-        drafts_itself: bool = True,
     ) -> float:
         """Of speculation over plain decoding, Eq. 1.
 
@@ -144,9 +143,8 @@ class Roofline:
           chain: draft tokens of a slot, gamma.
           acceptance: how likely a draft is accepted whose predecessors are.
           rows, attended: of the verifying pass; all drafts of all slots if left out.
-          drafts_itself: the policy drafts; otherwise drafts cost the device nothing.
         """
-        drafting = chain * self.draft_seconds(batch, context) if drafts_itself else 0.0
+        drafting = chain * self.draft_seconds(batch, context)
         verifying = self.verify_seconds(batch, context, rows or batch * (chain + 1), attended)
         tokens = expected_tokens(acceptance, chain)
         return tokens * self.target_seconds(batch, context) / (drafting + verifying)
@@ -452,7 +450,7 @@ def held_out(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
 # -- the toggle --------------------------------------------------------------------------------------------
 
 
-class Decision(NamedTuple):
+class Verdict(NamedTuple):
     """Whether to speculate, and why, in words for a log."""
 
     on: bool
@@ -471,7 +469,6 @@ class Toggle:
       margin: by how much speculation must be predicted to be faster, epsilon.
       buckets: the engine's: batch, context and rows are rounded up to what it computes. None takes them as
         they are.
-      drafts_itself: see `Roofline.speedup`.
     """
 
     def __init__(
@@ -480,53 +477,44 @@ class Toggle:
         chain: int,
         margin: float = MARGIN,
         buckets: Buckets | None = None,
-        drafts_itself: bool = True,
     ) -> None:
         self.roofline, self.chain, self.margin = roofline, chain, margin
-        self.buckets, self.drafts_itself = buckets, drafts_itself
+        self.buckets = buckets
         self.begin()
 
-    def begin(self, ramp: int = 1, chain: int | None = None) -> None:
-        """A rollout begins.
-
-        Args:
-          ramp: active slots that it will surely reach. Before it has, its batch is small because it is still
-            filling up, not because it ends.
-          chain: another gamma from here on.
-        """
-        self._ramp, self._risen = ramp, False
+    def begin(self, chain: int | None = None) -> None:
+        """A rollout begins; `chain` is another gamma from here on."""
         self._since: str | None = None
         if chain is not None:
             self.chain = chain
 
-    def __call__(self, batch: int, mean_context: float, acceptance: float) -> Decision:
+    def __call__(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> Verdict:
         """Whether to speculate now.
 
         Args:
           batch: active slots.
           mean_context: positions in their caches; with buckets, any in the right bucket.
           acceptance: of a draft whose predecessors were accepted, as measured so far.
+          standing_by: active slots beside them, which a plain step computes and this pass leaves out.
         """
         if self._since is not None:
-            return Decision(True, self._since)
-        self._risen |= batch >= self._ramp
-        if not self._risen:
-            return Decision(False, f"off: the batch is filling up, {batch} of {self._ramp}")
-        speedup = self.predicted(batch, mean_context, acceptance)
-        where = f"{batch} active at {mean_context:.0f} positions, acceptance {acceptance:.2f}"
+            return Verdict(True, self._since)
+        speedup = self.predicted(batch, mean_context, acceptance, standing_by)
+        where = f"{batch + standing_by} active at {mean_context:.0f} positions, acceptance {acceptance:.2f}"
         needed = f"predicted {speedup:.2f} times plain decoding, needed {1 + self.margin:.2f}"
         if speedup < 1.0 + self.margin:
-            return Decision(False, f"off: {where}: {needed}")
+            return Verdict(False, f"off: {where}: {needed}")
         self._since = f"on since {where}: {needed}"
-        return Decision(True, self._since)
+        return Verdict(True, self._since)
 
-    def predicted(self, batch: int, mean_context: float, acceptance: float) -> float:
-        """The predicted speed-up; 0 where no compiled pass has room for a draft."""
+    def predicted(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> float:
+        """The predicted speed-up, arguments as above; 0 where no compiled pass has room for a draft."""
+        share = batch / (batch + standing_by)  # the others get their tokens in another pass
         if self.buckets is None:
-            return self.roofline.speedup(
-                batch, mean_context, self.chain, acceptance, drafts_itself=self.drafts_itself
-            )
-        slots = self.buckets.batch_for(batch)
+            slots = batch + standing_by
+            rows = batch * (self.chain + 1)
+            return share * self.roofline.speedup(slots, mean_context, self.chain, acceptance, rows)
+        slots = self.buckets.batch_for(batch + standing_by)
         context = self.buckets.cache_for(math.ceil(mean_context))
         chain, rows, attended = 0, 0, 0
         for size, nodes in self.buckets.passes(slots):  # the smallest with room, else the one with the most
@@ -535,4 +523,4 @@ class Toggle:
                 chain, rows, attended = room, size, slots * (nodes + 1)
         if not chain:
             return 0.0
-        return self.roofline.speedup(slots, context, chain, acceptance, rows, attended, self.drafts_itself)
+        return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended)

@@ -74,7 +74,7 @@ class Speculator:
 
     Args:
       engine: the decode engine.
-      drafters: who proposes, by name. The first one's drafts are what counts in `counts` and to itself.
+      drafters: who proposes, by name. What is sampled ahead is proposed by the first one on the host.
       max_batch: batch buckets above it decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
       times: what passes took so far; speculators of the same engine may share them.
@@ -142,7 +142,8 @@ class Speculator:
         """
         self._statistics = statistics
         start = time.perf_counter()
-        self.manager.begin()
+        own = requests[:wanted]
+        self.manager.begin(any(each.training for each in own), max((each.step for each in own), default=0))
         self.decisions.begin()
         for proposer in self.proposers:
             proposer.refresh(params)
@@ -152,6 +153,8 @@ class Speculator:
         self._accepted = np.zeros(len(requests), np.int64)
         self._patience = 1
         self._choice: Choice | None = None  # the last one
+        # Of the last visit, see `Proposal.counts`.
+        self._counts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._under_way: list[VerifyingPass] = []
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
         start = time.perf_counter()
@@ -259,6 +262,8 @@ class Speculator:
             now = time.perf_counter()
             under_way = VerifyingPass(active, tree, choice, (*shape, rows), now, timed, pending)
             self._under_way.append(under_way)
+        elif self._under_way and choice.seconds:  # no plain step comes of it while the others are verified
+            self.decisions.add(choice, state.batch, len(active.slots), 0, 0.0)
         drafting = self._statistics.draft_seconds - drafting
         self._statistics.host_seconds += time.perf_counter() - start - drafting
         return state, under_way
@@ -286,11 +291,14 @@ class Speculator:
             self._busy_until = now + sum(self._times[other.shape] for other in self._under_way)
         self._statistics.device_seconds += seconds
         self._patience = 1
-        self._account(result, under_way.active, under_way.tree, under_way.choice.proposal)
+        verified, accepted = self._account(
+            result, under_way.active, under_way.tree, under_way.choice.proposal
+        )
         kept = int((result.tokens[under_way.active.slots] >= 0).sum())
         batch, responses = under_way.shape[0], len(under_way.active.slots)
-        self.manager.record(under_way.choice, batch, responses, kept, seconds)
-        self.decisions.add(under_way.choice, batch, responses, kept, seconds)
+        waited = responses + under_way.active.standing_by  # the pass is over for all of them
+        self.manager.record(under_way.choice, batch, waited, kept, seconds)
+        self.decisions.add(under_way.choice, batch, responses, kept, seconds, verified, accepted)
         for drafter in self._on_device:
             drafter.advance(result)
         self._statistics.host_seconds += time.perf_counter() - now
@@ -325,7 +333,7 @@ class Speculator:
             kept = int((result.tokens >= 0).sum())
             self.manager.record(self._choice, state.batch, len(active.slots), kept, seconds)
             self.decisions.add(self._choice, state.batch, len(active.slots), kept, seconds)
-        self._last = (np.zeros_like(active.requests),) * 2
+        self._counts = {}
         for drafter in self._on_device:
             drafter.advance(result)
         self._patience = min(2 * self._patience, self.engine.decode_steps_per_visit)
@@ -344,7 +352,10 @@ class Speculator:
         responses are complete, bool [n].
         """
         start = time.perf_counter()
-        self._ask_all("observe", Sampled(requests, tokens, counts, *self._last, ended))
+        nothing = (np.zeros_like(counts),) * 2
+        for name, drafter in self.drafters.items():
+            drafted, accepted = self._counts.get(name, nothing)
+            ask(name, drafter, "observe", Sampled(requests, tokens, counts, drafted, accepted, ended))
         self._statistics.host_seconds += time.perf_counter() - start
 
     def append(
@@ -494,15 +505,16 @@ class Speculator:
 
     def _account(
         self, result: DecodeResult, active: ActiveSlots, tree: DraftTree, proposal: Proposal
-    ) -> None:
+    ) -> tuple[list[int], list[int]]:
+        """Nodes of every depth that were verified, and that tokens came from."""
         verified = tree.valid[active.slots]  # [n, N]
-        counts = (result.tokens[active.slots] >= 0).sum(axis=1)
-        accepted = np.zeros_like(verified)
-        rows, depths = np.nonzero(np.arange(1, tree.nodes + 1) < counts[:, None])
-        accepted[rows, result.path[active.slots[rows], depths + 1] - 1] = True
+        path = result.path[active.slots]
+        counts = (result.tokens[active.slots] >= 0).sum(axis=1, keepdims=True)
+        accepted = self._on_path(path, np.arange(1, tree.nodes + 2) <= counts)
+        # A response's last token comes by itself: the node that foretold it was right, too.
+        proposal.credit(verified, self._on_path(path, path >= 0))
         drafted, taken = verified.sum(axis=1), accepted.sum(axis=1)
-        proposal.credit(verified, accepted)
-        self._last = (drafted.astype(np.int32), taken.astype(np.int32))
+        self._counts = proposal.counts(verified, accepted)
         self._drafted[active.requests] += drafted
         self._accepted[active.requests] += taken
         statistics = self._statistics
@@ -511,6 +523,15 @@ class Speculator:
         statistics.verified_rows += result.rows
         statistics.drafted += int(drafted.sum())
         statistics.accepted += int(taken.sum())
+        levels = proposal.levels[:, : tree.nodes]
+        return np.bincount(levels[verified]).tolist()[1:], np.bincount(levels[accepted]).tolist()[1:]
+
+    @staticmethod
+    def _on_path(path: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """The tree's nodes that stand in these columns of paths: bool [n, N], both arguments [n, N + 1]."""
+        nodes = np.zeros(path.shape, bool)
+        np.put_along_axis(nodes, np.where(columns, path, 0), True, axis=1)
+        return nodes[:, 1:]  # node 0 is the last token
 
 
 def _on_host(drafter: Drafter) -> bool:

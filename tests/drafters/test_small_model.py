@@ -17,6 +17,7 @@ from rljax.models.huggingface import save_model
 from rljax.models.numerics import Numerics, tree_cast
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
+from rljax.rollout.pass_choice import time_trees
 from tests.models.checkpoints import write_tokenizer
 
 POLICY = ModelConfig("llama", 320, 32, 2, 2, 1, 32, 64)
@@ -111,6 +112,20 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, tokenizer):
     drafter = drafter_of(tmp_path / "small")
     drafter.check(POLICY, tokenizer)
     assert error_of(drafter.companion, engine_of()).startswith(f"speculation.args.path: {tmp_path / 'small'}")
+
+
+def test_its_drafts_are_timed_while_it_drafts(tmp_path):
+    """And not while it knows of no slot, where it has nothing to do."""
+    checkpoint(tmp_path)
+    drafter, engine = drafter_of(tmp_path), engine_of()
+    drafter.reads(POLICY, None)
+    drafter.attach(engine)
+    draft, drafted = drafter.draft, []
+    drafter.draft = lambda *of: drafted.append(draft(*of)) or drafted[-1]
+    longest = drafter.strategies[-1]
+    seconds = time_trees(engine, drafter, longest, batch=2, length=64, repeats=2)
+    assert len(seconds) == 2 and longest.depth == 3
+    assert all(np.asarray(tree.tree.valid).all() for tree in drafted)
 
 
 def test_arguments_are_checked(tmp_path):

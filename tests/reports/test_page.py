@@ -41,6 +41,7 @@ PANELS = [
     "Strategy within a rollout",
     "Strategy by step",
     "Accept length by drafter",
+    "Accept length by position",
     "What was promised, what came",
 ]
 

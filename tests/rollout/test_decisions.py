@@ -36,9 +36,9 @@ def log(clock):
 def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
     log.begin()
     clock.now += 3.0
-    log.add(choose(SRT, reason="first", seconds=0.5), 4, 3, 12, 1.5)
+    log.add(choose(SRT, reason="first", seconds=0.5), 4, 3, 12, 1.5, [3, 1], [2])
     clock.now += 1.0
-    log.add(choose(SRT, reason="second", expected=30.0, plain=11.0), 4, 2, 5, 1.0)
+    log.add(choose(SRT, reason="second", expected=30.0, plain=11.0), 4, 2, 5, 1.0, [2, 2, 2], [2, 1])
     (decision,) = log.take()
     assert decision == {
         "at": 1.0,  # drafting began 3 - 0.5 - 1.5 seconds after the rollout
@@ -53,6 +53,8 @@ def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
         "seconds": 3.0,
         "expected": 20.0 * 2.0 + 30.0 * 1.0,
         "plain": 10.0 * 2.0 + 11.0 * 1.0,
+        "verified": [5, 3, 2],
+        "accepted": [4, 1],
     }
 
 
@@ -103,6 +105,13 @@ def test_what_is_taken_is_gone(log):
     assert log.take() == []
     log.add(PLAINLY, 4, 4, 4, 2.0)  # equal to the last one, which is in another step
     assert [decision["tokens"] for decision in log.take()] == [4]
+
+
+def test_very_deep_nodes_are_counted_together(log):
+    log.add(choose(SRT), 4, 1, 1, 1.0, [1] * 40, [1] * 35)
+    (decision,) = log.take()
+    assert decision["verified"] == [1] * 31 + [9]
+    assert decision["accepted"] == [1] * 31 + [4]
 
 
 def test_json_holds_it(log):

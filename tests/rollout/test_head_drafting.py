@@ -175,9 +175,10 @@ def test_nothing_is_learned_from_evaluation(params, requests):
 def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, requests, expected):
     speculator = make_speculator(train_below=SLOTS, train_share=1.0, slices=50)
     before = jax.tree.map(np.array, params)
+    assert not speculator.drafters["eagle"].trained
     completions, statistics = roll_out(speculator, params, requests)
     assert_same(completions, expected)
-    assert statistics.train_seconds > 0
+    assert statistics.train_seconds > 0 and speculator.drafters["eagle"].trained
     assert speculator.drafters["eagle"]._trainer.updates > 0
     jax.tree.map(np.testing.assert_array_equal, params, before)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,13 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.numerics import Numerics
 from rljax.models.transformer import init_params
+from rljax.rollout import manager
 from rljax.rollout.draft_length import DRAFT_STEP
-from rljax.rollout.manager import Bandit, StrategyChoice, strategy_choice
+from rljax.rollout.manager import Bandit, StrategyChoice, Toggled, strategy_choice
+from rljax.rollout.patience_ladder import PatienceLadder
+from rljax.rollout.policy_costs import policy_costs
+from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal
+from rljax.rollout.roofline import Roofline, Verdict
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.rollout.strategies import Strategy
@@ -61,8 +67,18 @@ def make_speculator(names, choice, **arguments):
     )
 
 
-def roll_out(speculator, params, requests):
-    return Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
+def toggled():
+    """Such that the policy's own drafts always pay."""
+    nothing = dict.fromkeys(
+        ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
+    )
+    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").format)
+    roofline = Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
+    return StrategyChoice("roofline", roofline=roofline)
+
+
+def roll_out(speculator, params, requests, overlap=False):
+    return Scheduler(speculator.engine, SLOTS, None, speculator, overlap).run(params, requests)
 
 
 def learn(speculator, requests, completions):
@@ -89,6 +105,26 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, choi
     assert again.manager.state().keys() == speculator.manager.state().keys()
     for name, array in speculator.manager.state().items():
         np.testing.assert_array_equal(again.manager.state()[name], array)
+
+
+def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(params, requests, expected):
+    """By the roofline and the patience ladder; neither evaluation nor a step's second round is a step."""
+
+    def make():
+        speculator = make_speculator(("quantized",), toggled())
+        speculator.manager._ladder = PatienceLadder((2, 7), alpha_up=0.5, alpha_down=0.1)
+        return speculator
+
+    speculator, first, depths = make(), requests[:9], []
+    for training, step in ((True, 0), (False, 0), (True, 1), (True, 1), (False, 0), (True, 2)):
+        own = [dataclasses.replace(each, training=training, step=step) for each in first]
+        completions, statistics = roll_out(speculator, params, own)
+        assert_same(completions, expected[:9])
+        assert statistics.verified == statistics.steps
+        depths.append(max(len(each["verified"]) for each in speculator.decisions.take()))
+        state, speculator = speculator.state(), make()  # the run goes on in another process
+        speculator.load_state(state)
+    assert depths == [2, 2, 2, 2, 2, 7]
 
 
 @pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
@@ -143,23 +179,42 @@ def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params
     assert passes({"one": Half(True), "other": Half(False)}, MIXED) < min(alone)
 
 
+FIXED = StrategyChoice("fixed", strategies=(Strategy("quantized", 3, 1, 3),))
+
+
 @pytest.mark.parametrize(
-    "choice", [StrategyChoice(), MIXED, BANDIT, LADDER], ids=["expected", "mixed", "bandit", "ladder"]
+    ("choice", "overlap"),
+    [(StrategyChoice(), True), (MIXED, False), (BANDIT, True), (LADDER, False), (FIXED, False)],
+    ids=["expected", "mixed", "bandit", "ladder", "fixed"],
 )
-def test_every_token_and_second_is_in_the_log(params, requests, choice):
+def test_every_token_and_second_is_in_the_log(params, requests, choice, overlap):
     speculator = make_speculator(("srt", "quantized"), choice)
-    carried_out = []
-    add = speculator.decisions.add
+    carried_out, recorded, turns = [], [], itertools.count()
+    add, record, choose = speculator.decisions.add, speculator.manager.record, speculator.choose
     speculator.decisions.add = lambda *what: (carried_out.append(what), add(*what))
-    _, statistics = roll_out(speculator, params, requests)
+    speculator.manager.record = lambda *what: (recorded.append(what), record(*what))
+    # Now and then drafts are not verified, also while the other half is.
+    speculator.choose = lambda *of: choose(*of) if next(turns) % 3 else 0
+    _, statistics = roll_out(speculator, params, requests, overlap)
     log = speculator.decisions.take()
     assert sum(each["tokens"] for each in log) == statistics.tokens
-    passes = [each for each in carried_out if each[0].rows]
-    assert sum(each["visits"] for each in log if each["rows"]) == len(passes) == statistics.verified
-    spent = sum(choice.seconds + seconds for choice, _, _, _, seconds in carried_out)
+    verifying = [each for each in log if each["rows"]]
+    assert sum(each["visits"] for each in verifying) == statistics.verified > 0
+    spent = sum(choice.seconds + seconds for choice, _, _, _, seconds, *_ in carried_out)
     assert sum(each["seconds"] for each in log) == pytest.approx(spent)
+    if choice is not BANDIT:
+        assert sum(choice.seconds for choice, *_ in carried_out) >= 0.999 * statistics.draft_seconds > 0
     starts = [each["at"] for each in log]
     assert starts == sorted(starts)
+    for each in verifying:  # a token of every turn, and one of every node on its path
+        assert each["tokens"] == each["turns"] + sum(each["accepted"])
+        assert len(each["accepted"]) <= len(each["verified"]) <= BUCKETS.max_drafts
+    assert sum(sum(each["verified"]) for each in log) == statistics.drafted
+    assert sum(sum(each["accepted"]) for each in log) == statistics.accepted
+    if choice is not BANDIT:  # which has nothing to promise in its first tries
+        assert all(each["expected"] > 0 < each["plain"] for each in log)
+    # Where halves take turns, what a pass takes is for the responses of both.
+    assert max(responses for choice, _, responses, *_ in recorded if choice.rows) == SLOTS
 
 
 def test_promises_count_the_time_of_drafting(params, requests):
@@ -193,21 +248,30 @@ def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
 
 def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, requests, expected):
     speculator = make_speculator(("srt", "suffix_decoding"), MIXED)
-    verified = {}
+    verified, heard = {}, {}
     for proposer in speculator.proposers:
         credit = proposer.credit
 
-        def counting(bins, nodes, accepted, name=proposer.name, credit=credit):
+        def counting(proposal, nodes, accepted, name=proposer.name, credit=credit):
             verified[name] = verified.get(name, 0) + int(nodes.sum())
             assert (accepted <= nodes).all()
-            credit(bins, nodes, accepted)
+            credit(proposal, nodes, accepted)
 
         proposer.credit = counting
+        heard[proposer.name] = listen(proposer.drafter)
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
         learn(speculator, requests, completions)
     assert set(verified) == {"srt", "suffix_decoding"}
     assert sum(verified.values()) > statistics.drafted  # some nodes are both drafters'
+    assert {name: sum(counts) for name, counts in heard.items()} == verified
+
+
+def listen(drafter):
+    """The draft nodes of its own that a drafter will hear of, visit by visit."""
+    heard, observe = [], drafter.observe
+    drafter.observe = lambda sampled: (heard.append(int(sampled.drafted.sum())), observe(sampled))
+    return heard
 
 
 def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
@@ -259,6 +323,13 @@ class Knowing(Altered):
         return dataclasses.replace(drafts, tokens=np.where(right[:, None], drafts.tokens, 1))
 
 
+class Silent(Altered):
+    """Proposes nothing."""
+
+    def propose(self, queries):
+        return dataclasses.replace(self.inner.propose(queries), counts=np.zeros_like(queries.budgets))
+
+
 def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(params):
     """One knows all responses but two long ones, which another knows alone."""
     requests = make_requests((3, 20, 30, 8, 9, 11), (98, 20, 20, 16, 16, 16))
@@ -274,11 +345,15 @@ def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(pa
             speculator.decisions.take()
             completions, statistics = roll_out(speculator, params, requests)
             assert_same(completions, expected)
-        return [each for each in speculator.decisions.take() if each["rows"]], statistics.steps
+        return speculator.decisions.take(), statistics.steps
 
-    both, steps = rollouts({"knows the long": Knowing(longest), "knows the others": Knowing(others)})
+    # Of the two that stragglers may try, the first has nothing to say, and leaves its place to the other.
+    named = {"knows the others": Knowing(others), "silent": Silent(), "knows the long": Knowing(longest)}
+    both, steps = rollouts(named)
     assert both[0]["drafter"] == "knows the others" and "is first on the ladder" in both[0]["reason"]
-    assert any("and try knows the long" in each["reason"] for each in both)
+    tries = [each["reason"].rpartition(" and try ")[2].partition(";")[0] for each in both]
+    assert [name for name in tries if name in named][:2] == ["silent", "knows the long"]
+    assert "silent" not in tries[tries.index("knows the long") :]
     assert both[-1]["drafter"] == "knows the long"
     assert steps < rollouts({"knows the others": Knowing(others)})[1]
 
@@ -307,6 +382,7 @@ def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     choice = StrategyChoice("fixed", strategies=(strategy,))
     eagle = {"depths": [1, 3], "top_k": 1, "slices": 1}
     speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
+    other, own = (listen(each) for each in speculator.drafters.values())
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
         assert_same(completions, expected)
@@ -315,15 +391,107 @@ def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     assert {each["drafter"] for each in log if each["rows"]} == {drafter}
     assert all(f"always {strategy}" in each["reason"] for each in log)
     assert 0 < statistics.drafted <= 3 * statistics.verified_slots
+    assert sum(other) == 0 < statistics.drafted <= sum(own)
     if drafter != "srt":  # which may have nothing to say
         assert statistics.verified > 0.9 * statistics.steps
 
 
-def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(params):
-    choice = StrategyChoice("bandit", strategies=(Strategy("eagle", 4, 2, 7),))
-    message = r"speculation.strategies: eagle 4/2/7: eagle is set up for trees of depth/top_k 1/2, 3/2"
-    with pytest.raises(ConfigError, match=message):
-        make_speculator(("eagle",), choice, eagle={"depths": [1, 3]})
+CHAINS = (
+    "quantized drafts chains, of up to speculation.max_drafts 7 tokens; give it top_k 1 and no more depth"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Strategy("eagle", 4, 2, 7), "eagle is set up for trees of depth/top_k 1/2, 3/2; see its arguments"),
+        (Strategy("quantized", 8, 1, 7), CHAINS),
+        (Strategy("quantized", 2, 2, 3), CHAINS),
+    ],
+    ids=str,
+)
+def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(strategy, message):
+    choice = StrategyChoice("fixed", strategies=(strategy,))
+    with pytest.raises(ConfigError) as raised:
+        make_speculator(("eagle", "quantized"), choice, eagle={"depths": [1, 3]})
+    assert str(raised.value) == f"speculation.strategies: {strategy}: {message}"
+
+
+def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from():
+    engine = make_engine(buckets=Buckets((4,), (128,), (4,), 7))
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CHEAP, strategies=BANDIT)
+    assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
+
+
+class Head:
+    """A drafter that is trained, as far as a manager looks."""
+
+    train_below, trained = 0, False
+    begin = observe = learn = state = load_state = metrics = train = lambda *_: None
+
+
+def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
+    """And the time of a pass is for the half that waits for it, too."""
+    head = SimpleNamespace(name="eagle", drafter=Head())
+    arms = (Strategy("eagle", 2, 1, 2),)
+    bandit = Bandit([head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
+    drafted = SimpleNamespace(rows=0, seconds=1.0)
+    monkeypatch.setattr(manager, "draft", lambda proposer, strategy, state, *_: (state, drafted))
+    state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)
+
+    def chosen():
+        choices = []
+        for _ in range(30):
+            choices.append(bandit.choose(state, active, None)[1])
+            bandit.record(choices[-1], 4, 4, 4, 1.0)
+        return choices
+
+    assert {choice.arm for choice in chosen()} == {None}
+    assert "not available: eagle" in bandit.choose(state, active, None)[1].reason
+    head.drafter.trained = True
+    assert {choice.arm for choice in chosen()} == {None, *arms}
+    assert chosen()[-1].plain == pytest.approx(4.0)  # tokens of all four, a second
+
+
+def active_slots(count, standing_by=0):
+    slots = np.arange(count, dtype=np.int32)
+    return ActiveSlots(slots, slots, slots + 100, np.ones(count, bool), standing_by)
+
+
+def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
+    """However short the most of its responses are."""
+    asked = []
+
+    class Asked:
+        begin = predicted = None
+
+        def __call__(self, *shape):
+            asked.append(shape)
+            return Verdict(False, "off")
+
+    proposer = SimpleNamespace(verified=np.zeros(2, np.int64), acceptance=0.9)
+    one = Toggled(proposer, BUCKETS, CHEAP, Asked(), PatienceLadder())
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
+    _, choice = one.choose(state, active_slots(2, standing_by=1), None)
+    assert asked == [(2, 256, 0.9, 1)]
+    assert choice.plain == choice.expected == 3.0  # a plain step takes a second
+
+
+def test_levels_that_had_no_room_in_a_pass_are_not_refused():
+    """Chains of eight, of which three nodes each were verified; the last slot's second one was wrong."""
+    drafter = SimpleNamespace(strategies=(None,))
+    proposer = DeviceProposer("small_model", drafter, None, None)
+    nodes = np.zeros((4, 8), np.int32)
+    parents = nodes + np.arange(-1, 7)
+    parents[:, 3:] = 99  # what is no node may have any
+    proposal = Proposal(proposer, nodes, parents, np.arange(8) < nodes + 3, nodes + 1.0, nodes, 0.0)
+    verified = np.ones((4, 3), bool)
+    accepted = verified.copy()
+    accepted[3, 1:] = False
+    proposal.credit(verified, accepted)
+    assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
+    proposer.credit(proposal, np.zeros((4, 3), bool), np.zeros((4, 3), bool))
+    assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
 
 
 def test_strategies_of_a_config():

@@ -13,7 +13,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.sampling import SamplingParams
 from rljax.models.numerics import Numerics
 from rljax.rollout import pass_choice
-from rljax.rollout.pass_choice import Calibration, PassTimes, best_rows, candidates
+from rljax.rollout.pass_choice import NodeCalibration, PassTimes, best_rows, candidates
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from tests.rollout.test_scheduler import assert_same
@@ -127,7 +127,7 @@ def test_times_are_medians_of_the_last_few():
 
 
 def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
-    calibration = Calibration()
+    calibration = NodeCalibration()
     bins = calibration.bins(np.log(np.asarray([0.01, 0.5, 0.99, 1.0], np.float32)))
     assert bins.tolist() == [0, 8, 15, 15]
     np.testing.assert_allclose(calibration.rates, (np.arange(16) + 0.5) / 16)
@@ -148,7 +148,7 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
 
 def test_scores_that_are_no_probabilities_are_some_bin():
     scores = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)
-    assert Calibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
+    assert NodeCalibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
 
 
 def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):

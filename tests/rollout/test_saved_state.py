@@ -1,5 +1,6 @@
 """What a checkpoint keeps of the drafters, and of what is known of them: all of it, and as it was."""
 
+import dataclasses
 import io
 
 import numpy as np
@@ -7,12 +8,9 @@ import pytest
 
 from drafters.registry import make_drafter, states_read
 from rljax.rollout.manager import StrategyChoice
-from rljax.rollout.policy_costs import policy_costs
-from rljax.rollout.roofline import Roofline
 from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.speculation import Speculator
-from tests.rollout import test_manager
-from tests.rollout.test_manager import CHEAP, learn, make_engine, roll_out
+from tests.rollout.test_manager import CHEAP, learn, make_engine, roll_out, toggled
 from tests.rollout.tiny_policy import CONFIG, SLOTS, make_params, make_requests
 
 EAGLE = {"variant": "eagle", "depths": [2], "slices": 1, "train_below": 0, "pack_length": 64, "rows": 1}
@@ -26,17 +24,6 @@ def params():
 @pytest.fixture(scope="module")
 def requests():
     return make_requests()
-
-
-def toggled():
-    """Such that the policy's own drafts always pay."""
-    nothing = dict.fromkeys(
-        ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
-    )
-    drafter = make_drafter("quantized")
-    costs = policy_costs(CONFIG, test_manager.make_engine().numerics, drafter.format)
-    roofline = Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
-    return StrategyChoice("roofline", roofline=roofline)
 
 
 OF_EVERY_RUN = {"lengths_prompts", "lengths_sizes", "lengths_counts", "lengths_tokens"}
@@ -70,9 +57,9 @@ KEPT = {
     "ladder": (
         lambda: StrategyChoice("ladder"),
         ("srt", "quantized"),
-        {"acceptance_of_quantized", "chains_of_quantized", "drafts_of_quantized"},
+        {"acceptance_of_quantized", "chains_of_quantized"},
     ),
-    "roofline": (toggled, ("quantized",), {"patience_ladder", "toggle_judged", "drafts_of_quantized"}),
+    "roofline": (toggled, ("quantized",), {"patience_ladder", "toggle_step"}),
 }
 
 
@@ -104,7 +91,8 @@ def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name)
     """And what was handed out does not change when the rollouts go on: it is written meanwhile."""
     speculator = make_speculator(name)
     fresh = through_a_file(make_speculator(name).state())
-    for _ in range(2):
+    for step in range(2):
+        requests = [dataclasses.replace(each, step=step) for each in requests]
         completions, _ = roll_out(speculator, params, requests)
         learn(speculator, requests, completions)
     if speculator.run_ahead is not None:
@@ -118,7 +106,7 @@ def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name)
     again.load_state(dict(saved))
     assert_same(through_a_file(again.state()), saved)
     for each in (speculator, again):  # what the last rollout has to tell is told when the next begins
-        each.manager.begin()
+        each.manager.begin(True, 2)
     assert_same(again.manager.state(), speculator.manager.state())
 
     completions, _ = roll_out(speculator, params, requests)

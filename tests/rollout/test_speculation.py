@@ -20,6 +20,7 @@ from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.rollout import speculation
+from rljax.rollout.proposers import HostProposer
 from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
@@ -275,9 +276,15 @@ def test_the_worst_drafters_leave_the_tokens_alone(engine, params, requests, exp
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("rows", BUCKETS.verify)
 def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
-    engine, params, requests, expected, trees, rows, overlap
+    engine, params, requests, expected, trees, rows, overlap, monkeypatch
 ):
-    times = FavouriteRows([rows])
+    times, refused, credit = FavouriteRows([rows]), [], HostProposer.credit
+
+    def spy(proposer, proposal, verified, accepted):
+        refused.append(int((verified & ~accepted).sum()))
+        credit(proposer, proposal, verified, accepted)
+
+    monkeypatch.setattr(HostProposer, "credit", spy)
     completions, statistics, _ = speculate(
         engine, params, requests, Knowing(expected), times, overlap=overlap
     )
@@ -287,7 +294,8 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     assert statistics.tokens == statistics.verified_slots + statistics.accepted
     assert statistics.drafted == sum(tree.valid.sum() for tree in trees)
     # All that was drafted came, but for the very last token of a response: it comes by itself.
-    assert statistics.drafted - len(requests) <= statistics.accepted
+    assert statistics.drafted - len(requests) <= statistics.accepted < statistics.drafted
+    assert not any(refused)  # that token was foretold all the same
     wrong = Knowing(expected, 1)
     _, statistics, _ = speculate(engine, params, requests, wrong, FavouriteRows([rows]), overlap=overlap)
     assert statistics.accepted == 0 < statistics.drafted
