@@ -451,13 +451,11 @@ class TrainingRun:
             0,  # the same noise at every evaluation: differences come from the policy
             functools.partial(self.show_rollout, problems * samples),
         )
-        different = len({group.problem.id for group in groups})
         means = mean_rewards(groups)
         means |= group_metrics(groups, self.collector.task, self.collector.tokenizer, evaluation)
         metrics = {f"evaluation/{name}": value for name, value in means.items()}
         self.progress.message(
             f"step {self.step}: reward {metrics['evaluation/reward']:.3f} on {problems} held-out problems"
-            + ("" if different == problems else f", of which {different} are different ones")
         )
         return metrics | {"evaluation/tokens": statistics.tokens, "time/evaluation": timing.decode}
 
