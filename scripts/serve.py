@@ -104,9 +104,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     say(f"{name}: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
     served.worker.start()
-    threading.Thread(target=_leave_with, args=(served.worker, server), daemon=True).start()
+    watching = threading.Thread(target=_leave_with, args=(served.worker, server), daemon=True)
+    watching.start()
     server.run(sockets=[listener])
     served.worker.close(drain=False)
+    watching.join()  # where decoding failed, it says so
     if served.worker.error is not None:
         say(f"error: decoding has failed: {served.worker.error}")
         return 1
