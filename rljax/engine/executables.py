@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,14 +18,24 @@ class _CacheHits:
     """Programs that JAX has taken from its own cache in this process.
 
     On a CPU such a program runs, but serialized once more it is not whole: whoever loads it next is told
-    that a function is not found when it runs.
+    that a function is not found when it runs. JAX hands the same one out again when the same is compiled once
+    more in this process, so they are known by their fingerprints.
     """
 
     count = 0
+    fingerprints: ClassVar[set[bytes]] = set()
 
     @classmethod
     def listen(cls, event: str, **_: Any) -> None:
         cls.count += event == "/jax/compilation_cache/cache_hits"
+
+    @classmethod
+    def is_one(cls, program: Any, hits_before: int) -> bool:
+        """Whether a program that was just compiled is from there."""
+        fingerprint = program.runtime_executable().fingerprint
+        if cls.count != hits_before and fingerprint is not None:
+            cls.fingerprints.add(fingerprint)
+        return cls.count != hits_before or fingerprint in cls.fingerprints
 
 
 jax.monitoring.register_event_listener(_CacheHits.listen)
@@ -155,6 +165,6 @@ class ExecutablePool:
         hits = _CacheHits.count
         program = lowered.compile(compiler_options=self._options)
         self.compilations += 1
-        if self._stored is not None and hits == _CacheHits.count:
+        if not _CacheHits.is_one(program, hits) and self._stored is not None:
             self._stored.save(key, args, settings, program)
         return program

@@ -234,6 +234,7 @@ class RunDirectory:
         Returns:
           How many complete lines of metrics were dropped.
         """
+        self._metrics_left = [line for line in self._metrics_left if line["step"] <= step]
         dropped = {name: _truncate_lines(self.path / name, step) for name in _BY_STEP}
         return dropped[self.metrics_path.name]
 

@@ -55,8 +55,8 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.progress = SimpleNamespace(message=said.append, stage=quiet, step=quiet)
     run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, {"w": jnp.zeros(2)}
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
-    run.learner, run.speculator = SimpleNamespace(reference_checksum=None), None
-    run.data_position, run.owes_evaluation, run.drafter_state = 0, False, {}
+    run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
+    run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
     run.compile = quiet
 
     def training_step():
