@@ -74,7 +74,7 @@ class Expected:
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
         plain = plain_promise(self._times, state, active)
-        best = Choice(None, None, 0, "nothing promises more than a plain step", plain, plain)
+        best = nothing = Choice(None, None, 0, "nothing promises more than a plain step", plain, plain)
         offered: list[Proposal] = []
         spent = 0.0
         promises = [(proposer.promise(shape, active), proposer) for proposer in self._proposers]
@@ -85,28 +85,26 @@ class Expected:
             state, proposal = proposer.propose(state, active, statistics)
             offered.append(proposal)
             spent += proposal.seconds
-            best = self._better(best, proposal, shape, active)
+            trees = list(offered)
             if self._mixer is not None and len(offered) > 1:
-                best = self._better(best, self._mixer.mix(offered, len(active.slots)), shape, active)
-        if best.rows:  # whoever asks later what was promised counts the time of drafting, too
-            seconds = self._times[(*shape, best.rows)]
-            best = dataclasses.replace(best, expected=best.expected * seconds / (seconds + spent))
+                trees.append(self._mixer.mix(offered, len(active.slots)))
+            passes = [self._verifying(tree, shape, active, spent, plain) for tree in trees]
+            worth = [each for each in passes if each.rows]
+            best = max(worth, key=lambda each: each.expected, default=nothing)
         return state, dataclasses.replace(best, seconds=spent)
 
-    def _better(
-        self, best: Choice, proposal: Proposal, shape: tuple[int, int], active: ActiveSlots
+    def _verifying(
+        self, proposal: Proposal, shape: tuple[int, int], active: ActiveSlots, spent: float, plain: float
     ) -> Choice:
-        """The better of a choice and verifying a proposal."""
-        found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by)
+        """The best pass over a proposal, with the time of all drafting; without rows where none pays."""
+        found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by, spent)
         rows = self._choose_rows(shape, found)
         if not rows:
-            return best
+            return Choice(None, None, 0, "", 0.0, plain)
         nodes = dict(self._buckets.passes(shape[0]))[rows]
-        rate = found.expected(rows, nodes) / self._times[(*shape, rows)]
-        if best.rows and rate <= best.expected:
-            return best
+        rate = found.expected(rows, nodes) / (spent + self._times[(*shape, rows)])
         reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
-        return Choice(proposal, found, rows, reason, rate, best.plain)
+        return Choice(proposal, found, rows, reason, rate, plain)
 
     def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
         """Proposers are credited with what was accepted; there is nothing else to learn."""

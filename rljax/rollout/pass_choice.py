@@ -46,11 +46,14 @@ class Candidates:
       probability: float [n, N], of being accepted; 0 for what is no node. Not increasing along a row.
       wanted: bool [n], False for slots whose requests are only sampled ahead.
       standing_by: slots with a wanted request that decode only in a plain step, not in this pass.
+      spent: seconds that drafting them took. They are gone whatever is verified, and come again with the next
+        pass of this kind.
     """
 
     probability: np.ndarray
     wanted: np.ndarray
     standing_by: int = 0
+    spent: float = 0.0
 
     def expected(self, rows: int, nodes: int) -> float:
         """Wanted tokens from a pass of so many rows, at most `nodes` draft nodes a slot; 0 if none fits."""
@@ -74,12 +77,16 @@ class Candidates:
 
 
 def candidates(
-    usable: np.ndarray, probability: np.ndarray, wanted: np.ndarray, standing_by: int = 0
+    usable: np.ndarray,
+    probability: np.ndarray,
+    wanted: np.ndarray,
+    standing_by: int = 0,
+    spent: float = 0.0,
 ) -> Candidates:
     """Candidates from a drafter's nodes: usable bool [n, N], probability float [n, N] of those."""
     # No node is more likely than those that the drafter put before it: its ancestors are among them.
     falling = np.minimum.accumulate(np.where(usable, probability, 1.0), axis=1)
-    return Candidates(np.where(usable, falling, 0.0), wanted, standing_by)
+    return Candidates(np.where(usable, falling, 0.0), wanted, standing_by, spent)
 
 
 Shape = tuple[int, int, Hashable]
@@ -110,12 +117,17 @@ def plain_rate(wanted: int, times: PassTimes, batch: int, length: int) -> float:
 
 
 def best_rows(found: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int) -> int:
-    """Rows of the pass that promises the most tokens per second; 0 is a plain step."""
-    best = 0
-    best_rate = plain_rate(found.wanted.sum() + found.standing_by, times, batch, length)
+    """Rows of the pass that promises the most tokens per second; 0 is a plain step.
+
+    Between passes, the time of drafting counts: to leave out half of what took long to draft would waste it.
+    Against a plain step it does not: it is gone.
+    """
+    best, best_rate = 0, 0.0
+    plain = plain_rate(found.wanted.sum() + found.standing_by, times, batch, length)
     for rows, nodes in buckets.passes(batch):
-        rate = found.expected(rows, nodes) / times[batch, length, rows]
-        if rate > best_rate:
+        tokens, seconds = found.expected(rows, nodes), times[batch, length, rows]
+        rate = tokens / (found.spent + seconds)
+        if tokens / seconds > plain and rate > best_rate:
             best, best_rate = rows, rate
     return best
 

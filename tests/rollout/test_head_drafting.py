@@ -54,7 +54,7 @@ def expected(params, requests):
 
 
 def make_speculator(variant="eagle3", others=(), **args):
-    defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "variant": variant}
+    defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2, "variant": variant}
     drafters = {"eagle": make_drafter("eagle", **(defaults | args))}
     drafters |= {name: make_drafter(name) for name in others}
     engine = make_engine(states_read(drafters, CONFIG))

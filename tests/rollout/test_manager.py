@@ -380,7 +380,7 @@ def test_without_strategies_every_drafter_has_some(params):
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     strategy = Strategy(drafter, 3, 1, 3)
     choice = StrategyChoice("fixed", strategies=(strategy,))
-    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1}
+    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1, "unrolled_steps": 1}
     speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
     other, own = (listen(each) for each in speculator.drafters.values())
     for _ in range(2):
@@ -413,7 +413,7 @@ CHAINS = (
 def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(strategy, message):
     choice = StrategyChoice("fixed", strategies=(strategy,))
     with pytest.raises(ConfigError) as raised:
-        make_speculator(("eagle", "quantized"), choice, eagle={"depths": [1, 3]})
+        make_speculator(("eagle", "quantized"), choice, eagle={"depths": [1, 3], "unrolled_steps": 1})
     assert str(raised.value) == f"speculation.strategies: {strategy}: {message}"
 
 
@@ -511,7 +511,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     speculator = make_speculator(
         names,
         StrategyChoice(),
-        eagle={"depths": [1, 3], "slices": 1},
+        eagle={"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
         small_model={"path": str(tmp_path)},
     )
     rng = np.random.default_rng(0)

@@ -22,10 +22,10 @@ from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, m
 ROWS = (0, *BUCKETS.verify)
 
 
-def found(probability, wanted=None, standing_by=0):
+def found(probability, wanted=None, standing_by=0, spent=0.0):
     probability = np.asarray(probability, float)
     wanted = np.ones(len(probability), bool) if wanted is None else np.asarray(wanted)
-    return candidates(probability > 0, probability, wanted, standing_by)
+    return candidates(probability > 0, probability, wanted, standing_by, spent)
 
 
 def choose(probability, times, **others):
@@ -53,6 +53,11 @@ def test_the_pass_of_the_most_tokens_per_second_is_chosen():
     assert choose(useless, [1, 1.1, 1.2, 1.4]) == 0
     assert choose(falling, [1, 1.1, 1.2, 1.8]) == 16  # (4 + 9.6) / 1.2 against (4 + 11.2) / 1.8
     assert choose(falling, [1, 1.1, 1.2, 1.3]) == 32
+    # What took long to draft is not left out for a pass that is only faster by itself; nor for a plain step.
+    assert choose(sure, [1, 1.1, 1.2, 3], spent=0.0) == 16
+    assert choose(sure, [1, 1.1, 1.2, 3], spent=2.0) == 32  # (4 + 28) / 5 against (4 + 12) / 3.2
+    assert choose(sure, [1, 1.1, 1.2, 1.4], spent=99.0) == 32
+    assert choose(useless, [1, 1.1, 1.2, 1.4], spent=99.0) == 0
     # One slot in four is sure, and takes more than its share of a small pass: 4 + 3 tokens, or 4 + 7.
     one = [*useless[:3], sure[0]]
     assert choose(one, [1, 1.3, 2.1, 2.6]) == 8
