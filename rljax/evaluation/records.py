@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from rljax.errors import ConfigError, UserError
-from rljax.training.durable_files import locked, write_durably
+from rljax.training.durable_files import locked, write_durably, writing
 
 ResponseKey = tuple[int, int]
 """(index of the problem in its split, number of the sample)."""
@@ -100,15 +100,8 @@ class JsonLog:
             write_durably(self.path, b"".join(_encoded(self.lines[key]) for key in sorted(self.lines)))
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full disk, or one that refuses, is one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); started again, it goes on where it was"
-        ) from error
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    return writing(path, UserError, "started again, it goes on where it was")
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

@@ -89,18 +89,18 @@ class Expected:
             if self._mixer is not None and len(offered) > 1:
                 trees.append(self._mixer.mix(offered, len(active.slots)))
             passes = [self._verifying(tree, shape, active, spent, plain) for tree in trees]
-            worth = [each for each in passes if each.rows]
+            worth = [each for each in passes if each is not None]
             best = max(worth, key=lambda each: each.expected, default=nothing)
         return state, dataclasses.replace(best, seconds=spent)
 
     def _verifying(
         self, proposal: Proposal, shape: tuple[int, int], active: ActiveSlots, spent: float, plain: float
-    ) -> Choice:
-        """The best pass over a proposal, with the time of all drafting; without rows where none pays."""
+    ) -> Choice | None:
+        """The best pass over a proposal, with the time of all drafting; None where none pays."""
         found = candidates(proposal.usable, proposal.probability, active.wanted, active.standing_by, spent)
         rows = self._choose_rows(shape, found)
         if not rows:
-            return Choice(None, None, 0, "", 0.0, plain)
+            return None
         nodes = dict(self._buckets.passes(shape[0]))[rows]
         rate = found.expected(rows, nodes) / (spent + self._times[(*shape, rows)])
         reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rljax.errors import UserError
+
 
 def write_durably(path: Path, content: bytes) -> None:
     """Puts content in a file so that a crash leaves the old or the new one, never a part."""
@@ -29,6 +31,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path, error_type: type[UserError], way_out: str) -> Iterator[None]:
+    """A full disk, or one that refuses, is one line: an `error_type` that ends with the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{path}: cannot be written ({error.strerror}); {way_out}") from error
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.training.config_changes import Change, config_changes
-from rljax.training.durable_files import locked, write_durably
+from rljax.training.durable_files import locked, write_durably, writing
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
 _BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
@@ -265,16 +265,8 @@ def _truncate_lines(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full disk, or one that refuses, is one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path}: cannot be written ({error.strerror}); started again, the run goes on from its newest"
-            " checkpoint"
-        ) from error
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    return writing(path, RunDirectoryError, "started again, the run goes on from its newest checkpoint")
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, Metrics]]:
