@@ -360,10 +360,18 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
 
+def _not_of_orbax_tasks(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not ("exception was never retrieved" in message and f"{os.sep}orbax{os.sep}" in message)
+
+
+# Of arrays that fail together, as on a full disk, Orbax waits for the first. If others have failed by the end
+# of its event loop, asyncio prints a traceback of each ...
+logging.getLogger("asyncio").addFilter(_not_of_orbax_tasks)
+
+
 def _silence_lost_callbacks() -> None:
-    """Of arrays that fail together, as on a full disk, Orbax waits for the first. What TensorStore has to
-    tell of the others it tells an event loop that is gone, and each time there is a traceback.
-    """
+    """... and if not, TensorStore tells an event loop that is gone, and each time there is a traceback."""
     say = sys.unraisablehook
     if getattr(say, "silences_lost_callbacks", False):
         return
