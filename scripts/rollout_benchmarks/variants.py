@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.registry import make_drafters, rehearse_drafters, states_read
+from drafters.registry import make_drafters, states_read
 from rljax.config import ExperimentConfig
+from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.rollout.calibration import calibrate
@@ -25,6 +26,7 @@ from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.speculation import Speculator
 from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.decoder import warm_up
 from rljax.training.loop import TrainingRun, outcomes
 from rljax.training.policy import make_policy
 from rljax.training.progress import Progress
@@ -92,6 +94,8 @@ class Variant:
 @contextlib.contextmanager
 def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]:
     """The config's run, in a directory that is deleted at the end."""
+    if config.engine.compilation_cache is not None:
+        enable_compilation_cache(config.engine.compilation_cache)
     with tempfile.TemporaryDirectory() as directory, Progress() as progress:
         config = config.model_copy(update={"run_dir": directory})
         checkpoints = RunCheckpoints(Path(directory) / "checkpoints", config.checkpoint.keep)
@@ -153,11 +157,11 @@ def make_variant(
             times.setdefault(engine.hidden_layers, PassTimes()),
             strategy_choice(speculation, config.seed, roofline),
         )
-        rehearse_drafters(speculation)
-        speculator.warm_up(params, config.rollout.max_prompt_length)
     scheduler = Scheduler(
         engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
     )
+    if keys is not None:
+        warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}))
     collector = Collector(
         run.collector.task,
         run.collector.tokenizer,
