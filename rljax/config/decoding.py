@@ -196,13 +196,15 @@ class SpeculationConfig(Section):
     )
     mix: bool = Field(
         False,
-        description="With choice: expected, verify drafts of several drafters as one tree. Pays where they"
-        " fail in different places and verification is cheap.",
+        description="Verify drafts of several drafters as one tree: with choice: expected wherever several"
+        " have drafted, with choice: bandit as further strategies. Pays where they fail in different places"
+        " and verification is cheap.",
     )
     strategies: list[dict[str, Any]] = Field(
         default_factory=list,
-        description="With choice: bandit, what it may choose from, each {drafter, depth, top_k, nodes}; empty"
-        " takes a few sizes of every drafter. With choice: fixed, the one.",
+        description="With choice: bandit, what it may choose from, each {drafter, depth, top_k, nodes}, where"
+        " drafter: srt+eagle mixes their trees; empty takes a few sizes of every drafter. With choice: fixed,"
+        " the one.",
     )
     epsilon: float = Field(
         0.1, ge=0, le=1, description="How often the bandit tries any strategy. Raise it where much changes."
@@ -254,8 +256,15 @@ class SpeculationConfig(Section):
             )
         if self.others and self.drafter is None:
             raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
-        if self.mix and (self.choice != "expected" or not self.others):
-            raise ValueError("speculation.mix: needs speculation.others, and speculation.choice: expected")
+        if self.mix and (self.choice not in ("expected", "bandit") or not self.others):
+            raise ValueError(
+                "speculation.mix: needs speculation.others, and speculation.choice: expected or bandit"
+            )
+        if self.mix and self.strategies:
+            raise ValueError(
+                "speculation.mix: adds to the default strategies; in speculation.strategies name what is"
+                f" mixed, as {{drafter: {'+'.join(self.drafters)}, ...}}"
+            )
         if self.strategies and self.choice not in ("bandit", "fixed"):
             raise ValueError("speculation.strategies: only speculation.choice: bandit or fixed reads them")
         if self.choice == "fixed" and len(self.strategies) != 1:

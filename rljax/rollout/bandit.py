@@ -101,10 +101,10 @@ class BegMab:
         bucket = self._bucket(batch)
         responses = batch if responses is None else responses
         rates = self._rates[bucket]
-        candidates = [arm for arm in rates if arm is None or arm.drafter not in self._unavailable]
+        candidates = [arm for arm in rates if arm is None or self._unavailable.isdisjoint(arm.drafters)]
         medians = {arm: responses * statistics.median(rates[arm]) for arm in candidates if rates[arm]}
         chosen, reason = self._select(candidates, rates, medians)
-        missing = sorted({arm.drafter for arm in rates if arm is not None} & self._unavailable)
+        missing = sorted({name for arm in rates if arm for name in arm.drafters} & self._unavailable)
         if missing:
             reason += f"; not available: {', '.join(missing)}"
         self._decisions[bucket] = Selection(chosen, reason, medians)

@@ -100,7 +100,7 @@ def draft(
     """Drafts by a strategy, whatever that promises. Consumes `state`."""
     start = time.perf_counter()
     state, proposal = proposer.propose(state, active, statistics, strategy)
-    usable = proposal.usable & (np.arange(proposal.usable.shape[1]) < strategy.nodes)
+    usable = proposal.within(strategy)
     found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
     rows = 0
     if usable.any():

@@ -213,8 +213,10 @@ class Laddered:
 
 
 def _strategy(proposer: Proposer, window: int) -> Strategy:
-    """How a drafter drafts so many tokens: a chain, or of its trees the one whose depth is nearest."""
+    """How a drafter drafts so many tokens: of its trees the one whose depth is nearest, a chain, or a tree of
+    any shape.
+    """
     if isinstance(proposer, DeviceProposer):
         tree = min(proposer.drafter.strategies, key=lambda each: abs(each.depth - window))
         return Strategy(proposer.name, tree.depth, tree.top_k, min(tree.nodes, max(window, tree.depth)))
-    return Strategy(proposer.name, window, 1, window)
+    return Strategy(proposer.name, window, 1 if isinstance(proposer, SelfProposer) else window, window)

@@ -27,7 +27,7 @@ from rljax.errors import ConfigError
 from rljax.rollout.bandit import BegMab
 from rljax.rollout.choices import Choice, Manager, draft, plain_promise
 from rljax.rollout.laddered import Laddered
-from rljax.rollout.mixing import Mixer
+from rljax.rollout.mixing import MixedProposer, Mixer, pairs, proposer_of
 from rljax.rollout.pass_choice import Candidates, PassTimes, candidates
 from rljax.rollout.patience_ladder import PatienceLadder
 from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
@@ -122,7 +122,9 @@ class Bandit:
     Args:
       proposers: who can draft.
       buckets: sizes of passes.
-      strategies: what comes into question; empty for `default_strategies`.
+      strategies: what comes into question, of single drafters or of several whose trees are mixed; empty for
+        `default_strategies`.
+      mix: those of mixed trees, too.
       max_batch: larger batches decode plainly.
       epsilon, window, seed: see `BegMab`.
     """
@@ -136,18 +138,23 @@ class Bandit:
         epsilon: float,
         window: int,
         seed: int,
+        mix: bool = False,
     ) -> None:
-        self._proposers = {proposer.name: proposer for proposer in proposers}
+        self._proposers: dict[str, Proposer | MixedProposer] = {each.name: each for each in proposers}
         self._buckets = buckets
+        self._mixer = Mixer(proposers, buckets.max_drafts)
         if not strategies:
             room = room_per_slot(buckets, buckets.batch[0])
-            own = [proposer.default_strategies(room) for proposer in proposers] if room else []
+            each_way = [*proposers, *(pairs(proposers, self._mixer) if mix else ())]
+            own = [proposer.default_strategies(room) for proposer in each_way] if room else []
             strategies = [*itertools.chain.from_iterable(own)]
+        for strategy in strategies:
+            self._proposers[strategy.drafter] = proposer_of(strategy, proposers, self._mixer)
         self._bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
         self._trained = [each for each in proposers if isinstance(each.drafter, TrainedDrafter)]
 
     def begin(self, training: bool, step: int) -> None:
-        """The window forgets by itself."""
+        self._mixer.forget()  # the bandit's window forgets by itself
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
@@ -173,10 +180,10 @@ class Bandit:
         self._bandit.record(batch, choice.arm, tokens, choice.seconds + seconds, responses)
 
     def state(self) -> dict[str, np.ndarray]:
-        return self._bandit.state()
+        return self._bandit.state() | self._mixer.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return self._bandit.load_state(state)
+        return self._mixer.load_state(self._bandit.load_state(state))
 
 
 class Fixed:
@@ -192,7 +199,7 @@ class Fixed:
     def __init__(
         self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, strategy: Strategy
     ) -> None:
-        self._proposer = next(each for each in proposers if each.name == strategy.drafter)
+        self._proposer = proposer_of(strategy, proposers, Mixer(proposers, buckets.max_drafts))
         self._buckets, self._times, self._strategy = buckets, times, strategy
 
     def begin(self, training: bool, step: int) -> None:
@@ -306,7 +313,7 @@ class StrategyChoice:
 
     Attributes:
       by: "expected", "bandit", "roofline", "ladder" or "fixed".
-      mix: see `Expected`.
+      mix: see `Expected` and `Bandit`.
       strategies: see `Bandit`; the one of `Fixed`.
       epsilon, window, seed: see `Bandit`.
       roofline: of `Toggled`.
@@ -343,14 +350,15 @@ class StrategyChoice:
             return Fixed(proposers, buckets, times, strategy)
         if self.by == "ladder":
             return Laddered(proposers, buckets, times, max_batch)
-        return Bandit(proposers, buckets, self.strategies, max_batch, self.epsilon, self.window, self.seed)
+        chances = (self.epsilon, self.window, self.seed)
+        return Bandit(proposers, buckets, self.strategies, max_batch, *chances, mix=self.mix)
 
 
 def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer], max_drafts: int) -> None:
     for proposer in proposers:
         if isinstance(proposer, SelfProposer):
             for strategy in strategies:
-                if strategy.drafter == proposer.name and (strategy.depth > max_drafts or strategy.top_k > 1):
+                if proposer.name in strategy.drafters and (strategy.depth > max_drafts or strategy.top_k > 1):
                     raise ConfigError(
                         f"speculation.strategies: {strategy}: {proposer.name} drafts chains, of up to"
                         f" speculation.max_drafts {max_drafts} tokens; give it top_k 1 and no more depth"
@@ -359,7 +367,7 @@ def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer]
             continue  # any number of nodes
         offered = [(tree.depth, tree.top_k) for tree in proposer.drafter.strategies]
         for strategy in strategies:
-            if strategy.drafter == proposer.name and (strategy.depth, strategy.top_k) not in offered:
+            if proposer.name in strategy.drafters and (strategy.depth, strategy.top_k) not in offered:
                 trees = ", ".join(f"{depth}/{top_k}" for depth, top_k in offered)
                 raise ConfigError(
                     f"speculation.strategies: {strategy}: {proposer.name} is set up for trees of depth/top_k"

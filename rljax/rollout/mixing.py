@@ -1,4 +1,8 @@
-"""Several proposals as one tree (`drafters/mixed.py`), and back: who is credited with what was accepted."""
+"""Several proposals as one tree (`drafters/mixed.py`), and back: who is credited with what was accepted.
+
+Mixer           mixes what was proposed anyway (`Expected` of the manager)
+MixedProposer   several drafters as one that strategies can name (`Bandit`)
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +11,10 @@ import numpy as np
 
 from drafters.base import Drafts
 from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
-from rljax.rollout.proposers import Proposal, Proposer
+from rljax.engine.state import DecodeState
+from rljax.rollout.proposers import ActiveSlots, HostProposer, Proposal, Proposer
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.strategies import MIXED, Strategy
 
 
 class Mixer:
@@ -83,6 +90,10 @@ class MixedProposal(Proposal):
     def name(self) -> str:
         return " and ".join(part.name for part in self.parts.values())
 
+    def within(self, strategy: Strategy) -> np.ndarray:
+        """The strategy's depth and width are those of the parts."""
+        return self.usable & (np.cumsum(self.usable, axis=1) <= strategy.nodes)
+
     def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         width = self.tokens.shape[1]
         verified, accepted = _widen(verified, width), _widen(accepted, width)
@@ -99,6 +110,56 @@ class MixedProposal(Proposal):
         width = self.tokens.shape[1]
         drafted, taken = (credit(self.mixture, _widen(nodes, width)) for nodes in (verified, accepted))
         return {part.name: (drafted[number], taken[number]) for number, part in self.parts.items()}
+
+
+class MixedProposer:
+    """Several drafters as one: all of them draft, and one tree comes of it.
+
+    Args:
+      parts: whose trees.
+      mixer: made for these and maybe others.
+
+    Attributes:
+      name: the drafters', as strategies name them.
+    """
+
+    def __init__(self, parts: Sequence[Proposer], mixer: Mixer) -> None:
+        self.name = MIXED.join(part.name for part in parts)
+        self._parts, self._mixer = tuple(parts), mixer
+
+    def default_strategies(self, room: int) -> list[Strategy]:
+        """With every tree that a part can draft on the device, as many nodes as there is room for."""
+        own = [each for part in self._parts for each in part.default_strategies(room) if _on_device(part)]
+        shapes = sorted({(each.depth, each.top_k) for each in own})
+        return [Strategy(self.name, depth, top_k, room) for depth, top_k in shapes]
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics, strategy: Strategy
+    ) -> tuple[DecodeState, MixedProposal]:
+        """As `Proposer.propose`."""
+        offered = []
+        for part in self._parts:
+            state, proposal = part.propose(state, active, statistics, strategy)
+            offered.append(proposal)
+        return state, self._mixer.mix(offered, len(active.slots))
+
+
+def proposer_of(strategy: Strategy, proposers: Sequence[Proposer], mixer: Mixer) -> Proposer | MixedProposer:
+    """Who drafts as a strategy says: one of `proposers`, or several."""
+    by_name = {proposer.name: proposer for proposer in proposers}
+    parts = [by_name[name] for name in strategy.drafters]
+    return parts[0] if len(parts) == 1 else MixedProposer(parts, mixer)
+
+
+def pairs(proposers: Sequence[Proposer], mixer: Mixer) -> list[MixedProposer]:
+    """The first drafter on the host with each that drafts on the device: these fail in different places."""
+    host = next((each for each in proposers if not _on_device(each)), None)
+    others = [each for each in proposers if _on_device(each)]
+    return [] if host is None else [MixedProposer((host, each), mixer) for each in others]
+
+
+def _on_device(proposer: Proposer) -> bool:
+    return not isinstance(proposer, HostProposer)
 
 
 def _empty(slots: int, nodes: int) -> Proposal:

@@ -103,6 +103,17 @@ class Proposal:
             levels[:, column] = np.where(parent < 0, 1, levels[rows, np.maximum(parent, 0)] + 1)
         return levels
 
+    def within(self, strategy: Strategy) -> np.ndarray:
+        """The nodes that a strategy verifies, bool [n, N]: as deep, with as many children, and as many."""
+        kept, rows = self.usable & (self.levels <= strategy.depth), np.arange(len(self.usable))
+        parents = np.where(self.usable, self.parents, -1)  # what is no node may have any
+        for column in range(kept.shape[1]):  # parents stand before their children
+            parent = parents[:, column]
+            older = (parents[:, :column] == parent[:, None]) & kept[:, :column]
+            above = (parent < 0) | kept[rows, np.maximum(parent, 0)]
+            kept[:, column] &= above & (older.sum(axis=1) < strategy.top_k)
+        return kept & (np.cumsum(kept, axis=1) <= strategy.nodes)
+
     def judged(self, verified: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each slot the levels that were judged, those whose level above was accepted and that had a
         verified node; and how many of them were accepted: int [n] each. Arguments as of `credit`.
@@ -232,7 +243,7 @@ class HostProposer:
 
     def default_strategies(self, room: int) -> list[Strategy]:
         sizes = sorted({min(size, room) for size in _HOST_NODES})
-        return [Strategy(self.name, nodes, 1, nodes) for nodes in sizes]
+        return [Strategy(self.name, nodes, nodes, nodes) for nodes in sizes]  # trees of any shape
 
     def propose(
         self,

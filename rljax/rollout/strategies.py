@@ -21,16 +21,21 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import MAX_NODES, most_nodes
 from rljax.errors import ConfigError, known_names
 
+MIXED = "+"
+"""Between the names of drafters whose trees are mixed."""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Strategy:
     """Who drafts, and how much is drafted and verified.
 
     Attributes:
-      drafter: a drafter's name.
+      drafter: a drafter's name, or of several whose trees are verified as one, with "+" between them.
       depth: levels of the tree, the tokens that can be accepted at most (TLT's Draft_Depth).
       top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
       nodes: draft nodes of a slot to verify (TLT's Tokens_to_Verify, without the slot's last token).
+
+    Of several, depth and top_k are for those that draft on the device, nodes is for the mixture.
     """
 
     drafter: str
@@ -44,11 +49,16 @@ class Strategy:
             if not 1 <= value < MAX_NODES:
                 raise ValueError(f"{name}: should be from 1 to {MAX_NODES - 1}, got {value}")
         most = most_nodes(self.depth, self.top_k)
-        if self.nodes > most:
+        if self.nodes > most and len(self.drafters) == 1:
             raise ValueError(
                 f"nodes: {self.nodes} is more than the {most} that a tree of depth {self.depth} and top_k"
                 f" {self.top_k} can have to verify"
             )
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those whose trees are mixed, or the one."""
+        return tuple(self.drafter.split(MIXED))
 
     def __str__(self) -> str:
         return f"{self.drafter} {self.depth}/{self.top_k}/{self.nodes}"
@@ -65,7 +75,7 @@ def arm_name(arm: Arm) -> str:
 
 _KEY = "speculation.strategies"
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Strategy)}
-_EXAMPLE = "{drafter: srt, depth: 15, top_k: 1, nodes: 15}"
+_EXAMPLE = "{drafter: srt, depth: 15, top_k: 4, nodes: 15}"
 
 
 def parse_strategies(given: Any, drafters: Collection[str], max_drafts: int) -> tuple[Strategy, ...]:
@@ -111,9 +121,12 @@ def _parse_strategy(given: Any, key: str, drafters: Collection[str]) -> Strategy
             raise ConfigError(
                 f"{key}.{name}: should be a drafter's name, got {value!r}; the plain step needs no strategy"
             )
-    if given["drafter"] not in drafters:
-        name = given["drafter"]
-        raise ConfigError(f"{key}.drafter: unknown drafter {name!r}; {known_names(name, drafters)}")
+    names = given["drafter"].split(MIXED)
+    for name in names:
+        if name not in drafters:
+            raise ConfigError(f"{key}.drafter: unknown drafter {name!r}; {known_names(name, drafters)}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{key}.drafter: {given['drafter']} names a drafter twice")
     try:
         return Strategy(**given)
     except ValueError as error:  # it begins with the field

@@ -176,7 +176,26 @@ def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params
         return statistics.steps
 
     alone = [passes({"half": Half(first)}, StrategyChoice()) for first in (True, False)]
-    assert passes({"one": Half(True), "other": Half(False)}, MIXED) < min(alone)
+    both, fewest = {"one": Half(True), "other": Half(False)}, min(alone)
+    assert passes(both, MIXED) < fewest
+    assert passes(both, StrategyChoice("fixed", strategies=(Strategy("one+other", 7, 7, 7),))) < fewest
+
+
+def test_what_a_strategy_verifies_of_a_tree():
+    """Two below the root, each with two below; then one below the fourth. The second slot has no third."""
+    parents = np.asarray([[-1, -1, 0, 0, 1, 1, 3], [-1, -1, 99, 0, 1, 1, 3]], np.int32)
+    usable = np.ones((2, 7), bool)
+    usable[1, 2] = False
+    numbers = np.zeros((2, 7), np.int32)
+    proposal = Proposal(None, numbers, parents, usable, numbers + 1.0, numbers, 0.0)
+
+    def within(depth, top_k, nodes):
+        return [np.flatnonzero(row).tolist() for row in proposal.within(Strategy("srt", depth, top_k, nodes))]
+
+    assert within(7, 7, 7) == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6]]
+    assert within(1, 7, 7) == [[0, 1]] * 2
+    assert within(2, 2, 4) == [[0, 1, 2, 3], [0, 1, 3, 4]]
+    assert within(7, 1, 7) == [[0, 2], [0, 3, 6]]
 
 
 FIXED = StrategyChoice("fixed", strategies=(Strategy("quantized", 3, 1, 3),))
@@ -369,11 +388,14 @@ def test_the_ladder_decodes_plainly_where_nothing_is_worth_it_and_says_so(params
     assert all("wrong is first on the ladder; at" in each["reason"] for each in speculator.decisions.take())
 
 
-def test_without_strategies_every_drafter_has_some(params):
-    speculator = make_speculator(("srt", "quantized", "eagle"), BANDIT, eagle={"depths": [1, 3]})
+@pytest.mark.parametrize("mix", [False, True])
+def test_without_strategies_every_drafter_has_some(params, mix):
+    """And each that drafts on the device some with the first on the host, where trees are mixed."""
+    choice = dataclasses.replace(BANDIT, mix=mix)
+    speculator = make_speculator(("srt", "quantized", "eagle"), choice, eagle={"depths": [1, 3]})
     assert isinstance(speculator.manager, Bandit)
     arms = speculator.manager.state()["bandit_drafters"].tolist()
-    assert {"", "srt", "quantized", "eagle"} == set(arms)
+    assert {"", "srt", "quantized", "eagle", *(("srt+quantized", "srt+eagle") if mix else ())} == set(arms)
 
 
 @pytest.mark.parametrize("drafter", ["srt", "quantized", "eagle"])
@@ -432,9 +454,9 @@ class Head:
 
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     """And the time of a pass is for the half that waits for it, too."""
-    head = SimpleNamespace(name="eagle", drafter=Head())
-    arms = (Strategy("eagle", 2, 1, 2),)
-    bandit = Bandit([head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
+    head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
+    arms = (Strategy("eagle", 2, 1, 2), Strategy("srt+eagle", 2, 1, 2))
+    bandit = Bandit([history, head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
     drafted = SimpleNamespace(rows=0, seconds=1.0)
     monkeypatch.setattr(manager, "draft", lambda proposer, strategy, state, *_: (state, drafted))
     state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)

@@ -55,6 +55,8 @@ def test_strategies_are_ordered_and_named():
 def test_strategies_of_a_config_keep_their_order():
     chains = {"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}
     assert parse_strategies([chains, GOOD], NAMES, 15) == (chain(7), Strategy("eagle", 4, 4, 15))
+    mixed = chains | {"drafter": "srt+eagle", "nodes": 15}  # more than a chain of 7 has
+    assert parse_strategies([mixed], NAMES, 15)[0].drafters == ("srt", "eagle")
     assert parse_strategies((), NAMES, 15) == ()
 
 
@@ -62,6 +64,8 @@ def test_strategies_of_a_config_keep_their_order():
     "value, message",
     [
         ({"drafter": "egle"}, r"\.drafter: unknown drafter 'egle'; did you mean 'eagle'\? Known: eagle, srt"),
+        ({"drafter": "srt+egle"}, r"\.drafter: unknown drafter 'egle'; did you mean 'eagle'\?"),
+        ({"drafter": "srt+srt"}, r"\.drafter: srt\+srt names a drafter twice"),
         ({"drafter": None}, r"\.drafter: should be a drafter's name, got None; the plain step needs no"),
         ({"depht": 4}, r"\.depht: unknown key; did you mean 'depth'\? Known: depth, drafter, nodes, top_k"),
         ({7: 4}, r"\.7: unknown key; Known: depth, drafter, nodes, top_k"),
