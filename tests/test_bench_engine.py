@@ -161,15 +161,17 @@ def test_rows_see_what_depends_on_their_number():
     assert rows._differing(lambda x: x + 1, ones) == []
 
 
-def test_bucketed_passes_need_fewer_programs_than_one_for_every_strategy(tiny, monkeypatch):
+def test_buckets_need_fewer_programs_than_one_for_every_strategy(tiny, monkeypatch):
+    """To verify; and a head's, to draft: the two strategies share a depth."""
     monkeypatch.setattr(pool, "_NODES", (3, 7))
     monkeypatch.setattr(pool, "_ROWS", (16,))
-    single, bucketed = pool.pool_rows("tiny", tiny, (2, 4))
-    assert (single.name, bucketed.name) == ("pool/tiny/single", "pool/tiny/bucketed")
-    assert (single.details["programs"], bucketed.details["programs"]) == (2, 2)
-    assert bucketed.details["baseline_programs"] == 4
-    assert bucketed.baseline_value > bucketed.value > 0
-    assert bucketed.details["largest"] <= bucketed.value
+    rows = pool.pool_rows("tiny", tiny, (2, 4))
+    parts = ["single", "bucketed", "drafting single", "drafting bucketed"]
+    assert [row.name for row in rows] == [f"pool/tiny/{part}" for part in parts]
+    for row in rows:
+        assert (row.details["programs"], row.details["baseline_programs"]) == (2, 4)
+        assert row.baseline_value > row.value > 0
+        assert row.details["largest"] <= row.value
 
 
 class TestAgainstTransformers:

@@ -62,7 +62,17 @@ def test_rows_of_epochs(config, monkeypatch):
     }.items():
         monkeypatch.setitem(variants.VARIANTS, name, keys)
     names = ["SRT always", "head", "quantized always", "quantized by the roofline", "small model"]
+    known, roll_out = set(), rollout.roll_out
+
+    def watched(run, variant, step):
+        if variant.name == "plain":
+            known.add((step, int(variant.collector.scheduler.lengths.state()["lengths_counts"].sum())))
+        return roll_out(run, variant, step)
+
+    monkeypatch.setattr(rollout, "roll_out", watched)
     rows = rollout.rollout_rows(config, ["plain", *names])
+    # The lengths of a step are not known before it, however often it is rolled out.
+    assert len(known) == config.training.steps
     assert [row.name for row in rows] == [
         f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in names
     ]

@@ -115,6 +115,14 @@ class ExecutablePool:
         """`temporary_bytes` of every program."""
         return {key: temporary_bytes(program) for key, program in self._programs.items()}
 
+    def summary(self) -> str:
+        """What there is, in a line, for who waited for it."""
+        largest = max(self.bytes().values(), default=0)
+        return (
+            f"programs: {len(self)} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest"
+            f" takes {largest / 1e6:.0f} MB while it runs"
+        )
+
     def get(
         self,
         key: Hashable,

@@ -199,6 +199,7 @@ class TrainingRun:
         params = self.engine.load_params(self.state.params)
         warm_up(self.collector.scheduler, params, self.config, late_inserts)
         self.learner.warm_up(self.state)
+        self.progress.message(self.pool.summary())
 
     def advance(self, stop: StopRequest) -> signal.Signals | None:
         """One step, with all that is due after it: progress, evaluation, metrics, checkpoint.

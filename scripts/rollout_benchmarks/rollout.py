@@ -39,11 +39,14 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         progress.stage("bench", config.training.steps)
 
         def timed(variant: Variant, step: int) -> list[Group]:
+            if variant is plain:  # what long requests it puts first, it knows from the steps before alone
+                plain.collector.scheduler.lengths.load_state(known)
             groups = roll_out(run, variant, step)
             progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
             return groups
 
         for step in range(config.training.steps):
+            known = plain.collector.scheduler.lengths.state()
             expected = timed(plain, step)
             plain_statistics.append(plain.statistics[-1])
             lengths.append([len(each.response_ids) for group in expected for each in group.completions])

@@ -53,6 +53,7 @@ def test_the_second_process_loads_what_the_first_compiled(tmp_path):
     (second, same), loaded = run(tmp_path)
     assert (compiled.compilations, compiled.loaded) == (1, 0)
     assert (loaded.compilations, loaded.loaded) == (0, 1)
+    assert loaded.summary() == "programs: 1 in 0 s, 1 of them from disk; the largest takes 0 MB while it runs"
     np.testing.assert_array_equal(first.x, second.x)
     assert second.label == "a" and extra["sum"] == same["sum"] and same["none"] is None
 
