@@ -326,10 +326,12 @@ class _Run:
         return _Prefilled(prefix, self.speculator.prefill(prefix, prompts) if self.speculator else [])
 
     def make_ready(self, wanted: int) -> None:
-        """Prefills prompts: enough for `wanted` slots or, with drafts, one for every slot there is."""
+        """Prefills prompts: enough for `wanted` slots or, where samples of a prompt draft from one another,
+        one for every slot there is.
+        """
         batch: list[tuple[tuple[int, ...], list[int]]] = []
-        members = 0
-        while self.prompts and (members < wanted if self.speculator is None else len(batch) < self.max_slots):
+        members, mates = 0, self.speculator is not None and self.speculator.has_history
+        while self.prompts and (len(batch) < self.max_slots if mates else members < wanted):
             batch.append(self.prompts.popleft())
             members += len(batch[-1][1])
         by_length: dict[int, list[tuple[tuple[int, ...], list[int]]]] = {}
@@ -340,7 +342,7 @@ class _Run:
             prefilled = self.prefill([prompt for prompt, _ in alike])
             self.statistics.prefilled_tokens += sum(len(prompt) for prompt, _ in alike)
             rows += [[(prefilled, row, index) for index in own] for row, (_, own) in enumerate(alike)]
-        if self.speculator is not None:  # the first samples of all these prompts: the others draft from them
+        if mates:  # the first samples of all these prompts: the others draft from them
             self.ready.extend(own.pop(0) for own in rows)
         self.ready.extend(itertools.chain.from_iterable(rows))
 

@@ -79,6 +79,9 @@ class Speculator:
       run_ahead: see `RunAhead`; None never samples ahead.
       times: what passes took so far; speculators of the same engine may share them.
       strategies: how the manager chooses among the drafters.
+
+    Attributes:
+      has_history: whether some drafter looks at what other responses to a prompt were.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Speculator:
             name: each for name, each in self.drafters.items() if isinstance(each, TrainedDrafter)
         }
         self._on_device = [each for each in self.drafters.values() if isinstance(each, DeviceDrafter)]
+        self.has_history = any(map(_on_host, self.drafters.values()))
         for drafter in self.drafters.values():
             if isinstance(drafter, DeviceDrafter | SelfDrafter):
                 drafter.attach(engine)

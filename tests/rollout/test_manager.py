@@ -143,6 +143,28 @@ def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expecte
     assert {each["batch"] for each in speculator.decisions.take()} == {2}
 
 
+@pytest.mark.parametrize(
+    ("names", "first"), [(("prompt_lookup", "quantized"), [0, 3, 6, 1]), (("quantized",), [0, 1, 2, 3])]
+)
+def test_samples_of_a_prompt_wait_for_its_first_where_they_draft_from_one_another(
+    params, requests, monkeypatch, names, first
+):
+    """Else what is likely to be long begins first, all of it, as in plain decoding."""
+    prompts = sorted({request.prompt_ids for request in requests})[:3]
+    asked = [dataclasses.replace(requests[0], prompt_ids=prompts[i // 3]) for i in range(9)]
+    started, insert = [], Speculator.insert
+
+    def inserting(self, prefilled, assignments, requests):
+        started.extend(requests)
+        insert(self, prefilled, assignments, requests)
+
+    monkeypatch.setattr(Speculator, "insert", inserting)
+    speculator = make_speculator(names, StrategyChoice())
+    monkeypatch.setattr(speculator.lengths, "expected", lambda prompt_ids: 1.0)
+    roll_out(speculator, params, asked)
+    assert started[:SLOTS] == first and sorted(started) == list(range(9))
+
+
 class Altered:
     """SRT, with something done to what it proposes."""
 
