@@ -8,7 +8,6 @@ that asks something else now is refused, and one whose answer or rewards have ch
 """
 
 import datetime
-import math
 import os
 import time
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.metrics import (
     Estimate,
@@ -206,17 +205,11 @@ class Evaluator:
                 keys = missing[start : start + _JUDGED_TOGETHER]
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
                 for key, each, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
-                    numbers = self._finite(key[0], rewards)
+                    numbers = {name: float(value) for name, value in rewards.items()}
                     answer = extracted_answer(self.task, *each)
                     log.append(key, {"by": by[key[0]], "rewards": numbers, "answer": answer})
                 self.progress.step(done + start + len(keys), {})
         log.sort()
-
-    def _finite(self, index: int, rewards: dict[str, float]) -> dict[str, float]:
-        for name, value in rewards.items():
-            if not math.isfinite(value):
-                raise UserError(f"task: the reward of problem {self.problems[index].id} has {name} {value}")
-        return {name: float(value) for name, value in rewards.items()}
 
     # -- results ---------------------------------------------------------------------------------------------
 

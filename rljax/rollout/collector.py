@@ -14,6 +14,7 @@ from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import judge
+from rljax.tasks.wrapper import finite_problems
 
 TRAINING, EVALUATION = 0, 1
 """Purposes: the first part of a request's identity, so that evaluating never reuses training's noise."""
@@ -158,7 +159,7 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> N
       tokenizer: of the policy.
       max_prompt_length: in tokens.
     """
-    problems = getattr(task, "finite_problems", list)()
+    problems = finite_problems(task)
     lengths = [len(tokenizer.encode_chat(problem.messages)) for problem in problems]
     too_long = sum(length > max_prompt_length for length in lengths)
     if too_long:

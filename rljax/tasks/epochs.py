@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered, judge
+from rljax.tasks.wrapper import Wrapper
 
 
-class EpochTask:
+class EpochTask(Wrapper):
     """The first `problems` training problems of a task, again and again; its other splits are unchanged.
 
     A position in the data stays one integer that only grows, so every visit of a problem is a request of its
@@ -15,23 +16,15 @@ class EpochTask:
     """
 
     def __init__(self, task: Task, problems: int) -> None:
+        super().__init__(task)
         self._task = task
         self._problems = problems
 
     def problem(self, split: Split, index: int) -> Problem:
         return self._task.problem(split, index % self._problems if split == "train" else index)
 
-    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        return self._task.reward(problem, response_text)
+    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+        return judge(self._task, answered)
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         return extracted_answer(self._task, problem, response_text)
-
-    def finite_problems(self) -> list[Problem]:
-        return getattr(self._task, "finite_problems", list)()
-
-    def fingerprint(self) -> dict[str, str]:
-        return getattr(self._task, "fingerprint", dict)()
-
-    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
-        return judge(self._task, answered)

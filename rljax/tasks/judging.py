@@ -1,7 +1,6 @@
 """The rewards of many responses at once, whatever task they are of."""
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 
 from rljax.errors import UserError
@@ -15,6 +14,9 @@ def judge(task: Task, answered: Sequence[Answered]) -> list[dict[str, float]]:
     """The task's reward of each response, in order: see `Task.reward`.
 
     A task with a method `rewards(answered)` computes them together; see `RewardedTask`.
+
+    Raises:
+      UserError: the task raised, or one of its rewards is no finite number; with the problem's name.
     """
     together = getattr(task, "rewards", None)
     if together is not None:
@@ -22,16 +24,21 @@ def judge(task: Task, answered: Sequence[Answered]) -> list[dict[str, float]]:
     else:
         found = [_reward(task, problem, text) for problem, text in answered]
     for (problem, _), rewards in zip(answered, found, strict=True):
-        if not _is_reward(rewards):  # after the update it is in all weights
-            raise UserError(
-                f"task: the reward of problem {problem.id} is {rewards!r}, without a finite 'reward'"
-            )
+        if not isinstance(rewards, Mapping) or "reward" not in rewards:
+            raise UserError(f"task: the reward of problem {problem.id} is {rewards!r}, without a 'reward'")
+        for name, value in rewards.items():
+            if not _is_finite(value):  # learned from, it is in all weights; in a metric, in every mean
+                raise UserError(
+                    f"task: the reward of problem {problem.id} has {name} {value!r}, no finite number"
+                )
     return found
 
 
-def _is_reward(rewards: object) -> bool:
-    reward = rewards.get("reward") if isinstance(rewards, Mapping) else None
-    return isinstance(reward, numbers.Real) and math.isfinite(reward)
+def _is_finite(value: object) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
 
 
 def _reward(task: Task, problem: Problem, text: str) -> dict[str, float]:

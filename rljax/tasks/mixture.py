@@ -14,9 +14,10 @@ from rljax.config import MixtureConfig
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task, problem_random
 from rljax.tasks.judging import Answered, judge
+from rljax.tasks.wrapper import Wrapper
 
 
-class Mixture:
+class Mixture(Wrapper):
     """The task. Weights of the training split follow the schedules; `heldout` and `warm_start` take the tasks
     in equal shares, so that every evaluation asks the same.
 
@@ -26,6 +27,7 @@ class Mixture:
     """
 
     def __init__(self, seed: int, parts: Sequence[tuple[MixtureConfig, Task]]) -> None:
+        super().__init__(*(task for _, task in parts))
         self.seed = seed
         self._configs = [config for config, _ in parts]
         self._tasks = {config.prefix: task for config, task in parts}
@@ -43,10 +45,6 @@ class Mixture:
         problem = self._tasks[prefix].problem(split, inner)
         return dataclasses.replace(problem, id=f"{prefix}/{problem.id}")
 
-    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """That of the problem's task; see `Task.reward`."""
-        return self.rewards([(problem, response_text)])[0]
-
     def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
         """The rewards of many responses, each task's together. Their parts differ where the tasks' do."""
         found: list[dict[str, float]] = [{}] * len(answered)
@@ -61,22 +59,6 @@ class Mixture:
         """That of the problem's task; see `rljax/tasks/answers.py`."""
         prefix = next(prefix for prefix in self._tasks if problem.id.startswith(f"{prefix}/"))
         return extracted_answer(self._tasks[prefix], _without(prefix, problem), response_text)
-
-    def finite_problems(self) -> list[Problem]:
-        """The problems of those tasks that have finitely many."""
-        return [
-            problem for task in self._tasks.values() for problem in getattr(task, "finite_problems", list)()
-        ]
-
-    def fingerprint(self) -> dict[str, str]:
-        """Those of its tasks."""
-        found = (getattr(task, "fingerprint", dict)() for task in self._tasks.values())
-        return {name: digest for each in found for name, digest in each.items()}
-
-    def close(self) -> None:
-        """Ends the workers of its tasks."""
-        for task in self._tasks.values():
-            getattr(task, "close", lambda: None)()
 
     def _training_place(self, index: int) -> tuple[int, int]:
         problem_random(self.seed, "train", index)  # refuses what is no position

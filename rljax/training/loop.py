@@ -39,6 +39,7 @@ from rljax.rollout.summary import summarize_rollout
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
+from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
 from rljax.training.checkpoint import RunCheckpoints, template_of
 from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
@@ -162,7 +163,7 @@ class TrainingRun:
         self.step = 0
         self.data_position = 0  # the next training problem
         self.owes_evaluation = False  # of the step that the run resumes from: it failed
-        self.data_digests: dict[str, str] = getattr(task, "fingerprint", dict)()
+        self.data_digests: dict[str, str] = fingerprint(task)
         self.drafter_state: dict[str, np.ndarray] = {}  # of an earlier session, in a run without a drafter
 
     def train(self, allow_changes: bool = False) -> None:

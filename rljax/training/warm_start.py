@@ -20,6 +20,7 @@ from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
 from rljax.models.numerics import Numerics
 from rljax.tasks.base import Task
+from rljax.tasks.wrapper import fingerprint
 from rljax.tools.use import make_tool_use
 from rljax.training.accumulation import TrainState
 from rljax.training.checkpoint import RunCheckpoints
@@ -190,7 +191,7 @@ def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
         "training": config.training.model_dump(include={"pack_length"}),
         "model": dataclasses.asdict(policy.config),
     }
-    data = getattr(task, "fingerprint", dict)()
+    data = fingerprint(task)
     if data:
         parts["data"] = data
     if config.tools is not None:

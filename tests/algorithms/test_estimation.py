@@ -69,14 +69,17 @@ def test_token_rewards_by_hand(compiled):
 
 
 def test_gae_by_hand(compiled):
-    """gamma 1/2, lambda 1/2; the second response is a token shorter, and what is behind it does not count."""
+    """gamma 1/2, lambda 1/2; the second response is a token shorter, and what is behind it does not count.
+    The middle of the third is what a tool answered.
+    """
     gae = compiled(generalized_advantages, "discount", "gae_lambda")
-    rewards = jnp.array([[0.0, 1.0, 4.0], [2.0, 1.0, jnp.nan]])
-    values = jnp.array([[1.0, 2.0, 3.0], [0.0, 1.0, 7.0]])
-    mask = jnp.array([[True, True, True], [True, True, False]])
+    rewards = jnp.array([[0.0, 1.0, 4.0], [2.0, 1.0, jnp.nan], [0.0, jnp.nan, 4.0]])
+    values = jnp.array([[1.0, 2.0, 3.0], [0.0, 1.0, 7.0], [1.0, jnp.nan, 3.0]])
+    mask = jnp.array([[True, True, True], [True, True, False], [True, False, True]])
     # First: deltas 0 + 1 - 1 = 0, 1 + 1.5 - 2 = 0.5, 4 - 3 = 1; A = 1, 0.5 + 1/4, 0 + 0.75 / 4.
     # Second: 2 + 0.5 - 0 = 2.5, 1 - 1 = 0; A = 0, 2.5.
-    expected = [[0.1875, 0.75, 1.0], [2.5, 0.0, 0.0]]
+    # Third: 0 + 1.5 - 1 = 0.5, 4 - 3 = 1; A = 1, 0.5 + 1/4: no discount for the answer.
+    expected = [[0.1875, 0.75, 1.0], [2.5, 0.0, 0.0], [0.75, 0.0, 1.0]]
     close(gae(rewards, values, mask, discount=0.5, gae_lambda=0.5), expected)
 
 

@@ -1,6 +1,7 @@
 """Rewards of a task's own: what is no number is named before it is learned from."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,19 @@ PROBLEM = Problem("train/7", ({"role": "user", "content": "?"},), "!", 0)
 
 
 @pytest.mark.parametrize(
-    "found", [{"reward": math.nan}, {"reward": -math.inf}, {"reward": "1"}, {"correct": 1.0}, None]
+    ("found", "says"),
+    [
+        ({"reward": math.nan}, "has reward nan, no finite number"),
+        ({"reward": "1"}, "has reward '1', no finite number"),
+        ({"reward": 1.0, "part": -math.inf}, "has part -inf, no finite number"),
+        ({"reward": 1.0, "part": None}, "has part None, no finite number"),
+        ({"correct": 1.0}, "is {'correct': 1.0}, without a 'reward'"),
+        (None, "is None, without a 'reward'"),
+    ],
 )
-def test_a_reward_that_is_no_number_names_its_problem(found):
+def test_a_reward_that_is_no_number_names_its_problem(found, says):
     one_by_one = SimpleNamespace(reward=lambda problem, text: found)
     together = SimpleNamespace(rewards=lambda answered: [{"reward": 1.0}, found])
     for task in (one_by_one, together):
-        with pytest.raises(UserError, match=r"reward of problem train/7 is .*, without a finite 'reward'"):
+        with pytest.raises(UserError, match=re.escape(f"reward of problem train/7 {says}")):
             judge(task, [(PROBLEM, "a"), (PROBLEM, "b")])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -257,11 +258,19 @@ def test_code(make):
 
 @pytest.mark.slow
 def test_math(make):
-    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing and ends in time."""
+    """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing and ends in time.
+    Answers that it cannot read are told before any response is judged.
+    """
     pytest.importorskip("math_verify")
-    rows = [{"prompt": "half", "answer": "\\frac{1}{2}"}]
-    task = make({"name": "math"}, rows=rows, reward_timeout=3.0, reward_errors="zero", reward_workers=1)
-    asked = task.problem("train", 0)
+    answers = ["\\frac{1}{2}", "7", "\\text{}", "$x^2$", "$$", "\\text{}"]
+    rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    section = {"rows": rows, "reward_timeout": 3.0, "reward_workers": 1}
+    says = r"no formula in the answer .*text.*, which task\.rewards\.0 needs; there are 2 such"
+    with pytest.raises(ConfigError, match=says):
+        make({"name": "math"}, **section)
+    task = make({"name": "math"}, reward_errors="zero", **section)
+    assert len(task.reports) == 1 and re.search(says, task.reports[0])
+    asked = problem(answers[0])
     right = ["$\\frac{2}{4}$", "The answer is \\boxed{0.5}", "0.50"]
     wrong = ["$\\frac{1}{3}$", "", "\\boxed{", "__import__('os').system('true')", "\\boxed{2 +}"]
     found = task.rewards([(asked, each) for each in right + wrong])

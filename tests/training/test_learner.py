@@ -393,6 +393,37 @@ def test_the_critic_learns_and_leaves_the_policy_alone(params, groups):
     assert metrics["critic/gradient_norm"] > 0
 
 
+def test_ppo_passes_over_what_a_tool_answered(params, groups, monkeypatch):
+    """gamma 1/2, lambda 1/2, values of 1/2: by hand over the tokens that the policy sampled, as if the others
+    were not there. What the critic says of these is not looked at.
+    """
+    own = np.asarray([True, True, False, False, True])
+    completions = [
+        Completion(np.arange(5, dtype=np.int32), np.where(own, -1.0, 0.0).astype(np.float32), "eos", own=own)
+        for _ in range(2)
+    ]
+    groups = [*groups[:2], dataclasses.replace(groups[2], completions=completions)]  # with rewards of 1/4
+    keys = {"name": "ppo", "advantage_normalization": "none", "discount": 0.5, "gae_lambda": 0.5}
+    learner = make_learner(params, keys | {"kl_coefficient": 0.0})
+
+    def values(params, batches):
+        return [np.where(batch.response_mask, np.float32(0.5), np.float32(np.nan)) for batch in batches]
+
+    monkeypatch.setattr(learner._critic, "values", values)
+    minibatches, metrics = prepared(learner, params, groups)
+    assert metrics["critic/value_mean"] == 0.5 and np.isfinite(metrics["critic/explained_variance"])
+    # Deltas 0.25 - 0.5 twice, then 0.25 - 0.5 = -0.25 for the reward: A = -0.25, -0.3125, -0.328125.
+    expected = np.asarray([-0.328125, -0.3125, 0.0, 0.0, -0.25])
+    (minibatch,) = minibatches
+    returns = np.concatenate([targets.returns for targets in minibatch.value_targets])
+    for member, (row, positions) in zip(minibatch.members, minibatch.places, strict=True):
+        if member >= 4:
+            np.testing.assert_allclose(returns[row, positions], np.where(own, expected + 0.5, 0.0), rtol=1e-6)
+    for member in (4, 5):
+        np.testing.assert_allclose(tokens_of(minibatches, "advantages")[member], expected, rtol=1e-6)
+        np.testing.assert_array_equal(tokens_of(minibatches, "weights")[member] > 0, own)
+
+
 def test_nothing_compiles_after_warm_up(params, groups):
     pool = ExecutablePool()
     keys = {"name": "ppo", "correction_cap": 2.0, "entropy_coefficient": 0.01}

@@ -26,13 +26,17 @@ def _production_promotion():
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()
-    tools = [TOOLS, "warm_start.steps=20"]
+    # With a critic: values, returns and a KL in the reward, all of single tokens. What is so little trained
+    # differs in reward by its length only.
+    tools = [TOOLS, "warm_start.steps=20", "algorithm.name=ppo", "algorithm.kl_coefficient=0.02"]
+    tools.append("algorithm.overlong_buffer=40")
     plain = train(tmp_path / "plain", *tools)
     for line in plain[1:]:
         assert line["tools/calls"] >= line["tools/errors"] >= 0 and line["tools/tokens"] > 0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["update/tokens"] == line["rollout/tokens"]
         assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
+        assert line["gradient_norm"] > 0 and line["critic/gradient_norm"] > 0
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
     drafted = [*tools, "speculation.drafter=srt"]
     train(tmp_path / "drafted", *drafted, "training.steps=1")

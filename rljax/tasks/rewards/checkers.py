@@ -2,7 +2,8 @@
 
 A factory takes a reward's arguments and returns its checker. It is called in the worker; a ValueError is
 about an argument and begins with its name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number.
+"data"}, and returns a number. Where not every answer will do, it has a function `check_answer`, which raises
+a ValueError for one that it could never judge by.
 """
 
 import importlib
@@ -44,14 +45,18 @@ def math() -> Checker:
 
     logging.disable(logging.WARNING)  # it warns once a process that it has no time limit
 
-    def check(request: Mapping[str, Any]) -> float:
-        answer = request["answer"]
+    def parsed(answer: str) -> list[Any]:
         right = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not right:
             raise ValueError(f"math-verify finds no formula in the answer {answer[:60]!r}")
+        return right
+
+    def check(request: Mapping[str, Any]) -> float:
+        right = parsed(request["answer"])
         found = parse(request["response"], parsing_timeout=None)
         return float(verify(right, found, timeout_seconds=None))
 
+    check.check_answer = parsed
     check({"answer": "\\frac{1}{2}", "response": "$0.5$"})  # what it loads when it is first used
     return check
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 
 from rljax.config import TaskConfig
@@ -17,14 +18,16 @@ from rljax.tasks.rewards.extraction import last_code_block
 from rljax.tasks.rewards.pool import CheckerError, CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
+from rljax.tasks.wrapper import Wrapper
 
 _REPORTED = 10  # errors of a session that are shown one by one
+_PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _SHOWN = 160  # characters of a prompt or response in an error
 
 Parts = dict[str, float]
 
 
-class RewardedTask:
+class RewardedTask(Wrapper):
     """A task's problems, and the sum of weighted rewards.
 
     A response's parts are "reward", the sum; each reward under its metric's name, before its weight; and
@@ -49,6 +52,7 @@ class RewardedTask:
         report: Callable[[str], None] = print,
         key: str = "task.rewards",
     ) -> None:
+        super().__init__(task)
         self._task, self._config, self._report = task, config, report
         self._rewards = [
             self._made(make_reward(reward, f"{key}.{number}")) for number, reward in enumerate(config.rewards)
@@ -71,23 +75,13 @@ class RewardedTask:
             self._pool = CheckerPool(checkers, checker_sandbox(self._sandbox), config.reward_timeout, threads)
             try:
                 self._pool.check()
+                self._check_formulas()
             except BaseException:
                 self.close()
                 raise
 
     def problem(self, split: Split, index: int) -> Problem:
         return self._task.problem(split, index)
-
-    def finite_problems(self) -> list[Problem]:
-        """All problems, if there are finitely many, else none."""
-        return getattr(self._task, "finite_problems", list)()
-
-    def fingerprint(self) -> dict[str, str]:
-        return getattr(self._task, "fingerprint", dict)()
-
-    def reward(self, problem: Problem, response_text: str) -> Parts:
-        """See `Task.reward`."""
-        return self.rewards([(problem, response_text)])[0]
 
     def rewards(self, answered: Sequence[Answered]) -> list[Parts]:
         """The rewards of many responses, computed in parallel.
@@ -112,6 +106,7 @@ class RewardedTask:
 
     def close(self) -> None:
         """Ends the workers. Without it they end with the process."""
+        super().close()
         if self._pool is not None:
             self._pool.close()
 
@@ -139,6 +134,25 @@ class RewardedTask:
                         f"{problem.id}: the answer {problem.answer[:60]!r} is not a number, which"
                         f" {reward.key} needs"
                     )
+
+    def _check_formulas(self) -> None:
+        """Of a finite task, whether `math` can read each answer. Plain numbers are not looked at: it can."""
+        problems: dict[str, Problem] = {}
+        for problem in self.finite_problems():
+            if not _PLAIN_NUMBER.fullmatch(problem.answer.strip()):
+                problems.setdefault(problem.answer, problem)
+        for reward, given in zip(self._rewards, self._config.rewards, strict=True):
+            refused = self._pool.refused_answers(reward, list(problems)) if given.name == "math" else []
+            if not refused:
+                continue
+            many = f"; there are {len(refused):,} such answers" if refused[1:] else ""
+            message = (
+                f"{problems[refused[0]].id}: math-verify finds no formula in the answer {refused[0][:60]!r},"
+                f" which {reward.key} needs{many}"
+            )
+            if self._config.reward_errors == "stop":
+                raise ConfigError(f"{message}. Leave such rows out, or set task.reward_errors: zero")
+            self._report(f"{message}. Responses to them count as 0")
 
     def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
         """One reward of one response, done or under way."""

@@ -18,6 +18,7 @@ from rljax.tasks.rewards.registry import Reward
 _START_SECONDS = 120.0  # a user's module may import much
 _GRACE_SECONDS = 5.0  # beyond the time limit that a sandboxed worker keeps itself
 _MAX_ANSWER = 1 << 16
+_CHECKED_TOGETHER = 32  # answers; a child of the worker takes as long to start as to read a few
 _WORKER = "rljax.tasks.rewards.worker"
 
 
@@ -77,6 +78,30 @@ class CheckerPool:
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
         raise CheckerError(str(answer["error"]))
+
+    def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
+        """Those by which the reward could never judge (`check_answer`), or that take it too long to read."""
+        parts = [answers[i : i + _CHECKED_TOGETHER] for i in range(0, len(answers), _CHECKED_TOGETHER)]
+        under_way = [self.executor.submit(self._refused, reward, part) for part in parts]
+        return [answer for part in under_way for answer in part.result()]
+
+    def _refused(self, reward: Reward, answers: Sequence[str]) -> list[str]:
+        refused: list[str] = []
+        while answers:
+            try:
+                accepted = int(self.compute(reward, {"answers": answers}))
+            except CheckerError:
+                if len(answers) > 1:  # one of them is at fault
+                    half = len(answers) // 2
+                    return (
+                        refused
+                        + self._refused(reward, answers[:half])
+                        + self._refused(reward, answers[half:])
+                    )
+                accepted = 0
+            refused += answers[accepted : accepted + 1]
+            answers = answers[accepted + 1 :]
+        return refused
 
     def _of(self, place: str) -> list[Reward]:
         return [reward for reward in self._rewards if reward.place == place]

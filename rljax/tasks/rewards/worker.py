@@ -2,7 +2,8 @@
 
 The first line sets it up: {"rewards": [[name, args], ...], "fork", "seconds"}; the answer is {"ok": true} or
 {"error", "number"} with the number of the reward at fault. Each further line is a request, {"number",
-"messages", "response", "answer", "data"}; the answer is {"value"} or {"error"}.
+"messages", "response", "answer", "data"}; the answer is {"value"} or {"error"}. Or {"number", "answers"}: the
+value is how many of them, from the first one on, the reward can judge by.
 
 With `fork` each request is answered by a child, which ends at the time limit: in the sandbox, where a
 response may take over the process that evaluates it, that process is then not the one that judges the next
@@ -69,10 +70,19 @@ def _set_up(rewards: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Checker] |
 
 def _check(checker: Checker, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        value = checker(request)
+        value = _judgeable(checker, request["answers"]) if "answers" in request else checker(request)
     except Exception as error:
         return {"error": f"raised {str(repr(error))[:300]}"}
     return {"value": value} if math.isfinite(value) else {"error": f"returned {value}"}
+
+
+def _judgeable(checker: Checker, answers: Sequence[str]) -> int:
+    for place, answer in enumerate(answers):
+        try:
+            checker.check_answer(answer)
+        except ValueError:
+            return place
+    return len(answers)
 
 
 def _in_child(checker: Checker, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""Do the algorithms learn: `python scripts/bench_algorithms.py [--only NAMES] [--seeds N] [key=value ...]`.
+
+Trains the config's policy with every algorithm of `rljax/algorithms/registry.py`, from one warm start a seed
+and for as many steps. The runs stay in `run_dir`: started again, it goes on where it was stopped. `--plot
+FILE` draws what was written and trains nothing. `docs/algorithms.md` shows the results.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.algorithms.kl import kl_estimate
+from rljax.algorithms.registry import ALGORITHMS
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig, load_config
+from rljax.errors import Interrupted, UserError
+from rljax.models.transformer import Params
+from rljax.reports.figures import COLORS, new_figure, save
+from rljax.reports.learning import SMOOTHING
+from rljax.reports.runs import RunData, read_run
+from rljax.rollout.collector import EVALUATION
+from rljax.training.interruption import StopRequest
+from rljax.training.loop import TrainingRun, open_checkpoints
+from rljax.training.minibatches import completions_of, make_minibatches
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+
+_CONFIG = "configs/bench_algorithms.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What a finished run came to.
+
+    Attributes:
+      run: its metrics.
+      kl: KL(policy || start) of a response, in nats, on the held-out problems.
+      settings: the algorithm, and where it is not its paper's.
+    """
+
+    run: RunData
+    kl: float
+    settings: str
+
+
+def train(config: ExperimentConfig) -> Learned:
+    """Trains a run of which nothing, a part or all may be there already."""
+    directory = RunDirectory(config.run_dir)
+    finished = directory.path / "kl_from_start.json"
+    with directory.locked(), Progress() as progress, StopRequest(progress.message, first=None) as stop:
+        directory.begin(config, allow_changes=False)
+        if finished.exists():
+            kl = json.loads(finished.read_text(encoding="utf-8"))
+            return Learned(read_run(directory.path), kl, config.algorithm.describe())
+        checkpoints = open_checkpoints(directory, config.checkpoint)
+        try:
+            training = TrainingRun(config, directory, checkpoints, progress, time.perf_counter(), stop)
+            start = jax.tree.map(jnp.copy, training.state.params)
+            with training.trackers:
+                training.train()
+            kl = kl_from(start, training)
+            finished.write_text(json.dumps(kl), encoding="utf-8")
+        except Interrupted as interrupted:
+            raise KeyboardInterrupt from interrupted
+        finally:
+            checkpoints.close()
+    return Learned(read_run(directory.path), kl, config.algorithm.describe())
+
+
+def kl_from(start: Params, training: TrainingRun) -> float:
+    """KL(policy || start) of a response to a held-out problem: k3, summed over its tokens."""
+    trainer = training.trainer
+    groups, _, _ = training.collector.collect(
+        training.engine.load_params(training.state.params), "heldout", training.heldout, 1, EVALUATION, 0
+    )
+    settings = training.config.training.model_copy(update={"minibatches_per_step": 1})
+    (minibatch,), _ = make_minibatches(groups, settings, (0,), trainer.row_multiple)
+    total = 0.0
+    for batch, reference in zip(
+        minibatch.batches, trainer.score_reference(start, minibatch.batches), strict=True
+    ):
+        both = (np.where(batch.response_mask, each, 0.0) for each in (batch.rollout_logprobs, reference))
+        total += float(np.asarray(kl_estimate(*map(jnp.asarray, both), "k3")).sum())
+    return total / len(completions_of(groups))
+
+
+def row_of(name: str, learned: Sequence[Learned]) -> Row:
+    """One algorithm over its seeds: the mean held-out reward after the run against that before."""
+    runs = [each.run for each in learned]
+    before, after = ([run.evaluations[i]["evaluation/reward"] for run in runs] for i in (0, -1))
+    details: dict[str, Any] = {
+        "settings": learned[0].settings,
+        "steps": len(runs[0].steps),
+        "seeds": len(runs),
+        "gain": float(np.mean(after) - np.mean(before)),
+        "before": before,
+        "after": after,
+        "reward_by_step": [run.column("reward/mean").tolist() for run in runs],
+        "entropy_at_first": [float(run.column("entropy")[0]) for run in runs],
+        "entropy_at_last": [float(run.column("entropy")[-1]) for run in runs],
+        "kl_from_start": [each.kl for each in learned],
+        "clip_fraction": [
+            run.mean("policy/clip_fraction_low") + run.mean("policy/clip_fraction_high") for run in runs
+        ],
+        "groups_sampled": [int(run.column("rollout/groups_sampled").sum()) for run in runs],
+        "accepted_drafts": [int(run.column("speculation/accepted").sum()) for run in runs],
+        "mismatch_logprob_abs_max": max(float(run.column("mismatch/logprob_abs_max").max()) for run in runs),
+        "commits": sorted({each["commit"] or "unknown" for run in runs for each in run.sessions}),
+    }
+    if runs[0].has("critic/explained_variance"):
+        details["explained_variance_at_last"] = [
+            float(run.column("critic/explained_variance")[-1]) for run in runs
+        ]
+    return Row(
+        name=f"algorithms/{name}",
+        value=float(np.mean(after)),
+        unit="reward",
+        baseline="before RL",
+        baseline_value=float(np.mean(before)),
+        ratio=float(np.mean(after) / np.mean(before)),
+        details=details,
+    )
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A panel for each algorithm: its reward by step, the others' in grey, held-out ones as dots."""
+    figure = new_figure("--plot", 10, 2.4 * -(-len(rows) // 4))
+    axes = figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).ravel()
+    curves = [_smoothed(np.asarray(row["reward_by_step"])) for row in rows]  # [seeds, steps] each
+    for number, (row, own) in enumerate(zip(rows, curves, strict=True)):
+        panel, steps = axes[number], SMOOTHING + np.arange(own.shape[1])
+        for other in curves:
+            panel.plot(steps[: other.shape[1]], other.mean(0)[: len(steps)], color="0.8", linewidth=0.8)
+        panel.fill_between(steps, own.min(0), own.max(0), color=COLORS[0], alpha=0.2, linewidth=0)
+        panel.plot(steps, own.mean(0), color=COLORS[0], linewidth=2)
+        for step, heldout in ((0, row["before"]), (row["steps"], row["after"])):
+            panel.plot([step] * len(heldout), heldout, "o", color=COLORS[1], markersize=4, clip_on=False)
+        panel.set_title(row["name"].removeprefix("algorithms/"), fontsize=10)
+        panel.grid(alpha=0.3)
+    for panel in axes[len(rows) :]:
+        panel.remove()
+    figure.supxlabel("step", fontsize=10)
+    figure.supylabel("reward", fontsize=10)
+    save(figure, path)
+
+
+def _smoothed(rewards: np.ndarray) -> np.ndarray:
+    """The running mean over steps, [seeds, steps] to fewer."""
+    return np.lib.stride_tricks.sliding_window_view(rewards, SMOOTHING, axis=1).mean(-1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = _benchmark(_CONFIG, (), 0).parser()
+    parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"default: {_CONFIG}")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each algorithm (default: 3)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw what --output holds there, and train nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        if arguments.seeds < 1:
+            raise UserError(f"--seeds: {arguments.seeds} is not at least 1")
+        benchmark = _benchmark(arguments.config, arguments.overrides, arguments.seeds)
+        if arguments.plot is not None:
+            results = arguments.output or benchmark.default_output(False, list(ALGORITHMS))
+            try:
+                rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"{results}: holds no results ({error})") from error
+            plot(rows, arguments.plot)
+            return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return benchmark.run(arguments)
+
+
+def _benchmark(config: str, overrides: Sequence[str], seeds: int) -> Benchmark:
+    def rows(name: str) -> list[Row]:
+        learned = []
+        for seed in range(seeds):
+            own = load_config(config, [*overrides, f"algorithm.name={name}", f"seed={seed}"])
+            directory = f"{own.run_dir}/{name}-seed{seed}"
+            learned.append(train(own.model_copy(update={"run_dir": directory})))
+        return [row_of(name, learned)]
+
+    return Benchmark(
+        "algorithms",
+        __doc__.splitlines()[0],
+        [
+            Measurement(name, f"{seeds} seeds", lambda name=name: rows(name), disturbed=False)
+            for name in ALGORITHMS
+        ],
+        packages=("numpy", "optax"),
+        prepare=lambda sections: load_config(config, overrides) and None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
