@@ -194,8 +194,12 @@ class DeviceDrafter(Drafter, Protocol):
     def refresh(self, params: Any) -> None:
         """The policy's weights of the rollout that begins, as the engine has them."""
 
-    def warm_up(self, prefixes: "Sequence[Prefix]", batches: Sequence[int], prompt_length: int) -> None:
-        """Compiles what following the slots needs, for prompts and states of these shapes."""
+    def warm_up(
+        self, prefixes: "Sequence[Prefix]", batches: Sequence[int], prompt_length: int, widens: bool = False
+    ) -> None:
+        """Compiles what following the slots needs, for prompts and states of these shapes; with `widens` also
+        what `widen` does.
+        """
 
     def start(self, batch: int) -> None:
         """All slots of a state of `batch` are empty."""
@@ -204,7 +208,9 @@ class DeviceDrafter(Drafter, Protocol):
         """What it wants to know of prompts that the engine prefilled, row by row, to `insert` it."""
 
     def insert(self, prefilled: Any, assignments: "Sequence[Assignment]", requests: Sequence[int]) -> None:
-        """Prompts have gone into slots, for these requests of `begin`."""
+        """Prompts have gone into slots, for these requests of the newest `begin`. Where that came without a
+        `start`, as for requests that join others, the slots of those before go on as they are.
+        """
 
     def advance(self, result: "DecodeResult") -> None:
         """Slots have sampled tokens."""
@@ -218,6 +224,9 @@ class DeviceDrafter(Drafter, Protocol):
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         """Only `slots` go on, in that order, in a state of `batch`."""
+
+    def widen(self, batch: int) -> None:
+        """All slots go on, with empty ones behind them, in a state of `batch`, which may be as before."""
 
     def draft(self, state: "DecodeState", strategy: "DraftStrategy") -> "ScoredTree":
         """Trees below the slots' last tokens, on the device; nothing where it knows nothing."""
@@ -245,6 +254,11 @@ class TrainedDrafter(Drafter, Protocol):
 
     def train(self) -> bool:
         """One slice; False when there is nothing left to do, or it would take more time than it may."""
+
+    def freeze(self) -> None:
+        """Before the first rollout, and before `load_state`: it will neither be trained nor saved. What only
+        that needs is not kept.
+        """
 
 
 class ProtocolError(ValueError):

@@ -110,8 +110,10 @@ class SmallModelDrafter:
     def refresh(self, params: Params) -> None:
         """It does not follow the policy."""
 
-    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
-        self._companion.warm_up(batches[-1], prompt_length, late_inserts=True)
+    def warm_up(
+        self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int, widens: bool = False
+    ) -> None:
+        self._companion.warm_up(batches[-1], prompt_length, late_inserts=True, widens=widens)
 
     def start(self, batch: int) -> None:
         self._companion.begin(batch, self._companion.engine.buckets.cache[0])
@@ -145,6 +147,9 @@ class SmallModelDrafter:
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._companion.compact(slots)
+
+    def widen(self, batch: int) -> None:
+        self._companion.widen(batch)
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         drafts = self._companion.draft(state, strategy.depth)

@@ -272,15 +272,7 @@ class HeadTrainer:
           CheckpointError: it is of another head, or was trained with another optimizer.
         """
         expected = {f"train.{name}": leaf for name, leaf in _named(self._state).items()}
-        surplus = [name for name in state if name.startswith("train.") and name not in expected]
-        for name in [*expected, *surplus]:
-            here = _shape(expected.get(name))
-            there = _shape(state.get(name))
-            if here != there:
-                raise CheckpointError(
-                    f"{name} is {there} in the checkpoint of the head, but {here} in this run; give the run"
-                    " the policy, head and optimizer it was saved with"
-                )
+        _check_same(expected, state, "train.", "the policy, head and optimizer")
         try:
             self._buffer.load_state(
                 {name.removeprefix("buffer."): state[name] for name in state if name.startswith("buffer.")}
@@ -351,6 +343,39 @@ class HeadTrainer:
                 noted[name] = metrics[name]
 
 
+class FrozenHead:
+    """A head that is only drafted with, in the place of its trainer: weights, and nothing to train them by.
+
+    Args:
+      params: its weights, until others are loaded.
+
+    Attributes:
+      params: its weights.
+      updates: that they have had, as far as is known.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.params, self.updates = params, 0
+
+    def begin_step(self, step: int) -> None:
+        """Steps are of no concern to it."""
+
+    def reserve(self, size: int) -> None:
+        """It has no buffer."""
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up the weights of what `HeadTrainer.state` returned.
+
+        Raises:
+          CheckpointError: they are of another head.
+        """
+        expected = {f"train.params.{name}": leaf for name, leaf in _named(self.params).items()}
+        _check_same(expected, state, "train.params.", "the policy and head")
+        leaves = [jnp.asarray(state[name]) for name in expected]
+        self.params = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
+        self.updates = int(state["train.updates"])
+
+
 def _update(
     state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
 ) -> tuple[TrainState, Metrics]:
@@ -363,7 +388,19 @@ def _update(
     return state, metrics | {"skipped": 1.0 - finite.astype(jnp.float32)}
 
 
-def _named(state: TrainState) -> dict[str, Array]:
+def _check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: str, what: str) -> None:
+    """Raises a CheckpointError unless what `state` has behind `prefix` has the shapes of `expected`."""
+    surplus = [name for name in state if name.startswith(prefix) and name not in expected]
+    for name in [*expected, *surplus]:
+        here, there = _shape(expected.get(name)), _shape(state.get(name))
+        if here != there:
+            raise CheckpointError(
+                f"{name} is {there} in the checkpoint of the head, but {here} in this run; give the run"
+                f" {what} it was saved with"
+            )
+
+
+def _named(state: TrainState | Params) -> dict[str, Array]:
     """The leaves by their path, such as `params.layer.q`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf

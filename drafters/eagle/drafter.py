@@ -23,7 +23,7 @@ from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
 from drafters.eagle.training import HeadTraining, head_training
-from drafters.training import BufferSettings, HeadTrainer, TimeBudget, head_optimizer
+from drafters.training import BufferSettings, FrozenHead, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
@@ -175,7 +175,8 @@ class EagleDrafter:
             stops = arguments.on_save_failure == "stop"
             self._saver = AsyncHeadSaver(arguments.save_dir, None if stops else _warn)
         self._shared: Params | None = None
-        self._trainer: HeadTrainer | None = None
+        self._frozen = False
+        self._trainer: HeadTrainer | FrozenHead | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # of this rollout
@@ -232,11 +233,17 @@ class EagleDrafter:
     def trained(self) -> bool:
         return self._loaded is not None or (self._trainer is not None and self._trainer.updates > 0)
 
-    def _make_trainer(self, policy_params: Params) -> HeadTrainer:
+    def freeze(self) -> None:
+        self._arguments = self._arguments.model_copy(update={"train": False})
+        self._frozen = True
+
+    def _make_trainer(self, policy_params: Params) -> HeadTrainer | FrozenHead:
         arguments, training = self._arguments, self._arguments.training
         head = self._loaded
         if head is None:
             head = init_head(self.config, policy_params, arguments.seed)
+        if self._frozen:
+            return FrozenHead(head)
         return HeadTrainer(
             self.config,
             training,
@@ -250,8 +257,10 @@ class EagleDrafter:
             head,
         )
 
-    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int) -> None:
-        self._slots.warm_up(prefixes, batches)
+    def warm_up(
+        self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int, widens: bool = False
+    ) -> None:
+        self._slots.warm_up(prefixes, batches, widens)
         if self._trains:
             self._budget.expect(self._trainer.warm_up(self._shared))
 
@@ -295,6 +304,9 @@ class EagleDrafter:
         self._slots.compact(slots, batch)
         kept = dict(enumerate(slots))
         self._requests = {new: self._requests[old] for new, old in kept.items() if old in self._requests}
+
+    def widen(self, batch: int) -> None:
+        self._slots.widen(batch)
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         return self._slots.draft(state, strategy)

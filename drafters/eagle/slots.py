@@ -4,6 +4,7 @@
     slots.start(batch)
     slots.insert(slots.prefill(prefix, prompts), rows, into)
     slots.advance(result)                          # every visit of the engine
+    slots.widen(batch); slots.compact(kept, batch)
     tree = slots.draft(state, strategy)
 
 Every forward pass of the engine hands out the policy's states (`DecodeEngine.hidden_layers`). They are taken
@@ -35,6 +36,7 @@ from drafters.eagle.drafting import (
 from drafters.eagle.model import HeadConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
+from rljax.engine.programs import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import DecodeResult
 from rljax.models.numerics import Numerics
@@ -117,6 +119,17 @@ class HeadSlots:
         taken[: len(slots)] = slots
         self._compact(taken)
 
+    def widen(self, batch: int) -> None:
+        """All slots go on, with empty ones behind them, in a state of `batch`: bucket by bucket, as the
+        engine's.
+        """
+        self._catch_up()
+        for wider in self._engine.buckets.batch:
+            slots = len(self._state.lengths)
+            if slots < wider <= batch:
+                widened = functools.partial(with_slots, batch=wider)
+                self._state = self._run("widen", (slots, wider), widened, self._state, donate=())
+
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         """Trees below the slots' last tokens."""
         self._catch_up()
@@ -138,8 +151,10 @@ class HeadSlots:
         shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled)
         return self._run("draft", shapes, lambda given: draft(**given, **static), given, donate=())
 
-    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int]) -> None:
-        """Compiles all of this but drafting, for prompts and states of these shapes. Leaves no slot known."""
+    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], widens: bool = False) -> None:
+        """Compiles all of this but drafting, for prompts and states of these shapes, `widen` where it
+        `widens`. Leaves no slot known.
+        """
         prefilled = [self.prefill(prefix, []) for prefix in prefixes]
         states = prefixes[0].states
         for batch in batches:
@@ -160,6 +175,9 @@ class HeadSlots:
                     before = self._state
                     self._compact(np.zeros(smaller, np.int32))
                     self._state = before
+        if widens:
+            self.start(batches[0])
+            self.widen(batches[-1])
 
     # -- programs --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ never trained and never decides anything: the target verifies its chains like an
     companion.insert(slots, sequences)              # requests enter the target's slots
     drafts = companion.draft(state, steps)          # chains below the target's last tokens
     companion.advance(slots, tokens, counts)        # what the target sampled since, drafted or not
-    companion.compact(slots); companion.forget(slots)
+    companion.compact(slots); companion.widen(slots); companion.forget(slots)
 
 What it drafts from is all the target's: last tokens, noise keys, what is left of response and cache. Only its
 keys and values are its own, and they have to follow what was sampled. That is cheap: the entry of a token is
@@ -180,8 +180,11 @@ class Companion:
         """Where each sequence's keys and values are; prompts come again, with every sample of a group."""
         wanted = [tuple(sequence) for sequence in sequences]
         by_length: dict[int, list[tuple[int, ...]]] = {}
+        # Into states of fewer slots, `warm_up` inserts from the smallest prefill only.
+        batches = self.engine.buckets.batch
+        rows = batches[-1] if self.batch == batches[-1] else batches[0]
         for sequence in dict.fromkeys(wanted):
-            if sequence not in self._prefixes:
+            if sequence not in self._prefixes or self._prefixes[sequence][0].cache.batch > rows:
                 by_length.setdefault(self.engine.prefill_length(len(sequence)), []).append(sequence)
         for alike in by_length.values():
             prefix = self.engine.prefill(self.params, alike)
@@ -235,8 +238,18 @@ class Companion:
         self._settle()
         slots = list(slots)
         self._state = self.engine.compact(self._state, slots)
+        self._keep(slots)
+
+    def widen(self, slots: int) -> None:
+        """As `DecodeEngine.widen` of the target's state."""
+        self._settle()
+        self._state = self.engine.widen(self._state, slots)
+        self._keep(range(len(self._sizes)))
+
+    def _keep(self, slots: Sequence[int]) -> None:
+        """Of what is known, that of `slots`, and nothing of the other slots of the state."""
         for name in ("_known", "_sizes", "_lengths", "_chains"):
-            taken = getattr(self, name)[slots]
+            taken = getattr(self, name)[list(slots)]
             missing = [(0, self.batch - len(slots)), *((0, 0),) * (taken.ndim - 1)]
             setattr(self, name, np.pad(taken, missing, constant_values=-1 if name == "_chains" else 0))
 
@@ -260,9 +273,14 @@ class Companion:
         self._sizes[slots] = self._lengths[slots] = 0
         self._chains[slots] = -1
 
-    def warm_up(self, slots: int, prompt_length: int, late_inserts: bool = False) -> None:
+    def warm_up(
+        self, slots: int, prompt_length: int, late_inserts: bool = False, widens: bool = False
+    ) -> None:
         """Compiles every program that drafting beside a target with so many slots can need; see
         `DecodeEngine.warm_up`. Ends whatever was under way.
+
+        Args:
+          widens: also what `widen` needs.
         """
         engine = self.engine
         largest = engine.buckets.batch_for(slots)
@@ -280,6 +298,8 @@ class Companion:
                 self.draft(engine.init_state(batch, length), 1)
                 if batch > batches[0]:
                     engine.compact(self._state, [0])
+                if widens and batch < largest:
+                    engine.widen(self._state, batch + 1)
                 if length < engine.buckets.cache[-1]:
                     engine.grow(self._state)
 

@@ -7,7 +7,7 @@ is there.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Attention, Params
 from rljax.sharding import ShardedAttention, constrain, replicated_sharding
+
+_Slots = TypeVar("_Slots")
+"""Arrays of all slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,8 +355,8 @@ def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
     )
 
 
-def with_slots(state: DecodeState, batch: int) -> DecodeState:
-    """The same slots and free ones behind them."""
+def with_slots(state: _Slots, batch: int) -> _Slots:
+    """The same slots and free ones behind them: `batch` of them, the first axis of all arrays."""
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, batch - x.shape[0])] + [(0, 0)] * (x.ndim - 1))

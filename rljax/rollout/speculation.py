@@ -163,8 +163,7 @@ class Speculator:
         self._last_end = self._busy_until = time.perf_counter()  # of the device's work
         start = time.perf_counter()
         self._ask_all("begin", self._as_drafters_know(requests, wanted))
-        for drafter in self._on_device:
-            drafter.start(batch)
+        self.restart(batch)
         statistics.host_seconds += time.perf_counter() - start
 
     def _as_drafters_know(self, requests: Sequence[Request], wanted: int) -> list[DraftRequest]:
@@ -180,8 +179,8 @@ class Speculator:
     def admit(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
         """Requests have joined those that are decoded, between two calls of `decode`.
 
-        Drafters begin anew, and are told what was sampled so far: enough for all but those that follow slots
-        on the device (`DeviceDrafter`).
+        Drafters begin anew, and are told what was sampled so far; those on the device go on with the slots
+        that they know. Only then the new requests' prompts are inserted.
 
         Args:
           requests: all that are decoded from now on.
@@ -198,6 +197,11 @@ class Speculator:
             self._tell_undrafted(under_way, known, counts, np.zeros(len(under_way), bool))
         self._statistics.host_seconds += time.perf_counter() - start
 
+    def restart(self, batch: int) -> None:
+        """The state is another one, of `batch` empty slots."""
+        for drafter in self._on_device:
+            drafter.start(batch)
+
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """What drafters on the device want to know of prefilled prompts, for `insert`."""
         return [drafter.prefill(prefix, prompts) for drafter in self._on_device]
@@ -213,6 +217,11 @@ class Speculator:
         """Only `slots` go on."""
         for drafter in self._on_device:
             drafter.compact(slots, batch)
+
+    def widen(self, batch: int) -> None:
+        """All slots go on, in a state of `batch`, which may be as before."""
+        for drafter in self._on_device:
+            drafter.widen(batch)
 
     def spare(self, running: int) -> None:
         """Between two passes, with so many responses running: time to train a little."""
@@ -461,12 +470,13 @@ class Speculator:
 
     # -- warming up ------------------------------------------------------------------------------------------
 
-    def warm_up(self, params: Params, prompt_length: int = 1) -> None:
+    def warm_up(self, params: Params, prompt_length: int = 1, widens: bool = False) -> None:
         """Compiles every program that drafts and verifies, and takes the time of each.
 
         Args:
           params: weights from `engine.load_params`.
           prompt_length: the longest prompt, in tokens.
+          widens: also what `widen` needs.
         """
         for proposer in self.proposers:
             proposer.refresh(params)
@@ -474,7 +484,7 @@ class Speculator:
             batches = self.engine.buckets.batch
             prefixes = self.engine.warm_up_prefill(params, batches[-1], prompt_length)
             for drafter in self._on_device:
-                drafter.warm_up(prefixes, batches, prompt_length)
+                drafter.warm_up(prefixes, batches, prompt_length, widens)
         for batch in self.engine.buckets.batch:
             if not self._speculates(batch):
                 continue

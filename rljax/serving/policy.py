@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from drafters.base import Drafter, TrainedDrafter
 from drafters.history import HISTORY
 from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
@@ -36,9 +37,6 @@ from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
 SERVING = 2
 """The purpose of such requests' noise, beside `rljax.rollout.collector.TRAINING` and `EVALUATION`."""
-
-FOLLOWS_SLOTS = ("eagle", "small_model")
-"""Drafters that live on the device beside the slots: they cannot be told of requests that join."""
 
 Say = Callable[[str], None]
 
@@ -143,6 +141,9 @@ def open_policy(
     engine, speculator = scheduler.engine, scheduler.speculator
     learned_together = {}
     if speculator is not None:
+        for drafter in drafters.values():
+            if isinstance(drafter, TrainedDrafter):
+                drafter.freeze()
         state = saved.drafter_state()
         learned_together = dict.fromkeys(_prompts(state), config.rollout.samples_per_prompt)
         if state:
@@ -156,14 +157,19 @@ def open_policy(
     )
     if compile_first or speculator is not None:
         say("compiling")
-        warm_up(scheduler, params, config, late_inserts=True)
-        for length in engine.buckets.cache:
-            engine.widen(engine.init_state(1, length), scheduler.max_slots)
+        warm_up(scheduler, params, config, late_inserts=True, widens=True)
+        _tell_untrained(drafters, say)
     worker = EngineWorker(
         engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look, learned_together
     )
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
     return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
+
+
+def _tell_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
+    for name, drafter in drafters.items():
+        if isinstance(drafter, TrainedDrafter) and not drafter.trained:
+            say(f"drafter {name}: nothing has trained it yet, so few of its drafts will be right")
 
 
 def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
@@ -206,7 +212,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_look: int, say: Say)
     if mesh.num_devices > jax.device_count():
         say(f"the run used {mesh.num_devices} devices; here is {jax.device_count()}: decoding on one")
         mesh = MeshConfig()
-    speculation = _speculation(config.speculation, options.drafter, say)
+    speculation = _speculation(config.speculation, options.drafter)
     if config.tools is not None:
         say("the run's tools are not called here: a response goes on behind its call")
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
@@ -240,19 +246,19 @@ def _defaults(path: Path, say: Say) -> ExperimentConfig:
     )
 
 
-def _speculation(config: SpeculationConfig, drafter: str | None, say: Say) -> SpeculationConfig:
-    """The speculation section, with drafters that can follow requests which come at any time."""
+def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationConfig:
+    """The speculation section, for requests that come at any time, with the drafters that are asked for."""
     named = {} if config.drafter is None else {config.drafter: config.args, **config.others}
     if drafter is not None:
         named = {} if drafter == "none" else {drafter: named.get(drafter, {})}
-    left = {name: dict(args) for name, args in named.items() if name not in FOLLOWS_SLOTS}
-    for name in named.keys() - left.keys():
-        say(f"drafter {name} cannot follow requests that come at any time: it is left out")
-    for args in left.values():
-        args.pop("spill_dir", None)  # the run's files, which are not for others to write
+    not_its = ("spill_dir", "save_dir")  # the run's files, which are not for others to write
+    named = {
+        name: {key: value for key, value in args.items() if key not in not_its}
+        for name, args in named.items()
+    }
     changes = {"run_ahead_below": 0, "overlap": False}
-    if list(left) != config.drafters:
+    if list(named) != config.drafters:
         changes |= {"choice": "expected", "mix": False, "strategies": []}
-    first = next(iter(left), None)
-    changes |= {"drafter": first, "args": left.pop(first, {}), "others": left}
+    first = next(iter(named), None)
+    changes |= {"drafter": first, "args": named.pop(first, {}), "others": named}
     return config.model_copy(update=changes)

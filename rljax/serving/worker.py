@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from drafters.base import DeviceDrafter, Outcome
+from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState
 from rljax.engine.visits import Assignment, DecodeResult
@@ -113,8 +113,7 @@ class EngineWorker:
       engine: the decode engine; nobody else may use it.
       params: weights from `engine.load_params`.
       max_slots: jobs decoded at a time.
-      speculator: decodes with drafts; its drafters must not be `DeviceDrafter`s, which cannot be told of
-        requests that join. None for plain decoding.
+      speculator: decodes with drafts; None for plain decoding.
       max_waiting: jobs that may wait for a slot.
       steps_per_look: plain decode steps between two looks, up to the engine's `decode_steps_per_visit`: how
         many tokens a piece has, and how long a new request waits.
@@ -137,10 +136,6 @@ class EngineWorker:
         steps_per_look: int = 4,
         learned_together: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:
-        if speculator is not None and any(
-            isinstance(drafter, DeviceDrafter) for drafter in speculator.drafters.values()
-        ):
-            raise ValueError("speculator: a drafter with slots on the device cannot be told who joins")
         self.engine, self.params, self.speculator = engine, params, speculator
         self.max_slots, self.max_waiting, self.steps_per_look = max_slots, max_waiting, steps_per_look
         self.statistics = DecodeStatistics()
@@ -272,9 +267,9 @@ class EngineWorker:
             self._end(job, [], [], "cancelled")
         if taken:
             self._reserve(taken)
-            self._insert(taken)
             if self.speculator is not None:
                 self._tell_speculator()
+            self._insert(taken)
         return True
 
     def _reserve(self, jobs: Sequence[Job]) -> None:
@@ -284,7 +279,11 @@ class EngineWorker:
         if not busy:
             self._state = engine.init_state(len(jobs), longest)
             self._slots = [None] * self._state.batch
+            if self._begun:
+                self.speculator.restart(self._state.batch)
         self._state = engine.widen(self._state, busy + len(jobs))
+        if self._begun:
+            self.speculator.widen(self._state.batch)
         while self._state.cache.length < engine.buckets.cache_for(longest):
             self._state = engine.grow(self._state)
         self._slots += [None] * (self._state.batch - len(self._slots))
@@ -308,12 +307,16 @@ class EngineWorker:
             for prompts in (alike[i : i + size] for i in range(0, len(alike), size)):
                 prefix = self.engine.prefill(self.params, prompts)
                 self.statistics.prefilled_tokens += sum(map(len, prompts))
+                own = [(row, job) for row, prompt in enumerate(prompts) for job in by_prompt[prompt]]
                 assignments = [
                     Assignment(row, slot_of[id(job)], job.request.noise_key, job.request.max_response)
-                    for row, prompt in enumerate(prompts)
-                    for job in by_prompt[prompt]
+                    for row, job in own
                 ]
                 self._state = self.engine.bulk_insert(prefix, self._state, assignments)
+                if self.speculator is not None:
+                    prefilled = self.speculator.prefill(prefix, prompts)
+                    known = [self._known.index(job) for _, job in own]
+                    self.speculator.insert(prefilled, assignments, known)
 
     def _tell_speculator(self) -> None:
         """Who is decoded from now on."""
@@ -431,5 +434,7 @@ class EngineWorker:
         if self._waiting or not busy or self.engine.buckets.batch_for(len(busy)) == self._state.batch:
             return
         self._state = self.engine.compact(self._state, busy)
+        if self.speculator is not None:
+            self.speculator.compact(busy, self._state.batch)
         self._slots = [self._slots[slot] for slot in busy]
         self._slots += [None] * (self._state.batch - len(self._slots))

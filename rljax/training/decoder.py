@@ -116,7 +116,11 @@ def make_scheduler(
 
 
 def warm_up(
-    scheduler: Scheduler, params: Params, config: ExperimentConfig, late_inserts: bool = False
+    scheduler: Scheduler,
+    params: Params,
+    config: ExperimentConfig,
+    late_inserts: bool = False,
+    widens: bool = False,
 ) -> None:
     """Compiles all that decoding the config's prompts and responses needs.
 
@@ -125,15 +129,19 @@ def warm_up(
       params: weights from `engine.load_params`.
       config: as given to `make_scheduler`.
       late_inserts: see `DecodeEngine.warm_up`.
+      widens: also what states of fewer slots need to become wider.
     """
     prompt_length, speculator = config.rollout.max_prompt_length, scheduler.speculator
     late = late_inserts or (speculator is not None and speculator.run_ahead is not None)
     scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late)
     if config.tools is not None:
         scheduler.engine.warm_up_append(params, scheduler.max_slots)
+    if widens:
+        for length in scheduler.engine.buckets.cache:
+            scheduler.engine.widen(scheduler.engine.init_state(1, length), scheduler.max_slots)
     if speculator is not None:
         rehearse_drafters(config.speculation)
-        speculator.warm_up(params, prompt_length)
+        speculator.warm_up(params, prompt_length, widens)
 
 
 def _roofline(

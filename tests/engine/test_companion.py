@@ -105,6 +105,10 @@ class Pair:
         self.companion.compact(kept)
         self.slots = {new: self.slots[old] for new, old in enumerate(kept)}
 
+    def widen(self, slots):
+        self.state = self.engine.widen(self.state, slots)
+        self.companion.widen(slots)
+
     def check_drafts(self, steps=NODES):
         """Drafts, which must be what plain decoding samples next, to the end of every response."""
         tokens = np.asarray(self.draft(steps).tokens)
@@ -179,11 +183,14 @@ def test_through_compaction_and_growth():
 
 
 def test_requests_that_come_later():
-    """Into a free slot, into one that another left, and one that has been decoding for a while."""
+    """Into a wider state, a slot that another left, and one that has been decoding for a while."""
     world = world_of()
-    pair = Pair(world, itself(world), members=(3,))
+    pair = Pair(world, itself(world), members=(3,), slots=2)
     pair.check_drafts()
     pair.verify()
+    pair.draft()  # what drafting wrote goes along
+    pair.widen(3)
+    assert pair.state.batch == pair.companion.batch == 5
     pair.insert((2,))
     pair.check_drafts()
     pair.verify()
@@ -361,7 +368,7 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 def test_warm_programs_serve_the_rollout():
     world = world_of(OTHER, Buckets((2, 4), (64, 128), (40,), NODES))
     companion = itself(world)
-    companion.warm_up(4, 16, late_inserts=True)
+    companion.warm_up(4, 16, late_inserts=True, widens=True)
     compiled = POOL.compilations
     companion.begin(4, 64)
     companion.insert(range(4), [[1 + slot] * (3 * slot + 4) for slot in range(4)])
@@ -372,8 +379,10 @@ def test_warm_programs_serve_the_rollout():
         for count in (1, 9):
             companion.advance(range(batch), np.ones((batch, count), np.int32), np.full(batch, count))
     companion.begin(2, 64)
-    companion.insert([1], [[5, 6]])
-    companion.draft(world.engine.init_state(2, 64), NODES)
+    companion.insert([1], [[1] * 4])  # which was prefilled with more prompts than are inserted here
+    for batch in (2, 4):
+        companion.widen(batch)
+        companion.draft(world.engine.init_state(batch, 64), NODES)
     assert companion.extended == 0 and POOL.compilations == compiled
 
 

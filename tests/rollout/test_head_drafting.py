@@ -8,13 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
+from drafters.base import DraftRequest, Outcome
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
+from drafters.training import FrozenHead
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
+from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
+from rljax.engine.visits import Assignment
+from rljax.errors import CheckpointError
 from rljax.models import transformer
 from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
@@ -205,6 +209,28 @@ def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected
     assert 0 < statistics.verified < statistics.steps
 
 
+def test_in_a_wider_state_slots_draft_as_before(params, requests):
+    """What the last visit sampled included; the new slots know nothing."""
+    speculator, trees = make_speculator(), []
+    head, engine, prompts = speculator.drafters["eagle"], speculator.engine, [(5, 6, 7), (9, 2)]
+    head.refresh(params)
+    head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+    for batch in (2, 4):
+        state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
+        head.start(2)
+        prefix = engine.prefill(params, prompts)
+        state = engine.bulk_insert(prefix, state, placed)
+        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        state, result = engine.generate(params, state, 3)
+        head.advance(result)
+        state = engine.widen(state, batch)
+        head.widen(batch)
+        trees.append(head.draft(state, head.strategies[-1]).tree)
+    narrow, wide = trees
+    assert narrow.valid.all() and not wide.valid[2:].any()
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[:2]), narrow, wide)
+
+
 def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
     first = make_speculator(
         train_below=0, save_dir=str(tmp_path / "head")
@@ -223,3 +249,13 @@ def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
         speculator.learn([])  # trains on what is left in the buffer
     for name, array in first.state().items():
         np.testing.assert_array_equal(array, second.state()[name], name)
+    # One that only drafts has its weights, and nothing to train them by.
+    third = make_speculator(seed=2, train_below=0).drafters["eagle"]
+    third.freeze()
+    third.load_state({name.removeprefix("eagle/"): array for name, array in first.state().items()})
+    third.refresh(moved)
+    third.learn([])
+    assert third.trained and isinstance(third._trainer, FrozenHead)
+    jax.tree.map(np.testing.assert_array_equal, third.params, first.drafters["eagle"].params)
+    with pytest.raises(CheckpointError, match=r"train\.params\.\S+ is .* give the run the policy and head"):
+        third.load_state({"step": 1, "train.params.fc": np.zeros((3, 3))})

@@ -471,7 +471,7 @@ class Head:
     """A drafter that is trained, as far as a manager looks."""
 
     train_below, trained = 0, False
-    begin = observe = learn = state = load_state = metrics = train = lambda *_: None
+    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
 
 
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):

@@ -1,6 +1,8 @@
 """The server as clients see it: OpenAI's own, many at once, rude ones, and what cannot be answered."""
 
+import collections
 import concurrent.futures
+import itertools
 import json
 import shutil
 import socket
@@ -8,11 +10,22 @@ import threading
 import time
 
 import httpx2
+import jax
+import numpy as np
 import openai
 import pytest
 
+from drafters.eagle.drafter import EagleDrafter
+from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.training import published_training
+from drafters.small_model import SmallModelDrafter
+from drafters.training import BufferSettings, HeadTrainer, head_optimizer
+from rljax.models.huggingface import save_model
+from rljax.models.numerics import Numerics
+from rljax.models.rope import rope_table
 from rljax.rollout import speculation
-from rljax.serving.policy import Options
+from rljax.rollout.proposers import DeviceProposer
+from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import MODEL, SLOTS, client_of, make_run, serving
@@ -358,22 +371,55 @@ def test_a_failure_inside_a_stream_is_said_in_the_stream(run, monkeypatch):
         assert seen
 
 
-def test_served_with_a_drafter(run, server, client, monkeypatch):
-    """The tokens of plain decoding, and some of them were drafted."""
+def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, monkeypatch):
+    """The tokens of plain decoding; of both drafters' some were right, and the head is the checkpoint's."""
+    saved = load_saved_policy(run)
+    policy, params = saved.policy.config, saved.policy.params
+    save_model(tmp_path / "small", policy, params, "float32", saved.policy.tokenizer_directory)
+    head, training = HeadConfig("eagle", policy), published_training("eagle")
+    rope, numerics = rope_table(policy, 65), Numerics(False)
+    own = init_head(head, params, 7)
+    trainer = HeadTrainer(
+        head, training, head_optimizer(1e-3), rope, numerics, BufferSettings(), 64, 1, 0, own
+    )
+    learned = {f"eagle/{name}": array for name, array in trainer.state().items()} | {
+        "eagle/step": np.array(3)
+    }
+    args = "{variant: eagle, depths: [2], save_dir: %s}" % (tmp_path / "heads")
+    overrides = [f"speculation.args={{path: {tmp_path / 'small'}}}", f"speculation.others={{eagle: {args}}}"]
+    overrides += [
+        "rollout.max_prompt_length=16",
+        "engine.cache_buckets=[64]",
+        "engine.decode_steps_per_visit=4",
+    ]
+    few_programs = ["speculation.verify_buckets=[16]", *overrides, "speculation.drafter=small_model"]
+    run = make_run(tmp_path, *few_programs, drafter=learned)
+    accepted, turns, promise = collections.Counter(), itertools.cycle((0, 1, 1, 0)), DeviceProposer.promise
+    monkeypatch.setattr(DeviceProposer, "promise", lambda *asked: next(turns) * promise(*asked))
+    for kind in (EagleDrafter, SmallModelDrafter):
+
+        def observe(self, sampled, hear=kind.observe):
+            accepted[type(self)] += int(sampled.accepted.sum())
+            hear(self, sampled)
+
+        monkeypatch.setattr(kind, "observe", observe)
     monkeypatch.setattr(speculation, "PassTimes", Cheap)
     expected = [chat(client, seed).choices[0].token_ids for seed in range(3)]
-    with serving(run, Options(drafter="srt")) as (address, served):
-        assert served.drafters == ("srt",)
+    with serving(run) as (address, served):
+        assert served.drafters == ("small_model", "eagle")
+        its_head = served.worker.speculator.drafters["eagle"].params
+        jax.tree.map(np.testing.assert_array_equal, its_head, own)
         drafted, pool_of_programs = client_of(address), served.worker.engine.pool
         compiled = pool_of_programs.compilations
-        for _ in range(3):  # what was sampled before is drafted
+        for _ in range(3):  # and nothing in between
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 came = list(pool.map(lambda seed: chat(drafted, seed).choices[0].token_ids, range(3)))
             assert came == expected
-        assert served.worker.statistics.accepted > 20
+        assert accepted[SmallModelDrafter] > 20 and accepted[EagleDrafter] > 0
         # Prompts of every length, other numbers of them at once, and some that join others.
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            prompts = [["1"], ["12a3=", "9b=", "9b="], ["7" * 40, "1"], ["7a" * 30] * 5]
+            prompts = [["1"], ["12a3=", "9b=", "9b="], ["7" * 15, "1"], ["7a" * 8] * 5]
             ask = lambda prompt: drafted.completions.create(model=MODEL, prompt=prompt)  # noqa: E731
             assert [len(came.choices) for came in pool.map(ask, prompts)] == [1, 3, 2, 5]
         assert pool_of_programs.compilations == compiled, "compiled after it was warmed up"
+    assert not (tmp_path / "heads").exists()
