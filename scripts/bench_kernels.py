@@ -19,7 +19,14 @@ from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, compare
 from rljax.errors import UserError, known_names
 
-OPS = ("noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "compaction")
+OPS = (
+    "noisy_argmax",
+    "token_logprobs",
+    "tree_attention",
+    "quantized_product",
+    "round_to_nearest",
+    "compaction",
+)
 
 
 def op_cases(op: str, quick: bool) -> list[Case]:

@@ -94,9 +94,10 @@ def test_parts_by_name_and_once(report):
         "quantized_product",
         "noisy_argmax",
         "token_logprobs",
+        "round_to_nearest",
     ]
     status, calls, _ = report("--again", "--parts", "kernels")
-    assert status == 0 and len(calls) == 5
+    assert status == 0 and len(calls) == 6
     assert report("--parts")[0] == 2
     status, calls, errors = report("--parts", "kernel")
     assert status == 2 and not calls and "error: --parts kernel: no such part" in errors
