@@ -41,6 +41,7 @@ def _case(policy: PolicyShape, part: str, fmt: str) -> Case:
 
     return Case(
         name=f"{policy.name}, {part}, {fmt}",
+        sizes=(outputs, inputs),
         make=make,
         functions=by_implementation(rounded),
         bytes=2 * outputs * inputs + stored,
