@@ -8,10 +8,11 @@ KV cache (`rljax/engine/self_drafting.py`).
 8-bit weights are symmetric with one scale an output: it then stands outside the sum over inputs, which can be
 done in integers (`rljax/kernels/quantized_product`), and at 8 bits finer groups gain little.
 
-A quantizer is a function `(weight float32 [out, in], WeightFormat) -> QuantizedWeight` and a line in
-`QUANTIZERS`. `rtn` is round-to-nearest; `clipped` looks for the range of each group that leaves the least
-squared error, as AWQ's clipping step does (Lin et al., 2024), but without activations. What more a quantizer
-wants to know, such as activation statistics, it can be given by `functools.partial`.
+A quantizer is a function `(weight [out, in], WeightFormat, Implementation) -> QuantizedWeight` and a line in
+`QUANTIZERS`. `rtn` rounds to nearest (`rljax/kernels/round_to_nearest`); `clipped` looks for the range of
+each group that leaves the least squared error, as AWQ's clipping step does (Lin et al., 2024), but without
+activations. What more a quantizer wants to know, such as activation statistics, it can be given by
+`functools.partial`.
 """
 
 import dataclasses
@@ -29,8 +30,10 @@ from pydantic import Field
 from drafters.arguments import Arguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from rljax.errors import ConfigError, known_names
-from rljax.kernels.switch import Implementation
-from rljax.models.quantized import Activations, QuantizedWeight, pack_nibbles
+from rljax.kernels.round_to_nearest import base, round_to_nearest
+from rljax.kernels.round_to_nearest.grid import grid, nearest
+from rljax.kernels.switch import Implementation, KernelChoice, require_xla
+from rljax.models.quantized import Activations, QuantizedWeight
 from rljax.models.transformer import Params
 
 if TYPE_CHECKING:
@@ -67,7 +70,7 @@ class WeightFormat:
             )
 
 
-Quantizer = Callable[[Array, WeightFormat], QuantizedWeight]
+Quantizer = Callable[[Array, WeightFormat, Implementation], QuantizedWeight]
 
 
 def default_format(bits: int) -> WeightFormat:
@@ -82,75 +85,43 @@ def default_format(bits: int) -> WeightFormat:
 # -- quantizers --------------------------------------------------------------------------------------------
 
 
-def rtn(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
+def rtn(weight: Array, fmt: WeightFormat, implementation: Implementation = None) -> QuantizedWeight:
     """Round to nearest: the grid of a group spans its weights, and 0."""
-    groups = _grouped(weight, fmt)
-    scale, zero = _grid(*_ranges(groups), fmt.bits)
-    return _store(_round(groups, scale, zero, fmt.bits), scale, zero, weight.shape[1], fmt)
+    return _quantized(round_to_nearest(weight, fmt.bits, fmt.group, implementation), weight, fmt)
 
 
-def clipped(weight: Array, fmt: WeightFormat) -> QuantizedWeight:
-    """Round to nearest on the grid with the least squared error, of those that span a part of the range."""
-    groups = _grouped(weight, fmt)
-    low, high = _ranges(groups)
+def clipped(weight: Array, fmt: WeightFormat, implementation: Implementation = None) -> QuantizedWeight:
+    """Round to nearest on the grid with the least squared error, of those that span a part of the range.
+
+    Raises:
+      Refused: only kernels were named, which there are none of.
+    """
+    require_xla(
+        "round_to_nearest",
+        implementation,
+        "only rounds to nearest, and speculation.args.quantizer is clipped",
+    )
+    groups = base.grouped(weight, fmt.group)
+    low, high = base.ranges(groups)
     best_error = jnp.full(low.shape, jnp.inf, jnp.float32)
-    best_scale, best_zero = _grid(low, high, fmt.bits)
+    best = grid(low, high, fmt.bits)
     for shrink in _SHRINKS:
-        scale, zero = _grid(shrink * low, shrink * high, fmt.bits)
-        restored = (_round(groups, scale, zero, fmt.bits) - zero[..., None]) * scale[..., None]
+        tried = grid(shrink * low, shrink * high, fmt.bits)
+        scale, inverse, zero = (each[..., None] for each in tried)
+        restored = (nearest(groups, inverse, zero, fmt.bits) - zero) * scale
         error = jnp.sum(jnp.square(restored - groups), axis=-1)
         better = error < best_error
         best_error = jnp.where(better, error, best_error)
-        best_scale, best_zero = jnp.where(better, scale, best_scale), jnp.where(better, zero, best_zero)
-    values = _round(groups, best_scale, best_zero, fmt.bits)
-    return _store(values, best_scale, best_zero, weight.shape[1], fmt)
+        best = tuple(jnp.where(better, new, old) for new, old in zip(tried, best, strict=True))
+    return _quantized(base.on_grid(groups, *best, weight.shape[1], fmt.bits), weight, fmt)
+
+
+def _quantized(parts: tuple[Array, Array, Array | None], weight: Array, fmt: WeightFormat) -> QuantizedWeight:
+    inputs = weight.shape[1]
+    return QuantizedWeight(*parts, fmt.bits, inputs, fmt.group or inputs, fmt.activations)
 
 
 QUANTIZERS: dict[str, Quantizer] = {"rtn": rtn, "clipped": clipped}
-
-
-def _grouped(weight: Array, fmt: WeightFormat) -> Array:
-    """[out, in] -> [out, G, group]; a last group with fewer inputs is filled up with zeros, which every grid
-    holds exactly, so that they change neither a range nor an error.
-    """
-    outputs, inputs = weight.shape
-    size = fmt.group or inputs
-    padded = jnp.pad(weight, ((0, 0), (0, -inputs % size)))
-    return padded.reshape(outputs, -1, size)
-
-
-def _ranges(groups: Array) -> tuple[Array, Array]:
-    """Smallest and largest weight of each group, 0 between them: two of [out, G]."""
-    return jnp.minimum(groups.min(-1), 0.0), jnp.maximum(groups.max(-1), 0.0)
-
-
-def _grid(low: Array, high: Array, bits: int) -> tuple[Array, Array]:
-    """Scale and zero, float32 [out, G] each, of the grid that spans low..high; symmetric in 8 bits."""
-    if bits == 8:
-        scale = jnp.maximum(-low, high) * (1.0 / 127)
-        return jnp.where(scale > 0, scale, 1.0), jnp.zeros_like(scale)
-    scale = (high - low) * (1.0 / 15)
-    scale = jnp.where(scale > 0, scale, 1.0)
-    return scale, jnp.round(-low / scale)
-
-
-def _round(groups: Array, scale: Array, zero: Array, bits: int) -> Array:
-    """The grid's nearest integers, float32 [out, G, group]."""
-    lowest, highest = (-127, 127) if bits == 8 else (0, 15)
-    return jnp.clip(jnp.round(groups / scale[..., None]) + zero[..., None], lowest, highest)
-
-
-def _store(values: Array, scale: Array, zero: Array, inputs: int, fmt: WeightFormat) -> QuantizedWeight:
-    values = values.reshape(values.shape[0], -1)[:, :inputs]
-    return QuantizedWeight(
-        values=pack_nibbles(values) if fmt.bits == 4 else values.astype(jnp.int8),
-        scale=scale,
-        zero=zero.astype(jnp.uint8) if fmt.bits == 4 else None,
-        bits=fmt.bits,
-        inputs=inputs,
-        group=fmt.group or inputs,
-        activations=fmt.activations,
-    )
 
 
 # -- the policy --------------------------------------------------------------------------------------------
@@ -162,7 +133,7 @@ class QuantizedPolicy:
     Args:
       fmt: how projections are stored.
       quantizer: a name in `QUANTIZERS`.
-      implementation: who computes products with the weights (`rljax/kernels/quantized_product`).
+      kernels: who rounds to nearest, and who computes products with the weights.
 
     Attributes:
       params: the drafter's params; None before the first refresh, and after `release`.
@@ -172,7 +143,7 @@ class QuantizedPolicy:
     """
 
     def __init__(
-        self, fmt: WeightFormat, quantizer: str = "rtn", implementation: Implementation = None
+        self, fmt: WeightFormat, quantizer: str = "rtn", kernels: KernelChoice | None = None
     ) -> None:
         if quantizer not in QUANTIZERS:
             known = known_names(quantizer, QUANTIZERS)
@@ -180,7 +151,7 @@ class QuantizedPolicy:
         # A program for a layer serves all of them. The weights of the step before are not read: they are
         # passed so that the new ones may take their place in memory.
         self._quantize_layer = jax.jit(
-            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt, implementation),
+            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt, kernels or KernelChoice()),
             donate_argnums=1,
             keep_unused=True,
         )
@@ -248,9 +219,7 @@ class QuantizedDrafter:
         self._source: Params | None = None
 
     def attach(self, engine: "DecodeEngine") -> None:
-        self._policy = QuantizedPolicy(
-            self.format, self._quantizer, engine.numerics.kernels.quantized_product
-        )
+        self._policy = QuantizedPolicy(self.format, self._quantizer, engine.numerics.kernels)
 
     def draft_params(self) -> Params:
         """Quantized when they are first asked for: a rollout that does not draft with them pays nothing."""
@@ -288,13 +257,15 @@ class QuantizedDrafter:
 def _quantize_layer(
     quantizer: Quantizer,
     fmt: WeightFormat,
-    implementation: Implementation,
+    kernels: KernelChoice,
     projections: dict[str, Array],
     before: dict[str, QuantizedWeight] | None,
 ) -> dict[str, QuantizedWeight]:
     del before
     return {
-        name: quantizer(weight.astype(jnp.float32), fmt).replace(implementation=implementation)
+        name: quantizer(weight, fmt, kernels.round_to_nearest).replace(
+            implementation=kernels.quantized_product
+        )
         for name, weight in projections.items()
     }
 

@@ -9,17 +9,27 @@ import functools
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
 from kernel_benchmarks.case import Case
 from kernel_benchmarks.ceilings import copy_bandwidth, matrix_rate
 from kernel_benchmarks.timing import Timed, chosen_functions
+from kernel_benchmarks.tuning import tune
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, compare
 from rljax.errors import UserError, known_names
+from rljax.kernels import tuned
 
-OPS = ("noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "compaction")
+OPS = (
+    "noisy_argmax",
+    "token_logprobs",
+    "tree_attention",
+    "quantized_product",
+    "round_to_nearest",
+    "compaction",
+)
 
 
 def op_cases(op: str, quick: bool) -> list[Case]:
@@ -76,6 +86,7 @@ def _row(
         base * 1e6,
         side.ratio,
         {
+            "sizes": list(case.sizes),
             "gigabytes_per_second": bytes_per_second / 1e9,
             **(shares if timed.cold else {}),
             "teraflops": flops / 1e12,
@@ -131,7 +142,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAMES",
         help="separated by commas, of the operations that have them; default: all of the device",
     )
+    parser.add_argument(
+        "--tune",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=f"measure nothing: take these results up into {tuned.TABLE.name}, the table of defaults",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.tune:
+        return _tune(arguments.tune)
     if jax.default_backend() == "cpu" and not arguments.quick:
         parser.error("no accelerator here: --quick measures tiny shapes, interpreted")
     try:
@@ -140,6 +160,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return chosen.run(arguments)
+
+
+def _tune(files: Sequence[Path]) -> int:
+    try:
+        print(*tune(files, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,21 +23,23 @@ python="${PYTHON:-python}"
 
 # What each may take, in seconds; with what it takes to stop all of them, less than 25 minutes.
 parts=(
-    "tests/tree_attention 80"
-    "tests/noisy_argmax 70"
-    "tests/token_logprobs 90"
+    "tests/tree_attention 70"
+    "tests/noisy_argmax 65"
+    "tests/token_logprobs 80"
     "tests/quantized_product 60"
     "tests/compaction 50"
-    "kernels/tree_attention 110"
-    "kernels/quantized_product 100"
+    "tests/round_to_nearest 35"
+    "kernels/tree_attention 100"
+    "kernels/quantized_product 90"
     "kernels/noisy_argmax 60"
     "kernels/token_logprobs 100"
     "engine/Qwen2.5-7B/mosaic_gpu 180"
-    "rollout 170"
-    "tests/engine 100"
+    "rollout 150"
+    "tests/engine 90"
     "kernels/compaction 50"
-    "engine/Qwen2.5-7B/xla 110"
-    "engine/Qwen2.5-1.5B/mosaic_gpu 70"
+    "kernels/round_to_nearest 50"
+    "engine/Qwen2.5-7B/xla 100"
+    "engine/Qwen2.5-1.5B/mosaic_gpu 65"
 )
 kill_after=5
 

@@ -1,6 +1,8 @@
 """The kernel benchmark's cases: what is compared computes the same, and what is given up comes back."""
 
 import dataclasses
+import importlib
+import json
 import sys
 import types
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import UserError
+from rljax.kernels import switch, tuned
 from rljax.kernels.switch import Refused
 from tests.scripts import load_script
 
@@ -141,6 +144,88 @@ def test_an_implementation_that_not_all_operations_have():
     with pytest.raises(UserError, match="--implementation: 'cudn' is not one; did you mean 'cudnn'"):
         bench_kernels.benchmark(["cudn"])
     assert {measurement.section for measurement in bench_kernels.benchmark([]).plan} == set(bench_kernels.OPS)
+
+
+class Asked(Exception):
+    """Carries the sizes that an operation's default depends on."""
+
+
+@pytest.mark.parametrize("op", bench_kernels.OPS)
+def test_a_case_names_the_sizes_that_the_default_depends_on(op, monkeypatch):
+    case = bench_kernels.op_cases(op, quick=False)[0]
+    args = jax.eval_shape(lambda: case.make(np.random.default_rng(0)))
+
+    def call(op, implementation, sizes, *args, **kwargs):
+        raise Asked(op, tuple(sizes))
+
+    monkeypatch.setattr(switch, "call", call)
+    monkeypatch.setattr(importlib.import_module(f"rljax.kernels.{op}"), "call", call, raising=False)
+    with pytest.raises(Asked) as asked:
+        jax.eval_shape(case.functions["xla"], *args)
+    assert asked.value.args == (op, case.sizes)
+
+
+@pytest.fixture
+def tuning(tmp_path, monkeypatch):
+    """Takes up rows of (operation, case, implementation, sizes, ratio): the exit status."""
+    table = tmp_path / "tuned.json"
+    monkeypatch.setattr(tuned, "TABLE", table)
+
+    def run(*rows, accelerator="1 x NVIDIA H200"):
+        rows = [{"name": f"{op}/{case}/{by}", "sizes": sizes, "ratio": r} for op, case, by, sizes, r in rows]
+        results = tmp_path / "results.json"
+        results.write_text(json.dumps({"machine": {"accelerator": accelerator}, "rows": rows}))
+        status = bench_kernels.main(["--tune", str(results)])
+        if status == 0:
+            monkeypatch.setattr(tuned, "TUNED", tuned.load(table))
+        return status
+
+    monkeypatch.setattr(tuned.jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
+    return run
+
+
+def test_results_become_the_default(tuning, capsys):
+    """What is faster over all cases of some sizes, and clearly slower in none."""
+    op, large, small = "quantized_product", [3584, 3584], [896, 4864]
+    assert tuned.default(op, (3584, 3584)) == ("xla",)
+    rows = [
+        (op, "W4", "mosaic_gpu", large, 2.0),
+        (op, "W4", "bfloat16", large, 9.0),  # no implementation
+        (op, "W4", "interpret_gpu", large, 9.0),
+        (op, "W8", "xla", large, 1.0),  # which the kernel refuses
+        (op, "W4", "mosaic_gpu", small, 3.0),
+        (op, "W8", "mosaic_gpu", small, 0.9),
+    ]
+    assert tuning(*rows) == 0
+    assert "NVIDIA H200, quantized_product, 3584 x 3584: mosaic_gpu, xla (1.41" in capsys.readouterr().out
+    assert tuned.default(op, (3584, 3584)) == tuned.default(op, (4096, 14_336)) == ("mosaic_gpu", "xla")
+    assert tuned.default(op, (896, 4864)) == tuned.default(op, (895, 4864)) == ("xla",)
+    assert tuned.default("round_to_nearest", (3584, 3584)) == ("xla",)
+    assert tuning((op, "W4", "mosaic_gpu", large, 1.04)) == 0  # measured anew: not worth it
+    assert tuned.default(op, (3584, 3584)) == ("xla",)
+    assert tuning((op, "W4", "mosaic_gpu", large, 1.06)) == 0
+    assert tuned.default(op, (3584, 3584)) == ("mosaic_gpu", "xla") and len(tuned.TUNED) == 1
+
+
+def test_what_belongs_together_on_a_tpu_is_left_open(tuning, capsys):
+    rows = [(op, "c", "mosaic_tpu", [4, 128], 2.0) for op in ("compaction", "noisy_argmax")]
+    assert tuning(*rows, accelerator="4 x TPU v6 lite") == 0
+    assert "compaction, 4 x 128: left out; name both" in capsys.readouterr().out
+    assert tuned.TUNED == {("TPU v6 lite", "noisy_argmax"): [((4, 128), ("mosaic_tpu", "xla"))]}
+
+
+def test_results_that_say_nothing_are_one_error(tuning, tmp_path, capsys):
+    assert tuning(accelerator=None) == 2
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    for name in ("missing.json", "other.json"):
+        assert bench_kernels.main(["--tune", str(tmp_path / name)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [each.split(": ")[2] for each in errors] == [
+        "measured on a CPU, whose default is xla; measure on an accelerator",
+        "cannot be read",
+        "no results of bench_kernels.py",
+    ]
+    assert not tuned.TABLE.exists()
 
 
 def test_a_refusal_says_why():

@@ -94,9 +94,10 @@ def test_parts_by_name_and_once(report):
         "quantized_product",
         "noisy_argmax",
         "token_logprobs",
+        "round_to_nearest",
     ]
     status, calls, _ = report("--again", "--parts", "kernels")
-    assert status == 0 and len(calls) == 5
+    assert status == 0 and len(calls) == 6
     assert report("--parts")[0] == 2
     status, calls, errors = report("--parts", "kernel")
     assert status == 2 and not calls and "error: --parts kernel: no such part" in errors
@@ -144,6 +145,6 @@ def test_files_of_tests_have_some_for_an_accelerator():
     named = re.findall(r"^ +(tests/\w+/\w+\.py)$", (SCRIPTS / "gpu_report.sh").read_text(), re.MULTILINE)
     files = [f"tests/kernels/test_{name.removeprefix('tests/')}.py" for name in limits() if "tests/" in name]
     files = [*named, *(file for file in files if not file.endswith("test_engine.py"))]
-    assert len(files) == 8
+    assert len(files) == 9
     for file in files:
         assert "mark.accelerator" in (SCRIPTS.parent / file).read_text(), file

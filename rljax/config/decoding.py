@@ -156,6 +156,11 @@ class KernelsConfig(Section):
     quantized_product: Kernels = Field(
         None, description="Products of the quantized self-drafter: how much it saves depends on them."
     )
+    round_to_nearest: Kernels = Field(
+        None,
+        description="Rounding the policy for the quantized self-drafter, once a step. Name one where"
+        " speculation/refresh_seconds shows; with speculation.args.quantizer: rtn.",
+    )
     compaction: Kernels = Field(
         None, description="Accepted paths into the KV cache. Name one to measure it, or to rule it out."
     )

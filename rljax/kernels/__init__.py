@@ -4,6 +4,7 @@
     token_logprobs/      log-probabilities of given tokens, and entropy, without the logits
     tree_attention/      draft nodes against the KV cache and each other; decoding is one node
     quantized_product/   rows times a matrix in 8 or 4 bits
+    round_to_nearest/    a matrix to 8 or 4 bits, a scale a group
     compaction/          an accepted path's keys and values into the KV cache, in place
 
 In each, `base.py` is the contract and the reference in plain JAX (the backend `xla`), `mosaic_gpu.py` a

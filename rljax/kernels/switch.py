@@ -41,6 +41,7 @@ class KernelChoice:
     token_logprobs: Implementation = None
     tree_attention: Implementation = None
     quantized_product: Implementation = None
+    round_to_nearest: Implementation = None
     compaction: Implementation = None
 
     def on_mesh(self) -> "KernelChoice":
@@ -50,13 +51,15 @@ class KernelChoice:
           Refused: a kernel was named.
         """
         for field in dataclasses.fields(self):
-            wanted = getattr(self, field.name)
-            if wanted is not None and "xla" not in _names(wanted):
-                raise Refused(
-                    f"kernels.{field.name}: {wanted} computes on one device, but the mesh has several; set"
-                    " xla or null"
-                )
+            why = "computes on one device, but the mesh has several"
+            require_xla(field.name, getattr(self, field.name), why)
         return KernelChoice(**{field.name: "xla" for field in dataclasses.fields(self)})
+
+
+def require_xla(op: str, implementation: Implementation, why: str) -> None:
+    """Raises `Refused` with the reason if only kernels were named where plain JAX alone can compute."""
+    if implementation is not None and "xla" not in _names(implementation):
+        raise Refused(f"kernels.{op}: {implementation} {why}; set xla or null")
 
 
 def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:

@@ -1,22 +1,41 @@
 """The default backend of each operation, by device and policy: from measurements, and `xla` without one.
 
-An entry is only taken up from a measurement (`scripts/bench_kernels.py`) on that device whose JSON is in
-`benchmarks/results/`.
+`tuned.json` has them, by kind of device (the start of its name) and operation: entries of the smallest sizes
+that each holds for, with who computes. `python scripts/bench_kernels.py --tune RESULTS` writes it from what
+the same script measured.
 
 What an entry goes by are sizes of the policy, such as its vocabulary, and nothing that changes between two
 passes over the same token: neither rows nor slots, nor nodes of a tree, nor the length of a cache. Backends
 agree up to rounding only, so a verifying pass that took another one than decoding could sample another token.
 """
 
+import json
+from pathlib import Path
+
 import jax
 
-# By kind of device (the start of its name) and operation: entries (smallest sizes, implementations). The last
-# entry holds all of whose numbers the policy reaches.
-TUNED: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
+TABLE = Path(__file__).with_name("tuned.json")
+
+Tuned = dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[str, ...]]]]
+
+
+def load(path: Path) -> Tuned:
+    """By device and operation: entries (smallest sizes, implementations)."""
+    by_device = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        (device, op): [(tuple(entry["sizes"]), tuple(entry["implementations"])) for entry in entries]
+        for device, by_op in by_device.items()
+        for op, entries in by_op.items()
+    }
+
+
+TUNED = load(TABLE)
 
 
 def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """Implementations to be tried for an operation on this process's devices."""
+    """Implementations to be tried for an operation on this process's devices: those of the last entry all of
+    whose sizes the policy reaches.
+    """
     kind = jax.devices()[0].device_kind
     chosen: tuple[str, ...] = ("xla",)
     for (device, operation), entries in TUNED.items():

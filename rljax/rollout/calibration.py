@@ -82,8 +82,7 @@ def calibrate(
       fmt: how the self-drafter's are stored.
       rounds, repeats, progress: see `measure`.
     """
-    kernel = engine.numerics.kernels.quantized_product
-    draft_params = QuantizedPolicy(fmt, implementation=kernel).refresh(params)
+    draft_params = QuantizedPolicy(fmt, kernels=engine.numerics.kernels).refresh(params)
     points = measure(engine, params, draft_params, rounds, repeats, progress)
     to_fit, _ = held_out(points)
     return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)

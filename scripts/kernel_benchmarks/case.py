@@ -45,6 +45,7 @@ class Case:
 
     Attributes:
       name: for the rows, such as "Qwen2.5-7B, 16 slots of 4096, 16 nodes".
+      sizes: of the policy, those that the operation's default depends on (`rljax.kernels.switch.call`).
       make: one set of arguments of random numbers, on the device. Several sets take turns in the measurement,
         so that nothing is read from a cache that a real step would find cold.
       functions: by name who computes: implementations, and what they are compared with. Pure; each is
@@ -55,6 +56,7 @@ class Case:
     """
 
     name: str
+    sizes: tuple[int, ...]
     make: Callable[[np.random.Generator], tuple[Any, ...]]
     functions: Mapping[str, Callable[..., Any]]
     bytes: int

@@ -53,4 +53,4 @@ def _case(policy: PolicyShape, batch: int, capacity: int, nodes: int) -> Case:
 
     name = f"{policy.name}, {batch} slots of {capacity}, {count} of {nodes} nodes"
     moved = 2 * 2 * batch * count * kv_heads * dim  # keys and values, read and written
-    return Case(name, make, by_implementation(compaction), 2 * moved, 0, donated=(0, 1))
+    return Case(name, (kv_heads, dim), make, by_implementation(compaction), 2 * moved, 0, donated=(0, 1))

@@ -35,6 +35,7 @@ def _case(policy: PolicyShape, rows: int) -> Case:
     logits_bytes = rows * policy.vocab * 4
     return Case(
         name=f"{policy.name}, {rows} rows",
+        sizes=(policy.vocab,),
         make=make,
         functions=by_implementation(sampled),
         bytes=logits_bytes + rows * 24,  # keys and positions, tokens and logprobs

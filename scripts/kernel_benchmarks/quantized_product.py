@@ -70,6 +70,7 @@ def _case(policy: PolicyShape, part: str, fmt: str, rows: int) -> Case:
 
     return Case(
         name=f"{policy.name}, {part}, {fmt}, {rows} rows, {layers} layers",
+        sizes=(outputs, inputs),
         make=make,
         functions={**by_implementation(products), "bfloat16": bfloat16},
         bytes=layers * (stored + rows * (2 * inputs + 4 * outputs)),

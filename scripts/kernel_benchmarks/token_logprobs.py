@@ -71,6 +71,7 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
     states = tokens * policy.hidden * 2
     return Case(
         name=f"{policy.name}, {tokens} tokens, {'with gradient' if gradient else 'scored'}",
+        sizes=(policy.vocab, policy.hidden),
         make=make,
         functions={name: by(name) for name in IMPLEMENTATIONS} | {"tokamax": tokamax},
         # Scoring reads both matrices; the backward pass reads and writes them.

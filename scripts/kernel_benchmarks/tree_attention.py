@@ -75,7 +75,8 @@ def _case(policy: PolicyShape, batch: int, capacity: int, nodes: int, ragged: bo
     cached = 2 * int(lengths.sum()) * kv_heads * dim
     written_once = 2 * batch * nodes * (heads + kv_heads) * dim  # queries and output, the nodes' entries
     seen = int(lengths.sum()) * nodes + batch * int(ancestors.sum())  # pairs of node and position
-    return Case(name, make, functions, 2 * (cached + written_once), 4 * seen * heads * dim)
+    sizes = (heads, kv_heads, dim)
+    return Case(name, sizes, make, functions, 2 * (cached + written_once), 4 * seen * heads * dim)
 
 
 def _verify(*args: Array, implementation: Implementation) -> Array:

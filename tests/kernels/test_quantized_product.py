@@ -13,6 +13,8 @@ from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.noise import request_key
 from rljax.engine.sampling import SamplingParams
 from rljax.kernels.quantized_product import mosaic_gpu, mosaic_tpu, quantized_product
+from rljax.kernels.round_to_nearest import base
+from rljax.kernels.round_to_nearest import mosaic_gpu as mosaic_gpu_rounding
 from rljax.kernels.switch import KernelChoice, Refused
 from rljax.models.config import ModelConfig
 from rljax.models.numerics import Numerics
@@ -246,7 +248,7 @@ def drafted(implementation):
     numerics = Numerics(True, "bfloat16", KernelChoice(quantized_product=implementation))
     engine = DecodeEngine(POLICY, numerics, SamplingParams(), Buckets((2,), (64,), (8,), STEPS), ())
     params = engine.load_params(init_params(POLICY, seed=0))
-    policy = QuantizedPolicy(WeightFormat(4, 64), implementation=numerics.kernels.quantized_product)
+    policy = QuantizedPolicy(WeightFormat(4, 64), kernels=numerics.kernels)
     weights = policy.refresh(params)
     prefix = engine.prefill(params, [[1, 2, 3], [4, 5, 6, 7]])
     state = engine.init_state(2, 32)
@@ -275,14 +277,24 @@ def test_a_drafter_drafts_the_same_with_a_kernel(implementation):
     assert our_structure != structure  # programs are pooled by it
 
 
-def test_the_drafter_takes_the_engines_choice():
+def test_the_drafter_takes_the_engines_choice(monkeypatch):
+    """Of who multiplies, and of who rounds the weights as the engine has them, in bfloat16."""
     from drafters.registry import make_drafter
 
-    numerics = Numerics(kernels=KernelChoice(quantized_product=("mosaic_gpu", "xla")))
+    asked = []
+
+    def rounding(weight, bits, group):
+        asked.append(weight.dtype)
+        return base.round_to_nearest(weight, bits, group)
+
+    monkeypatch.setattr(mosaic_gpu_rounding, "round_to_nearest", lambda *args, interpret: rounding(*args))
+    kernels = KernelChoice(quantized_product=("mosaic_gpu", "xla"), round_to_nearest="interpret_gpu")
+    numerics = Numerics(True, "bfloat16", kernels)
     engine = DecodeEngine(POLICY, numerics, SamplingParams(), Buckets((2,), (64,), (8,), STEPS), ())
     drafter = make_drafter("quantized", bits=4)
     drafter.attach(engine)
     drafter.refresh(engine.load_params(init_params(POLICY, seed=0)))
     layer = drafter.draft_params()["layers"][0]
     assert {layer[name].implementation for name in ("q", "down")} == {("mosaic_gpu", "xla")}
+    assert asked == [jnp.bfloat16] * 14  # a program with, and one without weights whose memory it takes
     assert dataclasses.replace(layer["q"], implementation=None).shape == layer["q"].shape

@@ -12,6 +12,7 @@ from rljax.kernels import switch, tuned
 from rljax.kernels.compaction import compaction
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.quantized_product import quantized_product
+from rljax.kernels.round_to_nearest import round_to_nearest
 from rljax.kernels.switch import KernelChoice, Refused, call
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.kernels.tree_attention import decode_attention, tree_attention
@@ -98,6 +99,7 @@ def _asked(op, rows, monkeypatch):
             array("B", "1", "H", "D"), None, array("B", "Hk", "S", "D"), *[None] * 4
         ),
         "quantized_product": lambda: quantized_product(array("N", "d"), array("V", "d")),
+        "round_to_nearest": lambda: round_to_nearest(array("V", "d"), 4, 64),
         "compaction": lambda: compaction(
             None, array("B", "Hk", "S", "D"), None, None, array("B", "P"), None, None
         ),
@@ -107,7 +109,9 @@ def _asked(op, rows, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("op", ["noisy_argmax", "token_logprobs", "quantized_product", "compaction"])
+@pytest.mark.parametrize(
+    "op", ["noisy_argmax", "token_logprobs", "quantized_product", "round_to_nearest", "compaction"]
+)
 def test_the_default_is_the_same_for_every_number_of_rows(op, monkeypatch):
     [(name, sizes)] = _asked(op, 3, monkeypatch)
     assert name == op and sizes
@@ -120,7 +124,7 @@ def test_decoding_and_verifying_have_the_same_default(monkeypatch):
 
 
 def test_a_mesh_leaves_xla():
-    assert KernelChoice().on_mesh() == KernelChoice(*["xla"] * 5)
+    assert KernelChoice().on_mesh() == KernelChoice(*["xla"] * 6)
     assert KernelChoice(compaction=("mosaic_gpu", "xla")).on_mesh().compaction == "xla"
     with pytest.raises(Refused, match=r"kernels\.compaction: mosaic_gpu computes on one device"):
         KernelChoice(compaction="mosaic_gpu").on_mesh()

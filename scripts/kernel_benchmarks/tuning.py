@@ -1,0 +1,99 @@
+"""From results of this benchmark to `rljax/kernels/tuned.json`: which backend is the default where.
+
+An entry of the table holds for every number of rows, slots and nodes of a policy. So a kernel is taken up
+for sizes if it is faster than plain JAX over all cases of these sizes together (geometric mean), and in none
+of them clearly slower. What it refuses, plain JAX computes: a ratio of 1.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rljax.errors import UserError
+from rljax.kernels.switch import IMPLEMENTATIONS
+
+_LEAST_GAIN = 1.05  # over all cases together
+_LEAST_RATIO = 0.95  # in each
+_LEFT_OPEN_ON_TPUS = ("tree_attention", "compaction")  # the one without the other copies the cache
+
+Ratios = dict[str, dict[str, float]]
+"""By case: by implementation how many times as fast as plain JAX."""
+
+
+def tune(files: Sequence[Path], table: Path) -> list[str]:
+    """Takes up what the files measured; other entries of the table stay.
+
+    Returns:
+      a line for every entry that was written, and for what was left out.
+
+    Raises:
+      UserError: a file is none of this benchmark's or measured on a CPU, or the table cannot be written.
+    """
+    by_device = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
+    measured: dict[tuple[str, str, tuple[int, ...]], Ratios] = defaultdict(lambda: defaultdict(dict))
+    for file in files:
+        device, rows = _read(file)
+        for op, case, name, sizes, ratio in rows:
+            measured[device, op, sizes][case][name] = ratio
+    lines = []
+    for (device, op, sizes), ratios in sorted(measured.items()):
+        shape = " x ".join(map(str, sizes))
+        if device.startswith("TPU") and op in _LEFT_OPEN_ON_TPUS:
+            lines.append(
+                f"{device}, {op}, {shape}: left out; name both of {_LEFT_OPEN_ON_TPUS} in the config"
+            )
+            continue
+        implementations, gain = _choice(ratios)
+        entries = by_device.setdefault(device, {}).setdefault(op, [])
+        entry = {"sizes": list(sizes), "implementations": implementations, "ratio": round(gain, 3)}
+        entries[:] = [other for other in entries if other["sizes"] != entry["sizes"]] + [entry]
+        entries.sort(key=lambda entry: (math.prod(entry["sizes"]), entry["sizes"]))
+        lines.append(f"{device}, {op}, {shape}: {', '.join(implementations)} ({gain:.2f} times plain JAX)")
+    _write(table, by_device)
+    return lines
+
+
+def _choice(ratios: Ratios) -> tuple[list[str], float]:
+    """Who is the default, and how many times as fast as plain JAX over all cases."""
+    best, gain = ["xla"], 1.0
+    for name in sorted({name for of_case in ratios.values() for name in of_case} - {"xla"}):
+        of_cases = [of_case.get(name, 1.0) for of_case in ratios.values()]
+        mean = math.exp(sum(map(math.log, of_cases)) / len(of_cases))
+        if mean >= max(_LEAST_GAIN, gain) and min(of_cases) >= _LEAST_RATIO:
+            best, gain = [name, "xla"], mean
+    return best, gain
+
+
+def _read(file: Path) -> tuple[str, list[tuple[str, str, str, tuple[int, ...], float]]]:
+    """The device, and of every row operation, case, implementation, sizes and ratio."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        accelerator, rows = content["machine"]["accelerator"], content["rows"]
+        found = [_parts(row) for row in rows]
+    except OSError as error:
+        raise UserError(f"--tune {file}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--tune {file}: no results of bench_kernels.py") from error
+    if accelerator is None:
+        raise UserError(f"--tune {file}: measured on a CPU, whose default is xla; measure on an accelerator")
+    ours = [name for name in IMPLEMENTATIONS if not name.startswith("interpret")]
+    return accelerator.partition(" x ")[2], [each for each in found if each[2] in ours]
+
+
+def _parts(row: dict[str, Any]) -> tuple[str, str, str, tuple[int, ...], float]:
+    op, _, rest = row["name"].partition("/")
+    case, _, name = rest.rpartition("/")
+    return op, case, name, tuple(row["sizes"]), float(row["ratio"])
+
+
+def _write(table: Path, by_device: dict[str, Any]) -> None:
+    temporary = table.with_name(table.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(by_device, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, table)
+    except OSError as error:
+        raise UserError(f"{table}: cannot be written: {error.strerror}") from error
