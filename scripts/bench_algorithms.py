@@ -60,7 +60,7 @@ def train(config: ExperimentConfig) -> Learned:
         directory.begin(config, allow_changes=False)
         if finished.exists():
             kl = json.loads(finished.read_text(encoding="utf-8"))
-            return Learned(read_run(directory.path), kl, config.algorithm.describe())
+            return Learned(read_run(directory.path), kl, _settings(config))
         checkpoints = open_checkpoints(directory, config.checkpoint)
         try:
             training = TrainingRun(config, directory, checkpoints, progress, time.perf_counter(), stop)
@@ -73,7 +73,11 @@ def train(config: ExperimentConfig) -> Learned:
             raise KeyboardInterrupt from interrupted
         finally:
             checkpoints.close()
-    return Learned(read_run(directory.path), kl, config.algorithm.describe())
+    return Learned(read_run(directory.path), kl, _settings(config))
+
+
+def _settings(config: ExperimentConfig) -> str:
+    return config.algorithm.describe(config.rollout.max_response_length)
 
 
 def kl_from(start: Params, training: TrainingRun) -> float:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rljax.algorithms.registry import ALGORITHMS
+from rljax.algorithms.registry import ALGORITHMS, OVERLONG_SHARE
 from rljax.config.learning import OptimizerConfig
 from rljax.config.section import Count, CountOrOff, Section
 
@@ -160,9 +160,11 @@ class AlgorithmConfig(Section):
         """Whether the training pass scores the responses before the first update, to correct them."""
         return self.correction_cap is not None or self.correction_mask != "none"
 
-    def describe(self) -> str:
-        """The name, and where the settings are not those of its paper."""
+    def describe(self, max_response_length: int) -> str:
+        """The name, and where the settings are not its paper's for responses of up to so many tokens."""
         preset = {**_GRPO, **ALGORITHMS[self.name].settings}
+        if self.name == "dapo":
+            preset["overlong_buffer"] = max_response_length // OVERLONG_SHARE
         changed = [
             f"{key} {getattr(self, key)} instead of {value}"
             for key, value in preset.items()

@@ -125,7 +125,8 @@ class TrainingRun:
         policy = make_policy(config, task, directory.path / "tokenizer")
         check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
         progress.message(f"policy: {num_params(policy.config):,} parameters")
-        progress.message(f"algorithm: {config.algorithm.describe()}")
+        described = config.algorithm.describe(config.rollout.max_response_length)
+        progress.message(f"algorithm: {described}")
         check_policy(config, policy, task)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)

@@ -84,6 +84,9 @@ def test_a_kl_whose_gradient_is_not_that_of_a_kl_is_refused(name, kl_in):
 
 
 def test_what_differs_from_the_paper_is_told():
-    assert AlgorithmConfig(name="ppo").describe() == "ppo"
-    told = AlgorithmConfig(name="rloo", kl_coefficient=0.0).describe()
+    assert AlgorithmConfig(name="ppo").describe(96) == "ppo"
+    assert AlgorithmConfig(name="dapo", overlong_buffer=19).describe(96) == "dapo"  # a fifth of the length
+    shorter = AlgorithmConfig(name="dapo", overlong_buffer=8).describe(96)
+    assert shorter == "dapo with overlong_buffer 8 instead of 19"
+    told = AlgorithmConfig(name="rloo", kl_coefficient=0.0).describe(96)
     assert told == "rloo with kl_coefficient 0.0 instead of 0.03"
