@@ -14,7 +14,15 @@ from rljax.training.interruption import StopRequest
 from tests.training.tiny_run import train
 
 
-def test_a_first_signal_is_noted_where_something_is_to_be_finished():
+@pytest.fixture
+def _python_handles_sigint():
+    """Also where the shell has told a command in the background to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_first_signal_is_noted_where_something_is_to_be_finished(_python_handles_sigint):
     said = []
     with StopRequest(said.append, first=None) as stop:
         stop.check()
