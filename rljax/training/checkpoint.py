@@ -13,12 +13,10 @@ TensorStore's internals. Older checkpoints are deleted only after a newer one is
 
 import contextlib
 import json
-import logging
 import math
 import os
 import re
 import shutil
-import sys
 import threading
 import zlib
 from collections.abc import Mapping
@@ -31,16 +29,13 @@ import orbax.checkpoint as ocp
 
 from rljax.errors import CheckpointError
 from rljax.training.durable_files import sync_directory, write_durably
+from rljax.training.orbax_silence import silence_orbax
 from rljax.training.retention import Retention
 
 _SEAL = "checkpoint.json"
 _ARRAYS = "arrays"
 _HOST_ARRAYS = "host_arrays.npz"
 _CRC_BLOCK = 1 << 22
-
-# Orbax narrates every save through absl's logger, and prints a traceback of failures that are raised here as
-# one CheckpointError: both would tear the progress display.
-logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 
 class RunCheckpoints:
@@ -60,6 +55,7 @@ class RunCheckpoints:
         self._thread: threading.Thread | None = None
         self._saving: int | None = None
         self._failure: BaseException | None = None
+        silence_orbax()
 
     def save(
         self,
@@ -112,7 +108,6 @@ class RunCheckpoints:
                 # uncompressed, processor time` of benchmarks/results/training.json.
                 handler = ocp.PyTreeCheckpointHandler(use_compression=False)
                 self._checkpointer = ocp.AsyncCheckpointer(handler)
-            _silence_lost_callbacks()
             self._checkpointer.save(path / _ARRAYS, args=ocp.args.PyTreeSave(leaves))
         except Exception as error:
             self._failure = error
@@ -358,30 +353,6 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     if isinstance(leaf, np.ndarray) or _is_uncommitted(leaf):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-
-def _not_of_orbax_tasks(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return not ("exception was never retrieved" in message and f"{os.sep}orbax{os.sep}" in message)
-
-
-# Of arrays that fail together, as on a full disk, Orbax waits for the first. If others have failed by the end
-# of its event loop, asyncio prints a traceback of each ...
-logging.getLogger("asyncio").addFilter(_not_of_orbax_tasks)
-
-
-def _silence_lost_callbacks() -> None:
-    """... and if not, TensorStore tells an event loop that is gone, and each time there is a traceback."""
-    say = sys.unraisablehook
-    if getattr(say, "silences_lost_callbacks", False):
-        return
-
-    def say_what_counts(lost: Any) -> None:
-        if not (lost.exc_type is RuntimeError and str(lost.exc_value) == "Event loop is closed"):
-            say(lost)
-
-    say_what_counts.silences_lost_callbacks = True
-    sys.unraisablehook = say_what_counts
 
 
 def _fingerprint(file: Path, sync: bool = False) -> tuple[int, int]:

@@ -1,0 +1,122 @@
+"""A save that fails is one error of ours: nothing that Orbax leaves behind is printed beside it."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rljax.training.orbax_silence import silence_orbax
+
+ORBAX, OURS = "/orbax/checkpoint/serialization.py", "/ours.py"
+
+
+def coroutine_of(file: str):
+    names = {}
+    exec(compile("async def write(): raise ValueError(0)", file, "exec"), names)
+    return names["write"]
+
+
+async def tasks(file):
+    failing = [asyncio.create_task(coroutine_of(file)()) for _ in range(2)]
+    await asyncio.wait(failing)
+    failing[0].exception()
+
+
+async def gathered(file):
+    nested = [asyncio.gather(coroutine_of(file)()) for _ in range(2)]
+    await asyncio.wait(nested)
+    nested[0].exception()
+
+
+async def futures(file):
+    future = asyncio.get_running_loop().create_future()
+    directory = "7/arrays.orbax-checkpoint-tmp/" if file == ORBAX else "7/arrays/"
+    future.set_exception(ValueError(f'Error writing "embed" at local file "{directory}"'))
+
+
+@pytest.mark.parametrize(("file", "told"), [(ORBAX, 0), (OURS, 1)])
+@pytest.mark.parametrize("left_behind", [tasks, gathered, futures])
+def test_what_has_failed_and_nobody_asked_for(left_behind, file, told, caplog):
+    silence_orbax()
+    asyncio.run(left_behind(file))
+    gc.collect()
+    assert [record.name for record in caplog.records] == ["asyncio"] * told
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("async_serialize_from_host", 0),
+        ("async_serialize_from_host.<locals>.write_fragment", 0),
+        ("Store.write", 0),
+        ("Bookstore.write", 1),
+        ("answer", 1),
+    ],
+)
+def test_what_has_not_begun(name, told):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        silence_orbax()
+        coroutine = coroutine_of(OURS)()
+        coroutine.__qualname__ = name
+        del coroutine
+        gc.collect()
+    assert len(seen) == told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Event loop is closed"), 0),
+        (RuntimeError("no"), 1),
+        (OSError("Event loop is closed"), 1),
+    ],
+)
+def test_who_tells_a_loop_that_is_gone(error, told, monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    silence_orbax()
+    silence_orbax()
+    sys.unraisablehook(types.SimpleNamespace(exc_type=type(error), exc_value=error))
+    assert len(heard) == told
+
+
+MANY_FAILURES = """
+import gc, resource, signal, sys
+import jax.numpy as jnp
+from rljax.errors import CheckpointError
+from rljax.training.checkpoint import RunCheckpoints
+
+state = {str(i): jnp.full(s, 1.0) for i, s in enumerate([(64, 2048), (320, 64), (64, 64), ()] * 8)}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
+failures = 0
+for number in range(40):
+    checkpoints = RunCheckpoints(f"{sys.argv[1]}/{number}", keep=1)
+    try:
+        checkpoints.save(1, state, {})
+        checkpoints.close()
+    except CheckpointError:
+        failures += 1
+    gc.collect()
+print(failures)
+"""
+
+
+def test_many_saves_that_fail(tmp_path):
+    """Which of the ways an array ends in is a matter of luck: unfiltered, some of forty saves speak."""
+    command = [sys.executable, "-c", MANY_FAILURES, str(tmp_path)]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert (result.stdout, result.stderr) == ("40\n", "")
