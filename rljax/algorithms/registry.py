@@ -21,6 +21,11 @@ OVERLONG_SHARE = 5
 """DAPO's overlong buffer (4,096 of 20,480 tokens) is this share of the response length."""
 
 
+def overlong_buffer(max_response_length: int) -> int:
+    """DAPO's, in tokens."""
+    return max(max_response_length, 0) // OVERLONG_SHARE
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
     """One algorithm.

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rljax.algorithms.registry import ALGORITHMS, OVERLONG_SHARE
+from rljax.algorithms.registry import ALGORITHMS, overlong_buffer
 from rljax.config.learning import OptimizerConfig
 from rljax.config.section import Count, CountOrOff, Section
 
@@ -164,7 +164,7 @@ class AlgorithmConfig(Section):
         """The name, and where the settings are not its paper's for responses of up to so many tokens."""
         preset = {**_GRPO, **ALGORITHMS[self.name].settings}
         if self.name == "dapo":
-            preset["overlong_buffer"] = max_response_length // OVERLONG_SHARE
+            preset["overlong_buffer"] = overlong_buffer(max_response_length)
         changed = [
             f"{key} {getattr(self, key)} instead of {value}"
             for key, value in preset.items()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rljax.algorithms.registry import OVERLONG_SHARE
+from rljax.algorithms.registry import overlong_buffer
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
     DEVICE_DRAFTERS,
@@ -157,7 +157,7 @@ class ExperimentConfig(Section):
         length = rollout.get("max_response_length", RolloutConfig().max_response_length)
         if not isinstance(length, int):
             return data  # the type error is reported where it is
-        return {**data, "algorithm": {**algorithm, "overlong_buffer": max(length, 0) // OVERLONG_SHARE}}
+        return {**data, "algorithm": {**algorithm, "overlong_buffer": overlong_buffer(length)}}
 
     @model_validator(mode="after")
     def _check(self) -> "ExperimentConfig":

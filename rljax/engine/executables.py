@@ -62,8 +62,12 @@ def row_invariant_compiler_options() -> dict[str, str]:
 
 
 def temporary_bytes(program: Any) -> int:
-    """What a compiled program needs on each device while it runs, beside its arguments and results."""
-    return int(program.memory_analysis().temp_size_in_bytes)
+    """What a compiled program needs on each device while it runs, beside its arguments and results.
+
+    0 where the platform does not say.
+    """
+    analysis = program.memory_analysis()
+    return int(analysis.temp_size_in_bytes) if analysis is not None else 0
 
 
 def free_bytes() -> int | None:

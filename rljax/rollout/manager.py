@@ -27,7 +27,7 @@ from rljax.errors import ConfigError
 from rljax.rollout.bandit import BegMab
 from rljax.rollout.choices import Choice, Manager, draft, plain_promise
 from rljax.rollout.laddered import Laddered
-from rljax.rollout.mixing import MixedProposer, Mixer, pairs, proposer_of
+from rljax.rollout.mixing import Mixer, pairs, proposer_of
 from rljax.rollout.pass_choice import Candidates, PassTimes, candidates
 from rljax.rollout.patience_ladder import PatienceLadder
 from rljax.rollout.proposers import ActiveSlots, DeviceProposer, Proposal, Proposer, SelfProposer
@@ -140,7 +140,6 @@ class Bandit:
         seed: int,
         mix: bool = False,
     ) -> None:
-        self._proposers: dict[str, Proposer | MixedProposer] = {each.name: each for each in proposers}
         self._buckets = buckets
         self._mixer = Mixer(proposers, buckets.max_drafts)
         if not strategies:
@@ -148,8 +147,7 @@ class Bandit:
             each_way = [*proposers, *(pairs(proposers, self._mixer) if mix else ())]
             own = [proposer.default_strategies(room) for proposer in each_way] if room else []
             strategies = [*itertools.chain.from_iterable(own)]
-        for strategy in strategies:
-            self._proposers[strategy.drafter] = proposer_of(strategy, proposers, self._mixer)
+        self._proposers = {each.drafter: proposer_of(each, proposers, self._mixer) for each in strategies}
         self._bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
         self._trained = [each for each in proposers if isinstance(each.drafter, TrainedDrafter)]
 

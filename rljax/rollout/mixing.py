@@ -129,8 +129,10 @@ class MixedProposer:
 
     def default_strategies(self, room: int) -> list[Strategy]:
         """With every tree that a part can draft on the device, as many nodes as there is room for."""
-        own = [each for part in self._parts for each in part.default_strategies(room) if _on_device(part)]
-        shapes = sorted({(each.depth, each.top_k) for each in own})
+        drafting = filter(_on_device, self._parts)
+        shapes = sorted(
+            {(each.depth, each.top_k) for part in drafting for each in part.default_strategies(room)}
+        )
         return [Strategy(self.name, depth, top_k, room) for depth, top_k in shapes]
 
     def propose(

@@ -94,9 +94,14 @@ class Proposal:
         return self.proposer.name
 
     @functools.cached_property
+    def _parents_of_nodes(self) -> np.ndarray:
+        """As `parents`; -1 for what is no node, which may have any there."""
+        return np.where(self.usable, self.parents, -1)
+
+    @functools.cached_property
     def levels(self) -> np.ndarray:
         """Of each node in its tree, 1 for children of the last sampled token: int [n, N]; of others 1."""
-        parents = np.where(self.usable, self.parents, -1)  # what is no node may have any
+        parents = self._parents_of_nodes
         levels, rows = np.ones(parents.shape, np.int64), np.arange(len(parents))
         for column in range(parents.shape[1]):  # parents stand before their children
             parent = parents[:, column]
@@ -106,7 +111,7 @@ class Proposal:
     def within(self, strategy: Strategy) -> np.ndarray:
         """The nodes that a strategy verifies, bool [n, N]: as deep, with as many children, and as many."""
         kept, rows = self.usable & (self.levels <= strategy.depth), np.arange(len(self.usable))
-        parents = np.where(self.usable, self.parents, -1)  # what is no node may have any
+        parents = self._parents_of_nodes
         for column in range(kept.shape[1]):  # parents stand before their children
             parent = parents[:, column]
             older = (parents[:, :column] == parent[:, None]) & kept[:, :column]

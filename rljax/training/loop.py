@@ -195,11 +195,11 @@ class TrainingRun:
             raise
         self.report()
 
-    def compile(self, late_inserts: bool = False) -> None:
-        """Every program that the run needs; `late_inserts`: see `DecodeEngine.warm_up`."""
+    def compile(self) -> None:
+        """Every program that the run needs."""
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        warm_up(self.collector.scheduler, params, self.config, late_inserts)
+        warm_up(self.collector.scheduler, params, self.config)
         self.learner.warm_up(self.state)
         self.progress.message(self.pool.summary())
 

@@ -50,7 +50,7 @@ def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Ro
         # Strategies with trees of one depth share its program: each verifies what it wants of them.
         "bucketed": sorted(
             {
-                (batch, _tree(max(other for other in _NODES if _depth(other) == _depth(arm.nodes))))
+                (batch, _tree(_DEPTHS[_depth(arm.nodes)]))
                 for batch, own in arms.items()
                 for arm in own
                 if arm is not None

@@ -7,7 +7,6 @@ of them clearly slower. What it refuses, plain JAX computes: a ratio of 1.
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from rljax.errors import UserError
 from rljax.kernels.switch import IMPLEMENTATIONS
+from rljax.training.durable_files import write_durably
 
 _LEAST_GAIN = 1.05  # over all cases together
 _LEAST_RATIO = 0.95  # in each
@@ -91,9 +91,7 @@ def _parts(row: dict[str, Any]) -> tuple[str, str, str, tuple[int, ...], float]:
 
 
 def _write(table: Path, by_device: dict[str, Any]) -> None:
-    temporary = table.with_name(table.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(by_device, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, table)
+        write_durably(table, (json.dumps(by_device, indent=2, sort_keys=True) + "\n").encode())
     except OSError as error:
         raise UserError(f"{table}: cannot be written: {error.strerror}") from error

@@ -11,7 +11,6 @@ from rljax.config import ExperimentConfig
 from rljax.rollout.collector import Group
 from rljax.rollout.records import DecodeStatistics, accumulate
 from rollout_benchmarks.variants import (
-    VARIANTS,
     Variant,
     check_same,
     check_variants,
@@ -29,7 +28,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """
     check_variants(config, names)
     with open_run(config) as (run, progress):
-        run.compile(late_inserts=any("run_ahead_below" in (VARIANTS[name] or {}) for name in names))
+        run.compile()
         plain, *variants = make_variants(run, names)
         baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
         same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses

@@ -30,3 +30,11 @@ def test_too_many_programs_are_an_error(monkeypatch):
 def test_mappings_are_counted():
     mappings = memory_mappings()
     assert mappings is None or 0 < mappings[0] < mappings[1]
+
+
+def test_a_platform_that_does_not_say_what_its_programs_take():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    assert executables.temporary_bytes(Silent()) == 0
