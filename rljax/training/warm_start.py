@@ -157,7 +157,8 @@ def _demonstrations(
         index += 1
         if problem.solution is None:
             raise ConfigError(
-                f"warm_start: task {config.task.name} has no worked solutions; leave the section out"
+                f"warm_start: task {config.task.name} has no worked solution of {problem.id}; leave the"
+                " section out"
             )
         prompt = policy.tokenizer.encode_chat(problem.messages)
         response, own = policy.tokenizer.encode(problem.solution), None

@@ -85,4 +85,4 @@ def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, mo
     )
     assert "of the first 24 heldout problems are different ones" in capsys.readouterr().out
     no_solutions = refused(tmp_path, f"task={json.dumps(solved)}", "warm_start={steps: 1}")
-    assert "no worked solutions" in no_solutions
+    assert "task dataset has no worked solution of sums.jsonl:" in no_solutions
