@@ -203,8 +203,13 @@ class Speculator:
             drafter.start(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """What drafters on the device want to know of prefilled prompts, for `insert`."""
-        return [drafter.prefill(prefix, prompts) for drafter in self._on_device]
+        """What drafters on the device want to know of prompts that the engine has begun to prefill, for
+        `insert`.
+        """
+        self._dispatched(0.0)
+        prefilled = [drafter.prefill(prefix, prompts) for drafter in self._on_device]
+        self._busy_until = max(self._busy_until, time.perf_counter())  # some of them wait for it
+        return prefilled
 
     def insert(
         self, prefilled: list[Any], assignments: Sequence[Assignment], requests: Sequence[int]

@@ -2,13 +2,16 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import Drafts, Queries
+from drafters.base import DeviceDrafter, Drafts, Queries
+from drafters.eagle.drafting import DraftStrategy
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -525,6 +528,18 @@ def test_what_speculation_did_is_reported(engine, params, requests, expected):
     assert 0 < metrics.pop("speculation/idle_share") < 1
     assert metrics.pop("speculation/unusable") == 0
     assert not metrics
+
+
+def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expected, monkeypatch):
+    """A drafter that wants the policy's states waits for them, and that is no work of the host."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    drafter = Mock(spec=DeviceDrafter, strategies=(DraftStrategy(7, 1, 7),))
+    drafter.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
+    speculator = Speculator(engine, {"mine": drafter}, max_batch=0)
+    completions, statistics = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
+    assert_same(completions, expected)
+    assert clock.now >= 5.0 and statistics.idle_seconds == 0.0
 
 
 def test_an_empty_state_is_not_loaded(engine):
