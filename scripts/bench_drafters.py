@@ -23,23 +23,31 @@ _CONFIG = "configs/quickstart.yaml"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(None, WarmUp()).parser()
+    parser = _benchmark(None, WarmUp(), 8, 5e-4).parser()
     parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"the policy (default: {_CONFIG})")
     parser.add_argument("--slices", type=int, default=60, help="of each head's training (default: 60)")
+    parser.add_argument("--updates", type=int, default=8, help="of the policy, in rl (default: 8)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=5e-4, metavar="RATE", help="of these (default: 5e-4)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)
     try:
         if arguments.slices < 1:
             raise UserError(f"--slices: {arguments.slices} is not at least 1")
+        if arguments.updates < 1 or arguments.learning_rate <= 0:
+            raise UserError("--updates is at least 1, and --learning-rate above 0")
         config = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = WarmUp("eagle", steps=arguments.slices, slices_per_round=max(arguments.slices // 2, 1))
-    return _benchmark(config, settings).run(arguments)
+    return _benchmark(config, settings, arguments.updates, arguments.learning_rate).run(arguments)
 
 
-def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
+def _benchmark(
+    config: ExperimentConfig | None, settings: WarmUp, updates: int, learning_rate: float
+) -> Benchmark:
     return Benchmark(
         "drafters",
         __doc__.splitlines()[0],
@@ -58,7 +66,7 @@ def _benchmark(config: ExperimentConfig | None, settings: WarmUp) -> Benchmark:
             Measurement(
                 "rl",
                 "beside a policy that is trained",
-                lambda: rl_rows(config, settings, rl_steps=8, learning_rate=5e-4, slices=15),
+                lambda: rl_rows(config, settings, updates, learning_rate, slices=15),
                 disturbed=False,
             ),
             Measurement(

@@ -55,6 +55,25 @@ def test_a_section_is_written(tmp_path, capsys, monkeypatch):
     assert "packing/against padded to the longest" in file.read_text()
 
 
+def test_how_the_policy_is_trained_is_an_option(tmp_path, monkeypatch, capsys):
+    path = str(tmp_path / "config.yaml")
+    write_config(tmp_path)
+    given = []
+
+    def rows(config, settings, rl_steps, learning_rate, slices):
+        given.append((rl_steps, learning_rate))
+        return [Row("rl/step 0/frozen head", 50.0, "% right", "first step", 50.0, 1.0)]
+
+    monkeypatch.setattr(bench_drafters, "rl_rows", rows)
+    arguments = ["--config", path, "--only", "rl", "--output", str(tmp_path / "results.json")]
+    assert bench_drafters.main(arguments) == 0
+    assert bench_drafters.main([*arguments, "--updates", "25", "--learning-rate", "1e-4"]) == 0
+    assert given == [(8, 5e-4), (25, 1e-4)]
+    capsys.readouterr()
+    assert bench_drafters.main([*arguments, "--updates", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --updates is at least 1")
+
+
 def test_objective_rows(config):
     rows = by_name(objectives.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
     assert len(rows) == 4 and rows["training/EAGLE/accept length"].ratio == 1
