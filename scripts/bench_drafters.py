@@ -19,16 +19,17 @@ from rljax.errors import UserError
 from training_benchmarks.policies import POLICIES
 
 _CONFIG = "configs/quickstart.yaml"
+_UPDATES, _LEARNING_RATE = 8, 5e-4  # a rate at which a few updates matter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(None, WarmUp(), 8, 5e-4).parser()
+    parser = _benchmark(None, WarmUp()).parser()
     parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"the policy (default: {_CONFIG})")
     parser.add_argument("--slices", type=int, default=60, help="of each head's training (default: 60)")
-    parser.add_argument("--updates", type=int, default=8, help="of the policy, in rl (default: 8)")
+    parser.add_argument("--updates", type=int, default=_UPDATES, help="of the policy, in rl (default: 8)")
     parser.add_argument(
-        "--learning-rate", type=float, default=5e-4, metavar="RATE", help="of these (default: 5e-4)"
+        "--learning-rate", type=float, default=_LEARNING_RATE, help="of these (default: 5e-4)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)
@@ -46,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _benchmark(
-    config: ExperimentConfig | None, settings: WarmUp, updates: int, learning_rate: float
+    config: ExperimentConfig | None,
+    settings: WarmUp,
+    updates: int = _UPDATES,
+    learning_rate: float = _LEARNING_RATE,
 ) -> Benchmark:
     return Benchmark(
         "drafters",

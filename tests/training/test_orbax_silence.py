@@ -2,16 +2,14 @@
 
 import asyncio
 import gc
-import os
-import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 
 from rljax.training.orbax_silence import silence_orbax
+from tests.training.test_checkpoint import run_python
 
 ORBAX, OURS = "/orbax/checkpoint/serialization.py", "/ours.py"
 
@@ -111,12 +109,5 @@ print(failures)
 
 def test_many_saves_that_fail(tmp_path):
     """Which of the ways an array ends in is a matter of luck: unfiltered, some of forty saves speak."""
-    command = [sys.executable, "-c", MANY_FAILURES, str(tmp_path)]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    result = run_python(MANY_FAILURES, tmp_path)
     assert (result.stdout, result.stderr) == ("40\n", "")
