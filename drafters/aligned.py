@@ -1,7 +1,7 @@
 """Drafts that were sampled ahead of time with the request's own noise.
 
 While slots were idle in the last step's tail, the engine decoded this step's requests with this step's noise
-and last step's weights (`rljax/rollout/run_ahead.py`). An update changes the policy little, so what was
+and last step's weights (`rljax/speculation/run_ahead.py`). An update changes the policy little, so what was
 sampled then is
 nearly what will be sampled now: it is proposed as a chain for as long as it agrees, and what another drafter
 says where it does not, or where there is none.

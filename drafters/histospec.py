@@ -3,7 +3,7 @@
 RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
 rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards; a window of draft
 tokens per response that grows while they are accepted (`drafters/aimd.py`). Turning speculation off where it
-does not pay is the speculator's business (`rljax/rollout/speculation.py`).
+does not pay is the speculator's business (`rljax/speculation/speculative_pass.py`).
 """
 
 from collections.abc import Sequence

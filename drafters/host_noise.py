@@ -1,4 +1,4 @@
-"""The noise field on the host, for single candidates: the same bits as `rljax.engine.noise`.
+"""The noise field on the host, for single candidates: the same bits as `rljax.sampling.noise`.
 
 Sampling is `argmax(log p + G)` with G known beforehand, so a drafter that ranks its candidates by
 `log q + G` offers those that win under the noise that will really be used. Drafters need G at a few tokens of
@@ -78,7 +78,7 @@ def _arrays(
 
 
 def token_bits(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Uniform words of the noise field, as `rljax.engine.noise.token_bits`.
+    """Uniform words of the noise field, as `rljax.sampling.noise.token_bits`.
 
     Args:
       keys: request keys, uint32 [B, 2].

@@ -32,9 +32,9 @@ from drafters.base import DraftRequest, Outcome, Sampled
 from rljax.errors import ConfigError, known_names
 from rljax.kernels.round_to_nearest import base, round_to_nearest
 from rljax.kernels.round_to_nearest.grid import grid, nearest
-from rljax.kernels.switch import Implementation, KernelChoice, require_xla
-from rljax.models.quantized import Activations, QuantizedWeight
 from rljax.models.transformer import Params
+from rljax.numerics.kernel_choice import Implementation, KernelChoice, require_xla
+from rljax.numerics.quantized import Activations, QuantizedWeight
 
 if TYPE_CHECKING:
     from rljax.engine.engine import DecodeEngine

@@ -13,13 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from drafters import draft_kernels
-from drafters import suffix_kernels as kernels
+from drafters import draft_loops
+from drafters import suffix_loops as kernels
 
 _UNLIMITED = np.iinfo(np.int32).max
 _GROWTH = 1.5
 _INSERTED, _FOLLOWED = 0, 1
-_NO_MIXTURE = np.empty((0, draft_kernels.SOURCES))
+_NO_MIXTURE = np.empty((0, draft_loops.SOURCES))
 
 
 def new_mixture(novelty: float) -> np.ndarray:
@@ -28,8 +28,8 @@ def new_mixture(novelty: float) -> np.ndarray:
     Args:
       novelty: pseudo-count of tokens that no source knows; that of every source is 1.
     """
-    mixture = np.ones((draft_kernels.SITUATIONS, draft_kernels.SOURCES))
-    mixture[:, draft_kernels.NOVEL] = novelty
+    mixture = np.ones((draft_loops.SITUATIONS, draft_loops.SOURCES))
+    mixture[:, draft_loops.NOVEL] = novelty
     return mixture
 
 
@@ -117,7 +117,7 @@ class SuffixForest:
         self._lengths = np.empty(16, np.int32)
         self._weights = np.empty(16, np.float32)
         self._kinds = np.empty(16, np.int8)
-        self._edits = np.empty((16, draft_kernels.PLACE_WIDTH - draft_kernels.EDITED), np.int32)
+        self._edits = np.empty((16, draft_loops.PLACE_WIDTH - draft_loops.EDITED), np.int32)
         self._num_sequences = 0
 
     @property
@@ -241,7 +241,7 @@ class SuffixForest:
         """
         _check_mixture(mixture)
         sequences, tokens, counts = self._batch(sequences, tokens, counts, None)
-        draft_kernels.follow(
+        draft_loops.follow(
             self._nodes, self._table, self._limit, min_match, sequences, tokens, counts,
             self._states, self._lengths, self._edits, mixture,
         )  # fmt: skip
@@ -288,11 +288,11 @@ class SuffixForest:
           rank: what candidates are weighed by.
           novelty: pseudo-count of all that has not followed a context yet, in units of the mass.
           mixture: from `new_mixture`, as `follow` has taught it: candidates behind the edited context are
-            proposed, too, and probabilities are interpolated (`drafters/draft_kernels.py`) instead of
+            proposed, too, and probabilities are interpolated (`drafters/draft_loops.py`) instead of
             smoothed by `novelty`; only for the rank "count".
           min_probability: candidates whose path is less probable are left out.
           chain_only: follow only the best candidate of each node.
-          noise_keys: request keys of `rljax.engine.noise`, uint32 [B, 2]; None ranks without noise.
+          noise_keys: request keys of `rljax.sampling.noise`, uint32 [B, 2]; None ranks without noise.
           positions: position of the first proposed token, counted from the start of the prompt, int32 [B].
           noise_temperature: above 0; the less the counts are believed to match the policy, the higher.
         """
@@ -332,7 +332,7 @@ class SuffixForest:
             counts=np.empty(batch, np.int32),
             match_lengths=np.empty(batch, np.int32),
         )
-        draft_kernels.propose(
+        draft_loops.propose(
             self._nodes, self._node_weights, self._table, self._limit, self._states, self._lengths,
             self._edits, sequences, budgets,
             self._limit if max_match is None else min(max_match, self._limit), min_match,
@@ -427,7 +427,7 @@ def _with_room(array: np.ndarray, size: int) -> np.ndarray:
 
 
 def _check_mixture(mixture: np.ndarray) -> None:
-    expected = (draft_kernels.SITUATIONS, draft_kernels.SOURCES)
+    expected = (draft_loops.SITUATIONS, draft_loops.SOURCES)
     if mixture.shape != expected or mixture.dtype != np.float64 or not mixture.flags.c_contiguous:
         raise ValueError(f"mixture: {mixture.dtype} {list(mixture.shape)}, expected float64 {list(expected)}")
 

@@ -20,12 +20,12 @@ from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, compare
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
-from rljax.kernels.switch import KernelChoice, Refused
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, param_shapes
-from rljax.rollout.pass_choice import time_drafts, time_passes
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.pass_choice import time_drafts, time_passes
 
 _NODES = 16  # of a verifying pass, with every slot's last token
 _LENGTH = 512  # of a slot's cache

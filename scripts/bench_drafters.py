@@ -12,10 +12,10 @@ from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
 from drafter_benchmarks.saving import saving_rows
-from drafters.warm_up import WarmUp
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
+from rljax.training.drafter_warm_up import WarmUp
 from training_benchmarks.policies import POLICIES
 
 _CONFIG = "configs/quickstart.yaml"

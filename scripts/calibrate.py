@@ -19,7 +19,7 @@ from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
 from rljax.provenance import command_line
-from rljax.rollout.calibration import (
+from rljax.speculation.managers.papers.calibration import (
     Calibration,
     calibrate,
     calibration_key,
@@ -27,7 +27,15 @@ from rljax.rollout.calibration import (
     load_calibration,
     save_calibration,
 )
-from rljax.rollout.roofline import ERROR_GATE, SIGN_GATE, Gates, Point, Roofline, gates, held_out
+from rljax.speculation.managers.papers.roofline import (
+    ERROR_GATE,
+    SIGN_GATE,
+    Gates,
+    Point,
+    Roofline,
+    gates,
+    held_out,
+)
 from rollout_benchmarks.variants import open_run
 
 _OUTPUT = Path("benchmarks/results/calibration.json")

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         # JAX takes seconds to import: not before the config is known to be right.
         from drafters.eagle.training import head_training
-        from drafters.warm_up import WarmUp, warm_up
+        from rljax.training.drafter_warm_up import WarmUp, warm_up
 
         objective = {name: getattr(arguments, name) for name in _OBJECTIVE}
         settings = WarmUp(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.rollout.decisions import PLAIN, Decision
 from rljax.rollout.running import RunningRequests
+from rljax.speculation.decision_log import PLAIN, Decision
 from rljax.training.run_directory import RunDirectory
 
 CONFIG = """

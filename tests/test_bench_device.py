@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from rljax.kernels.switch import KernelChoice
+from rljax.numerics.kernel_choice import KernelChoice
 from tests.scripts import load_script
 
 bench_device = load_script("bench_device")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from drafters.eagle.data import HeadSequence
-from drafters.warm_up import WarmUp
 from rljax.benchmarking import Row
 from rljax.config import load_config
 from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 

@@ -13,7 +13,7 @@ import pytest
 
 from rljax.errors import UserError
 from rljax.kernels import switch, tuned
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
 from tests.scripts import load_script
 
 bench_kernels = load_script("bench_kernels")

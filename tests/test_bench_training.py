@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from rljax.config import OptimizerConfig
-from rljax.training.optimizer import make_optimizer
+from rljax.learning.optimizer import make_optimizer
 from tests.scripts import SCRIPTS, load_script
 
 bench_training = load_script("bench_training")

@@ -24,15 +24,15 @@ from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.visits import Assignment
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.sampling.distribution import SamplingParams
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from rljax.models.transformer import init_params
 from rljax.sharding import make_mesh, param_shardings, row_multiple
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer
 
 found = {"devices": jax.device_count()}

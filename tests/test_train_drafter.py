@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import drafters.warm_up
+import rljax.training.drafter_warm_up
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.drafter import EagleArguments
 from drafters.eagle.model import head_shapes
+from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.training import HeadTraining, head_training
-from drafters.training import HeadTrainer
 from rljax.models.config import ModelConfig
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -43,7 +43,9 @@ def world(tmp_path_factory):
     """A config, the head that an uninterrupted run makes of it, and what that run says."""
     directory, said = tmp_path_factory.mktemp("world"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafters.warm_up, "enable_compilation_cache", lambda _: None)  # JAX's outlives the test
+        patch.setattr(
+            rljax.training.drafter_warm_up, "enable_compilation_cache", lambda _: None
+        )  # JAX's outlives the test
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             config = write_config(directory)
             with contextlib.redirect_stdout(said):

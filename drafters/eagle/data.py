@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
 from drafters.eagle.training import HeadBatch
-from rljax.training.packing import Packing, pack_sequences
+from rljax.learning.packing import Packing, pack_sequences
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The head as a drafter of the loop: it drafts for the slots (`slots.py`), and learns from what they sample.
 
-It is trained on the states that every forward pass of the engine hands out (`drafters/training.py`): no
+It is trained on the states that every forward pass of the engine hands out (`spot_trainer.py`), so no
 forward pass is made for it.
 """
 
@@ -22,18 +22,18 @@ from drafters.eagle.drafting import DrafterState, DraftStrategy, ScoredTree
 from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
+from drafters.eagle.spot_trainer import BufferSettings, FrozenHead, HeadTrainer, TimeBudget, head_optimizer
 from drafters.eagle.training import HeadTraining, head_training
-from drafters.training import BufferSettings, FrozenHead, HeadTrainer, TimeBudget, head_optimizer
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import CheckpointError, ConfigError, DrafterError
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import tree_cast
 from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
+from rljax.numerics.rows import tree_cast
 
 
 class EagleArguments(Arguments):

@@ -30,11 +30,11 @@ from jax import Array, lax
 from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
 from rljax.engine.draft_tree import DraftTree, most_nodes
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
-from rljax.engine.noise import gumbel
-from rljax.engine.sampling import SamplingParams, transform_logits
-from rljax.models.attention import MASKED, block_scores, scale_queries, softmax_terms
-from rljax.models.numerics import Numerics, log_normalizer, row_max
 from rljax.models.transformer import Params
+from rljax.numerics.attention import MASKED, block_scores, scale_queries, softmax_terms
+from rljax.numerics.rows import Numerics, log_normalizer, row_max
+from rljax.sampling.distribution import SamplingParams, transform_logits
+from rljax.sampling.noise import gumbel
 
 
 @dataclasses.dataclass(frozen=True)

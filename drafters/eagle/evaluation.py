@@ -18,8 +18,8 @@ from drafters.eagle.data import HeadSequence, pack
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.states import States
 from drafters.eagle.training import HeadTraining, head_loss
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 
 
 @dataclasses.dataclass(frozen=True)

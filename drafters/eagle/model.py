@@ -39,8 +39,9 @@ from jax import Array
 
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, linear, rms_norm
+from rljax.models.linear import linear
 from rljax.models.transformer import Attention, Params, decoder_layer
+from rljax.numerics.rows import Numerics, rms_norm
 
 Variant = Literal["eagle", "hass", "eagle3"]
 VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3")

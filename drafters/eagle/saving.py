@@ -17,9 +17,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from rljax.durable_files import write_durably
 from rljax.errors import CheckpointError
 from rljax.models.transformer import Params
-from rljax.training.durable_files import write_durably
 
 _FILE = "head.safetensors"
 

@@ -39,9 +39,9 @@ from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
 from rljax.engine.programs import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import DecodeResult
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 
 _WIDTHS = (2, 4, 8, 16, 64)
 """Tokens of a slot that are taken up in one go: a program each."""

@@ -14,13 +14,13 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from drafters.eagle.model import HeadConfig
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.numerics.rows import Numerics
 
 States = tuple[np.ndarray, np.ndarray, np.ndarray]
 """tokens int32 [n], states [n, S, d] and response_mask bool [n], as `HeadTrainer.add` takes them."""

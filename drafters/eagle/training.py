@@ -28,12 +28,12 @@ from jax import Array, lax
 from drafters.eagle import losses
 from drafters.eagle.model import HeadConfig, Variant, apply_head, head_logits, hidden_inputs
 from rljax.errors import ConfigError
+from rljax.learning.accumulation import TrainState, apply_gradients
 from rljax.models import transformer
-from rljax.models.attention import MASKED, scale_queries
-from rljax.models.numerics import Numerics, log_normalizer, row_max
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
-from rljax.training.accumulation import TrainState, apply_gradients
+from rljax.numerics.attention import MASKED, scale_queries
+from rljax.numerics.rows import Numerics, log_normalizer, row_max
 
 Metrics = dict[str, Array]
 

@@ -8,7 +8,7 @@ import dataclasses
 
 from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
-from rljax.models.numerics import KEY_CHUNK
+from rljax.numerics.rows import KEY_CHUNK
 
 _MOST_SHARES = 2  # a pass computes attention for so many nodes of every slot, whoever takes its rows
 

@@ -29,8 +29,8 @@ from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 
 CATCH_UP_WIDTHS = (1, 16)
 """Tokens of a slot in a pass that catches up: after a chain that came true, and after plain decoding."""

@@ -29,16 +29,16 @@ from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.placement import decode_state_shardings
 from rljax.engine.programs import Programs, compact, insert, with_slots
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
 from rljax.engine.visits import Assignment, DecodeResult, Pending
 from rljax.errors import PolicyError
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, cast_matrices, finite_leaves
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
+from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import replicated_sharding, shard_params
 
 _SHORT_PROMPTS = (16, 32)  # prefilled at these lengths; a block of the cache is longer

@@ -15,9 +15,9 @@ from jax import Array
 
 from rljax.kernels.compaction import compaction
 from rljax.kernels.tree_attention import decode_attention
-from rljax.models.attention import KEY_BLOCK
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.rows import Numerics
 
 
 @struct.dataclass

@@ -19,7 +19,7 @@ from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
-from rljax.engine.sampling import SamplingParams, penalized_logits, sample
+from rljax.engine.sampling import sample
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted
 from rljax.engine.tree_attention import TreeAttention
@@ -27,9 +27,10 @@ from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.engine.visits import pack
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Attention, Params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, penalized_logits
 from rljax.sharding import ShardedAttention, constrain, replicated_sharding
 
 _Slots = TypeVar("_Slots")

@@ -19,20 +19,20 @@ from jax import Array, lax
 
 from rljax.engine.draft_tree import DraftTree
 from rljax.engine.kv_cache import CachedAttention, KVCache
-from rljax.engine.noise import gumbel_rows, threefry2x32
-from rljax.engine.sampling import (
+from rljax.engine.state import DecodeState, counted
+from rljax.engine.verification import Rule
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics, log_normalizer, row_max
+from rljax.sampling.distribution import (
     SamplingParams,
     first_maximum,
     penalized_logits,
     token_logprobs,
     transform_logits,
 )
-from rljax.engine.state import DecodeState, counted
-from rljax.engine.verification import Rule
-from rljax.models import transformer
-from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, log_normalizer, row_max
-from rljax.models.transformer import Params
+from rljax.sampling.noise import gumbel_rows, threefry2x32
 
 # The second word of a position's counter is 0 (`noise.token_bits`): no position has this key.
 _DRAFT_STREAM = np.uint32(0x64726166)

@@ -17,7 +17,7 @@ class DecodeState:
       lengths: int32 [B], committed tokens, which is also the position of `tokens`.
       remaining: int32 [B], response tokens the slot may still sample.
       active: bool [B], decoding; an inactive slot computes along and changes nothing.
-      noise_keys: uint32 [B, 2], see `rljax/engine/noise.py`.
+      noise_keys: uint32 [B, 2], see `rljax/sampling/noise.py`.
       counts: int32 [B, V], how often each token was sampled in the response; None unless sampling penalizes.
     """
 

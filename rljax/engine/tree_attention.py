@@ -12,7 +12,7 @@ from jax import Array
 from rljax.engine.draft_tree import MAX_NODES, NodeRows, RootedTree
 from rljax.engine.kv_cache import KEY_BLOCK, KVCache
 from rljax.kernels.tree_attention import tree_attention
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 
 assert MAX_NODES <= KEY_BLOCK  # the nodes' keys are one block
 

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from rljax.engine.draft_tree import NodeRows, RootedTree
-from rljax.engine.noise import gumbel_rows, uniform
-from rljax.engine.sampling import SamplingParams, first_maximum, sample, token_logprobs, transform_logits
-from rljax.models.numerics import Numerics, log_normalizer
+from rljax.engine.sampling import sample
+from rljax.numerics.rows import Numerics, log_normalizer
+from rljax.sampling.distribution import SamplingParams, first_maximum, token_logprobs, transform_logits
+from rljax.sampling.noise import gumbel_rows, uniform
 
 Rule = Literal["coupled", "rejection", "target_only"]
 

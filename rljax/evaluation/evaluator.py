@@ -41,7 +41,7 @@ from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
-from rljax.training.decoder import make_numerics, make_scheduler, warm_up
+from rljax.training.assembly import make_numerics, make_scheduler, warm_up
 from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rljax.durable_files import locked, write_durably, writing
 from rljax.errors import ConfigError, UserError
-from rljax.training.durable_files import locked, write_durably, writing
 
 ResponseKey = tuple[int, int]
 """(index of the problem in its split, number of the sample)."""

@@ -5,15 +5,15 @@ caller's error: nothing else is computed in its place. Where several were, they 
 if all refuse, the error has every reason. (The shape is Tokamax's; the code is ours.)
 """
 
-import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from rljax.errors import UserError, known_names
 from rljax.kernels import tuned
+from rljax.numerics.kernel_choice import Implementation, Refused, backend_names
 
 IMPLEMENTATIONS = {
     "xla": "base",
@@ -23,43 +23,6 @@ IMPLEMENTATIONS = {
     "interpret_tpu": "mosaic_tpu",
 }
 """Names of backends, and the file of an operation's folder that has each."""
-
-Implementation = str | tuple[str, ...] | None
-
-
-class Refused(UserError):
-    """A backend cannot compute this: the wrong device, type or shape. The message says which."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelChoice:
-    """The backend of every operation: a name of `IMPLEMENTATIONS`, several in the order in which they are
-    tried, or None for the default of device and policy, the same for every number of rows (`tuned`).
-    """
-
-    noisy_argmax: Implementation = None
-    token_logprobs: Implementation = None
-    tree_attention: Implementation = None
-    quantized_product: Implementation = None
-    round_to_nearest: Implementation = None
-    compaction: Implementation = None
-
-    def on_mesh(self) -> "KernelChoice":
-        """The choice where an operation's arrays are spread over devices: what is left open is `xla`.
-
-        Raises:
-          Refused: a kernel was named.
-        """
-        for field in dataclasses.fields(self):
-            why = "computes on one device, but the mesh has several"
-            require_xla(field.name, getattr(self, field.name), why)
-        return KernelChoice(**{field.name: "xla" for field in dataclasses.fields(self)})
-
-
-def require_xla(op: str, implementation: Implementation, why: str) -> None:
-    """Raises `Refused` with the reason if only kernels were named where plain JAX alone can compute."""
-    if implementation is not None and "xla" not in _names(implementation):
-        raise Refused(f"kernels.{op}: {implementation} {why}; set xla or null")
 
 
 def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +37,7 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
     Raises:
       Refused: the one backend named cannot, or none of several can.
     """
-    wanted = tuned.default(op, sizes) if implementation is None else _names(implementation)
+    wanted = tuned.default(op, sizes) if implementation is None else backend_names(implementation)
     refusals = []
     for name in wanted:
         try:
@@ -113,10 +76,6 @@ def backend(op: str, name: str) -> Callable[..., Any]:
         return function(*args, interpret=True, **kwargs)
 
     return interpreted
-
-
-def _names(implementation: str | Sequence[str]) -> tuple[str, ...]:
-    return (implementation,) if isinstance(implementation, str) else tuple(implementation)
 
 
 def _is_hopper() -> bool:

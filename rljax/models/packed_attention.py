@@ -2,7 +2,7 @@
 
 Chunks of `KEY_CHUNK` queries meet chunks of as many keys, one pair at a time, and only the pairs that share a
 sequence: rows are packed so that sequences not longer than a chunk lie within one
-(`rljax/training/packing.py`), so most queries meet only their own chunk, and of that only what is not behind
+(`rljax/learning/packing.py`), so most queries meet only their own chunk, and of that only what is not behind
 them. The scores of a whole row never exist, and nothing of their size is kept for the backward pass, which
 computes them again (Dao et al., "FlashAttention", arXiv 2205.14135, algorithm 4). Unlike there, the forward
 pass finds a query's largest score before it sums, since the sums must have the bits of the decoder's
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rljax.models.attention import scale_queries, weigh_chunk
-from rljax.models.numerics import KEY_CHUNK, Numerics, exact_products, row_max
+from rljax.numerics.attention import scale_queries, weigh_chunk
+from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max
 
 _QUERY_BLOCK = 128
 """Queries that meet the same keys of their own chunk: those up to the block's end."""

@@ -13,7 +13,7 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
         mlp_norm [d]   gate [f, d]   up [f, d]   down [d, f]
     final_norm [d]   lm_head [V, d]   (absent when tied)
 
-Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/models/quantized.py`).
+Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,9 @@ import numpy as np
 from jax import Array
 
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics, linear, product, rms_norm
+from rljax.models.linear import linear, product
 from rljax.models.rope import apply_rope
+from rljax.numerics.rows import Numerics, rms_norm
 
 Params = dict[str, Any]
 Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]

@@ -14,13 +14,13 @@ import jinja2
 import markupsafe
 import numpy as np
 
+from rljax.durable_files import write_durably
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, Panel, in_blocks, svg_of
 from rljax.reports.learning import learning_panels
 from rljax.reports.rollouts import rollout_panels
 from rljax.reports.runs import RunData, colors_of, differing_keys, read_run
 from rljax.reports.speed import speed_panels
-from rljax.training.durable_files import write_durably
 
 _MOST_SAMPLED_STEPS = 8  # of a run: evenly spread, the last one included
 _SPARK_WIDTH, _SPARK_HEIGHT, _SPARK_POINTS = 120, 24, 60

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.engine.noise import request_key
 from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnProgress, Scheduler
+from rljax.sampling.noise import request_key
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.wrapper import finite_problems

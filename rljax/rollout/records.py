@@ -14,7 +14,7 @@ class Request:
 
     Attributes:
       prompt_ids: the prompt's token ids, not empty. Requests with the same tuple share one prefill.
-      noise_key: uint32 [2], from `rljax.engine.noise.request_key`: the request's identity.
+      noise_key: uint32 [2], from `rljax.sampling.noise.request_key`: the request's identity.
       max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
       step: of training.

@@ -2,7 +2,7 @@
 
 The host loop around `DecodeEngine`. Waiting requests take freed slots; a prompt is prefilled once for all
 its requests; when nothing waits, the batch is compacted into ever smaller buckets as responses end, and the
-cache grows bucket by bucket. None of it changes a token (see `rljax/engine/noise.py`), only the time they
+cache grows bucket by bucket. None of it changes a token (see `rljax/sampling/noise.py`), only the time they
 take.
 """
 
@@ -22,12 +22,12 @@ from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.rollout.lengths import ResponseLengths
-from rljax.rollout.proposers import ActiveSlots
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.running import RunningRequests
-from rljax.rollout.speculation import Speculator, VerifyingPass
 from rljax.rollout.stop_strings import StopStrings
 from rljax.rollout.tool_turns import ToolTurns
+from rljax.speculation.proposers import ActiveSlots
+from rljax.speculation.speculative_pass import Speculator, VerifyingPass
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
 

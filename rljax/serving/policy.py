@@ -23,16 +23,16 @@ from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError, known_names
 from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.records import Request
 from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
-from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
+from rljax.training.assembly import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
 SERVING = 2

@@ -24,10 +24,10 @@ from rljax.engine.state import DecodeState
 from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
-from rljax.rollout.proposers import ActiveSlots
 from rljax.rollout.records import DecodeStatistics, FinishReason, Request
-from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
+from rljax.speculation.proposers import ActiveSlots
+from rljax.speculation.speculative_pass import Speculator
 
 Ending = FinishReason | Literal["cancelled"]
 

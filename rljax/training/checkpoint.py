@@ -27,8 +27,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rljax.durable_files import sync_directory, write_durably
 from rljax.errors import CheckpointError
-from rljax.training.durable_files import sync_directory, write_durably
 from rljax.training.orbax_silence import silence_orbax
 from rljax.training.retention import Retention
 

@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from rljax.algorithms.value_loss import value_loss
 from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
+from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
+from rljax.learning.packing import PackedBatch, build_batch, pack_sequences
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple
-from rljax.training.accumulation import Accumulation, Metrics, Sums, TrainState
-from rljax.training.packing import PackedBatch, build_batch, pack_sequences
 from rljax.training.scoring import packed_hidden
 
 

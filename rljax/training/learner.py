@@ -22,15 +22,15 @@ from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
+from rljax.learning.accumulation import TrainState
+from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
 from rljax.models.digest import weights_digest
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Group
-from rljax.training.accumulation import TrainState
 from rljax.training.critic import Critic, ValueTargets
 from rljax.training.minibatches import Minibatch, completions_of, make_minibatches
-from rljax.training.optimizer import make_optimizer
 from rljax.training.update import WEIGHT, Trainer
 
 

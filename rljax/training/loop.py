@@ -30,6 +30,7 @@ from rljax.errors import (
 )
 from rljax.evaluation.judging import check_success, group_metrics
 from rljax.evaluation.problems import distinct_problems
+from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import Params, num_params
 from rljax.reports import write_report_of_run
 from rljax.rollout.collector import EVALUATION, TRAINING, Collector, Group, Timing, check_prompts
@@ -41,11 +42,10 @@ from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
+from rljax.training.assembly import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.checkpoint import RunCheckpoints, template_of
-from rljax.training.decoder import make_numerics, make_scheduler, sampling_params, warm_up
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
-from rljax.training.optimizer import make_optimizer
 from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rljax.config import TrainingConfig
-from rljax.rollout.collector import Group
-from rljax.rollout.records import Completion
-from rljax.training.critic import ValueTargets
-from rljax.training.packing import (
+from rljax.learning.packing import (
     PackedBatch,
     Packing,
     TrainingSequence,
@@ -17,6 +14,9 @@ from rljax.training.packing import (
     pack_sequences,
     response_places,
 )
+from rljax.rollout.collector import Group
+from rljax.rollout.records import Completion
+from rljax.training.critic import ValueTargets
 
 
 @dataclasses.dataclass

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import ExperimentConfig, load_config, to_yaml
+from rljax.durable_files import locked, write_durably, writing
 from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.training.config_changes import Change, config_changes
-from rljax.training.durable_files import locked, write_durably, writing
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
 _BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
@@ -209,7 +209,7 @@ class RunDirectory:
         return [metrics for _, metrics in _complete_lines(self.metrics_path)]
 
     def append_decisions(self, step: int, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Adds what the rollout manager decided in a step (`rljax/rollout/decisions.py`)."""
+        """Adds what the rollout manager decided in a step (`rljax/speculation/decision_log.py`)."""
         _append_line(self.decisions_path, {"step": step, "decisions": decisions})
 
     def read_decisions(self) -> list[tuple[int, list[dict[str, Any]]]]:

@@ -1,7 +1,7 @@
 """Log-probabilities of packed sequences under the policy, without ever holding all their logits.
 
-The same forward pass, logits transform and log-softmax as decoding (`rljax/engine/sampling.py`), so that the
-trainer's logprobs can be compared with the rollout's number by number, and on a CPU bit by bit.
+The same forward pass, logits transform and log-softmax as decoding (`rljax/sampling/distribution.py`), so
+that the trainer's logprobs can be compared with the rollout's number by number, and on a CPU bit by bit.
 
 The LM head and what follows it are an operation of their own (`rljax/kernels/token_logprobs`).
 """
@@ -9,15 +9,15 @@ The LM head and what follows it are an operation of their own (`rljax/kernels/to
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.token_logprobs import token_logprobs
+from rljax.learning.packing import PackedBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import Responses, SamplingParams
 from rljax.sharding import ShardedAttention, activation_sharding, constrain
-from rljax.training.packing import PackedBatch
 
 
 def score_packed(

@@ -23,15 +23,15 @@ from rljax.algorithms.kl import kl_estimate
 from rljax.algorithms.losses import policy_loss
 from rljax.config import AlgorithmConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError
+from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
+from rljax.learning.packing import PackedBatch, build_batch, pack_sequences
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple, shard_params
-from rljax.training.accumulation import Accumulation, Metrics, Sums, TrainState
-from rljax.training.packing import PackedBatch, build_batch, pack_sequences
 from rljax.training.scoring import score_packed
 
 Score = Callable[[Params, PackedBatch], tuple[Array, Array]]

@@ -14,19 +14,19 @@ import safetensors
 
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import CheckpointError, ConfigError
+from rljax.learning.accumulation import TrainState
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Task
 from rljax.tasks.wrapper import fingerprint
 from rljax.tools.use import make_tool_use
-from rljax.training.accumulation import TrainState
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.policy import Policy
 from rljax.training.progress import Progress
 from rljax.training.update import Trainer

@@ -11,11 +11,11 @@ import numpy as np
 
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
-from drafters.training import HeadTrainer
-from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
+from drafters.eagle.spot_trainer import HeadTrainer
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.models.transformer import Params
+from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.progress import Progress
 from rollout_benchmarks.variants import collect_step, open_run
 

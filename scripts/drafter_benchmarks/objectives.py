@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, Variant, shared_params
+from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.training import HeadTraining
-from drafters.training import HeadTrainer
-from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.benchmarking import Row, compare, interleave
 from rljax.config import ExperimentConfig
+from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rollout_benchmarks.variants import collect_step, open_run
 
 _EAGLE = {"hidden_weight": 1.0, "cross_entropy_weight": 0.1}

@@ -9,13 +9,13 @@ import numpy as np
 
 from drafters.eagle.data import HeadSequence, PackedRows, pack
 from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import HeadBatch, init_state, jitted_train_step, published_training
-from drafters.training import head_optimizer
-from drafters.warm_up import PolicyRollouts, WarmUp
 from rljax.benchmarking import Row, compare, interleave
 from rljax.config import ExperimentConfig
+from rljax.learning.packing import Packing
 from rljax.models.rope import rope_table
-from rljax.training.packing import Packing
+from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp
 from rollout_benchmarks.variants import open_run
 
 _ROWS = 4  # packed rows in a batch; padded ones hold about as many positions

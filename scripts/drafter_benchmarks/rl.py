@@ -23,12 +23,12 @@ from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.states import StateReader, States
 from drafters.quantized import QuantizedPolicy, default_format
-from drafters.warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
+from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run
 

@@ -13,12 +13,12 @@ import safetensors.numpy
 
 from drafters.eagle.model import HeadConfig, head_shapes
 from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import init_state
-from drafters.training import head_optimizer
 from rljax.benchmarking import Row, compare
+from rljax.durable_files import write_durably
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
-from rljax.training.durable_files import write_durably
 from training_benchmarks.checkpoint import Rounds, timed
 
 

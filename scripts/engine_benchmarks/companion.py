@@ -11,12 +11,12 @@ from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import make_buckets
 from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import init_params, num_params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 
 _STEPS = 7
 

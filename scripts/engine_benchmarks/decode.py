@@ -19,12 +19,12 @@ from engine_benchmarks.policies import (
 )
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.visits import Assignment
 from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 
 if TYPE_CHECKING:
     import transformers

@@ -9,13 +9,13 @@ from rljax.benchmarking import Comparison, Row
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import UserError
 from rljax.models import huggingface
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 from rljax.provenance import num_cores
+from rljax.sampling.distribution import SamplingParams
 
 if TYPE_CHECKING:
     import transformers

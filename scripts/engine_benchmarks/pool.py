@@ -19,11 +19,11 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import init_params
-from rljax.rollout.strategies import Strategy, arms_by_batch
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.strategies import Strategy, arms_by_batch
 
 _LENGTH = 512
 _NODES = (1, 3, 5, 7, 11, 15, 23, 31)  # of a slot, by strategy

@@ -13,15 +13,15 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.benchmarking import Row
-from rljax.models.attention import block_scores, scale_queries, softmax_terms
-from rljax.models.numerics import KEY_CHUNK, Numerics, row_max, row_sum
+from rljax.numerics.attention import block_scores, scale_queries, softmax_terms
+from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
 
 _ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)
 _INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
 
 
 def row_invariance_rows() -> list[Row]:
-    """Every formulation of `rljax/models/numerics.py` against what it replaces."""
+    """Every formulation of `rljax/numerics/rows.py` against what it replaces."""
     rng = np.random.default_rng(0)
     layouts = [_layout(rng, inputs) for inputs in _INPUTS]
     return [*layouts, _order(rng), _sum(rng), _maximum(rng), _zeros_between(rng), _rounding(rng)]

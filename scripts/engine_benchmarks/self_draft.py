@@ -11,13 +11,13 @@ from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.state import DecodeState
 from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, init_params, num_params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 
 _STEPS = 15
 _FORMATS = {

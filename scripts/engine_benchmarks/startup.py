@@ -11,11 +11,11 @@ from pathlib import Path
 from engine_benchmarks.policies import make_engine, random_prompts
 from rljax.benchmarking import Row, compare
 from rljax.engine.executables import enable_compilation_cache
-from rljax.engine.noise import request_key
 from rljax.engine.visits import Assignment
 from rljax.models import huggingface
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
+from rljax.sampling.noise import request_key
 
 _SCRIPT = Path(__file__).resolve().parent.parent / "bench_engine.py"  # its `--first-step` is a fresh process
 

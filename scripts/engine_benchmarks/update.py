@@ -12,13 +12,13 @@ from rljax.algorithms.losses import aggregation_weights
 from rljax.benchmarking import Row, compare, interleave
 from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import UserError
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.transformer import Params, num_params
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.training.update import Trainer
 
 if TYPE_CHECKING:

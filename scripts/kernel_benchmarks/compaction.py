@@ -9,7 +9,7 @@ from jax import Array
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
 from rljax.kernels.compaction import compaction
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
 
 NAME = "compaction"
 _ACCEPTED = 4  # nodes of a path, the last token included

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
-from rljax.engine.sampling import SamplingParams
 from rljax.kernels.noisy_argmax import noisy_argmax
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 
 NAME = "noisy_argmax"
 _SAMPLING = SamplingParams()

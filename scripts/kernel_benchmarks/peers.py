@@ -11,7 +11,7 @@ from types import ModuleType
 import jax
 from jax import Array
 
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
 
 
 def cudnn_attention(queries: Array, keys: Array, values: Array, lengths: Array, mask: Array | None) -> Array:

@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from drafters.quantized import WeightFormat, rtn
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
 from rljax.kernels.quantized_product import quantized_product
-from rljax.models.quantized import QuantizedWeight
+from rljax.numerics.quantized import QuantizedWeight
 
 NAME = "quantized_product"
 

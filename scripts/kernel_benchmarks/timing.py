@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from kernel_benchmarks.case import Case
-from rljax.kernels.switch import IMPLEMENTATIONS, Refused
+from rljax.kernels.switch import IMPLEMENTATIONS
+from rljax.numerics.kernel_choice import Refused
 
 _MOST_BYTES = 2**30  # of all sets of arguments together
 _MOST_SECONDS = 1.0  # of all repeats of a function together

@@ -9,10 +9,10 @@ from jax import Array
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape
 from kernel_benchmarks.peers import tokamax_cross_entropy
-from rljax.engine.sampling import SamplingParams
 from rljax.kernels.switch import IMPLEMENTATIONS
 from rljax.kernels.token_logprobs import token_logprobs
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 
 NAME = "token_logprobs"
 _SAMPLING = SamplingParams()

@@ -10,10 +10,10 @@ from jax import Array
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
 from kernel_benchmarks.peers import cudnn_attention, tokamax_attention
-from rljax.kernels.switch import Implementation
 from rljax.kernels.tree_attention import decode_attention, tree_attention
-from rljax.models.attention import KEY_BLOCK
-from rljax.models.numerics import Numerics
+from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.kernel_choice import Implementation
+from rljax.numerics.rows import Numerics
 
 NAME = "tree_attention"
 _NUMERICS = Numerics(row_invariant=False, compute_dtype="bfloat16")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rljax.durable_files import write_durably
 from rljax.errors import UserError
 from rljax.kernels.switch import IMPLEMENTATIONS
-from rljax.training.durable_files import write_durably
 
 _LEAST_GAIN = 1.05  # over all cases together
 _LEAST_RATIO = 0.95  # in each

@@ -14,13 +14,13 @@ import numpy as np
 from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.rollout.manager import StrategyChoice
-from rljax.rollout.pass_choice import Candidates, PassTimes
-from rljax.rollout.proposers import SelfProposer
 from rljax.rollout.records import Completion, DecodeStatistics, accumulate
-from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
+from rljax.speculation.managers.manager import StrategyChoice
+from rljax.speculation.pass_choice import Candidates, PassTimes
+from rljax.speculation.proposers import SelfProposer
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 

@@ -14,8 +14,8 @@ from drafters.eagle.checkpoint import save_head
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import most_nodes
-from rljax.rollout.pass_choice import PassTimes
-from rljax.rollout.strategies import Strategy
+from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.strategies import Strategy
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
 

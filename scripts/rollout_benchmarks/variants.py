@@ -17,16 +17,16 @@ from rljax.config import ExperimentConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
-from rljax.rollout.calibration import calibrate
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
-from rljax.rollout.manager import strategy_choice
-from rljax.rollout.pass_choice import PassTimes
 from rljax.rollout.records import Completion, DecodeStatistics, Request
-from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
+from rljax.speculation.managers.manager import strategy_choice
+from rljax.speculation.managers.papers.calibration import calibrate
+from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
+from rljax.training.assembly import warm_up
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.decoder import warm_up
 from rljax.training.loop import TrainingRun, outcomes
 from rljax.training.policy import make_policy
 from rljax.training.progress import Progress

@@ -18,11 +18,11 @@ import orbax.checkpoint as ocp
 
 from rljax.benchmarking import Row, compare
 from rljax.config import OptimizerConfig
+from rljax.learning.accumulation import TrainState, apply_gradients
+from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
-from rljax.training.accumulation import TrainState, apply_gradients
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.optimizer import make_optimizer
 
 
 def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from rljax.benchmarking import Row
 from rljax.config import AlgorithmConfig
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.sampling import SamplingParams
+from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.transformer import init_params, num_params
-from rljax.training.packing import build_batch, pack_sequences
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
 from rljax.training.update import gradients, policy_objective
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rljax.benchmarking import Row
-from rljax.training.packing import pack_sequences
+from rljax.learning.packing import pack_sequences
 
 
 def padding_rows(

@@ -20,8 +20,8 @@ from rljax.algorithms.registry import ALGORITHMS
 from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.algorithms.value_loss import value_loss
 from rljax.config import AlgorithmConfig, OptimizerConfig
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import PackedBatch
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import PackedBatch
 from rljax.training.update import policy_objective
 
 TOKENS = 4

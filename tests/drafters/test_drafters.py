@@ -9,8 +9,8 @@ import pytest
 from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.config.decoding import DEVICE_DRAFTERS
-from rljax.engine import noise
 from rljax.errors import ConfigError
+from rljax.sampling import noise
 
 A, B = (11, 12, 13), (21, 22, 23, 24)
 RESPONSE = list(range(30, 60))

@@ -7,8 +7,8 @@ import pytest
 
 from drafters.quantized import PROJECTIONS, QuantizedPolicy, WeightFormat, clipped, rtn
 from rljax.errors import ConfigError
-from rljax.models.numerics import linear, product
-from rljax.models.quantized import dequantize, pack_nibbles, unpack_nibbles
+from rljax.models.linear import linear, product
+from rljax.numerics.quantized import dequantize, pack_nibbles, unpack_nibbles
 from tests.engine.test_engine import CONFIGS, lively_params
 
 W4, W8, W8A8 = WeightFormat(4, 128), WeightFormat(8, 0), WeightFormat(8, 0, "int8")

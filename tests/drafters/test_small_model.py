@@ -10,14 +10,14 @@ from drafters.arguments import checked
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
-from rljax.models.numerics import Numerics, tree_cast
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
-from rljax.rollout.pass_choice import time_trees
+from rljax.numerics.rows import Numerics, tree_cast
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.pass_choice import time_trees
 from tests.models.checkpoints import write_tokenizer
 
 POLICY = ModelConfig("llama", 320, 32, 2, 2, 1, 32, 64)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import draft_kernels
+from drafters import draft_loops
 from drafters.suffix_automaton import SuffixForest, new_mixture
-from rljax.engine import noise
+from rljax.sampling import noise
 from tests.drafters.test_suffix_automaton import KEY, Reference, ints, padded, tree_paths
 
 SUFFIX, EDIT, REPLACE, NOVEL = range(4)
@@ -350,7 +350,7 @@ def test_the_better_source_is_believed():
     predictable = 30 * 20 * 2  # what is no total
     assert accepted["with"] > 0.9 * predictable > accepted["without"]
     edited = mixture - new_mixture(0.5)
-    assert edited[:, draft_kernels.EDIT].sum() > edited[:, draft_kernels.REPLACE].sum()
+    assert edited[:, draft_loops.EDIT].sum() > edited[:, draft_loops.REPLACE].sum()
 
 
 @pytest.mark.parametrize(

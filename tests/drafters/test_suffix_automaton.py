@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import compilation, draft_kernels, host_noise
-from drafters import suffix_kernels as kernels
+from drafters import compilation, draft_loops, host_noise
+from drafters import suffix_loops as kernels
 from drafters.suffix_automaton import SuffixForest
-from rljax.engine import noise
+from rljax.sampling import noise
 
 MARKER = kernels.MARKER
 LARGE = 2**31 - 1  # the largest token there can be
@@ -380,7 +380,7 @@ def test_read_only_and_strided_arrays_compile_nothing_new():
     forest, ids = _one_prompt([1, 2, 3], [1, 2])
     forest.propose(ids, ints(1, 1), 1, noise_keys=KEY.repeat(2, 0), positions=ids)
     host_noise.gumbel(KEY, ints(1), np.ones((1, 1), np.int32))
-    loops = kernels.extend, draft_kernels.propose, kernels.check_batch, host_noise._gumbel
+    loops = kernels.extend, draft_loops.propose, kernels.check_batch, host_noise._gumbel
     before = [len(loop.signatures) for loop in loops]
     frozen = np.arange(8, dtype=np.int32).reshape(2, 4)[:, ::2]
     frozen.flags.writeable = False
@@ -404,7 +404,7 @@ def test_threads_may_ask_at_once():
         for proposals in threads.map(ask, range(32)):
             np.testing.assert_array_equal(proposals.tokens, alone.tokens)
             np.testing.assert_array_equal(proposals.log_probability, alone.log_probability)
-    assert draft_kernels.propose.targetoptions["nogil"] and kernels.extend.targetoptions["nogil"]
+    assert draft_loops.propose.targetoptions["nogil"] and kernels.extend.targetoptions["nogil"]
 
 
 def test_memory_is_accounted_for():

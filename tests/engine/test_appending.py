@@ -7,11 +7,11 @@ from rljax.engine import appending
 from rljax.engine.appending import ROWS, WIDTH, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.visits import Assignment
-from rljax.models.numerics import Numerics
-from tests.rollout.tiny_policy import CONFIG, VOCAB, make_params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from tests.tiny_policy import CONFIG, VOCAB, make_params
 
 STEPS = 6
 

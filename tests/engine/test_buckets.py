@@ -5,7 +5,7 @@ import pytest
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
-from rljax.models.numerics import KEY_CHUNK
+from rljax.numerics.rows import KEY_CHUNK
 
 
 @pytest.mark.parametrize("max_slots", [1, 2, 3, 8, 13, 64])

@@ -15,7 +15,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params
 
 NODES = 7

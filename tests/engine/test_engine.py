@@ -11,15 +11,15 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
 from rljax.engine.visits import Assignment
+from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig, RopeScaling
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.training.packing import pack_sequences
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.noise import request_key
 
 VOCAB, LONGEST = 96, 512
 NUMERICS = Numerics()

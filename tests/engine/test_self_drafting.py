@@ -11,10 +11,10 @@ import pytest
 from drafters.quantized import QuantizedPolicy, WeightFormat
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.self_drafting import draft_keys
 from rljax.engine.visits import Assignment
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
 
 LONGEST, NODES = 512, 7

@@ -13,13 +13,13 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams, token_logprobs, transform_logits
 from rljax.engine.visits import Assignment
 from rljax.models import transformer
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.noise import request_key
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
 
 LONGEST = 512

@@ -17,10 +17,11 @@ import pytest
 from scipy import stats
 
 from rljax.engine.draft_tree import DraftTree, all_rows, with_root
-from rljax.engine.noise import gumbel
-from rljax.engine.sampling import SamplingParams, sample, token_logprobs, transform_logits
+from rljax.engine.sampling import sample
 from rljax.engine.verification import accepted_path, sample_nodes
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.noise import gumbel
 
 NUMERICS = Numerics()
 VOCAB, REQUESTS, EMITTED = 6, 12_000, 3

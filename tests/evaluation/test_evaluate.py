@@ -19,7 +19,7 @@ from rljax.evaluation.evaluator import Evaluator
 from rljax.evaluation.records import JsonLog
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import save_model
-from rljax.rollout.speculation import Speculator
+from rljax.speculation.speculative_pass import Speculator
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.loop import run as run_training
 from rljax.training.saved_policy import load_saved_policy

@@ -15,8 +15,8 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
-from rljax.kernels.switch import KernelChoice, Refused
-from rljax.models.numerics import Numerics
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
 from tests.engine.test_speculative_decoding import speculate, tangled
 from tests.kernels.compilation import HOPPER, TPUS, compile_for

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine.sampling import SamplingParams
-from rljax.kernels.switch import Refused
 from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, token_logprobs
-from rljax.models.numerics import Numerics
+from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 
 RNG = np.random.default_rng(0)
 HIDDEN = jnp.asarray(RNG.normal(size=(2, 5, 8)), jnp.float32)

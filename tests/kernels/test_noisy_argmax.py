@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine import noise
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import Assignment, DecodeEngine
-from rljax.engine.sampling import SamplingParams, sample
+from rljax.engine.sampling import sample
 from rljax.kernels.noisy_argmax import mosaic_gpu, mosaic_tpu, noisy_argmax, race
-from rljax.kernels.switch import KernelChoice, Refused, backend
+from rljax.kernels.switch import backend
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
+from rljax.sampling import noise
+from rljax.sampling.distribution import SamplingParams
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
 NUMERICS = Numerics()

@@ -10,16 +10,16 @@ import pytest
 from drafters.quantized import QuantizedPolicy, WeightFormat, rtn
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import Assignment, DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.kernels.quantized_product import mosaic_gpu, mosaic_tpu, quantized_product
 from rljax.kernels.round_to_nearest import base
 from rljax.kernels.round_to_nearest import mosaic_gpu as mosaic_gpu_rounding
-from rljax.kernels.switch import KernelChoice, Refused
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
-from rljax.models.quantized import QuantizedWeight, dequantize
 from rljax.models.transformer import init_params
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.quantized import QuantizedWeight, dequantize
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
 INTERPRETED = ("interpret_gpu", "interpret_tpu")

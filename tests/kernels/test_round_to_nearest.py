@@ -9,7 +9,7 @@ import pytest
 
 from drafters.quantized import WeightFormat, clipped
 from rljax.kernels.round_to_nearest import base, mosaic_gpu, mosaic_tpu, round_to_nearest
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
 KERNELS = {"interpret_gpu": mosaic_gpu, "interpret_tpu": mosaic_tpu}

@@ -13,9 +13,10 @@ from rljax.kernels.compaction import compaction
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.round_to_nearest import round_to_nearest
-from rljax.kernels.switch import KernelChoice, Refused, call
+from rljax.kernels.switch import call
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.kernels.tree_attention import decode_attention, tree_attention
+from rljax.numerics.kernel_choice import KernelChoice, Refused
 
 _OP = "noisy_argmax"
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rljax.engine.sampling import SamplingParams
-from rljax.kernels.switch import KernelChoice, Refused, backend
+from rljax.kernels.switch import backend
 from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, passes, token_logprobs
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 

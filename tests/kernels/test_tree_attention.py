@@ -11,9 +11,9 @@ import pytest
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.kernels.switch import KernelChoice, Refused
 from rljax.kernels.tree_attention import decode_attention, mosaic_gpu, mosaic_tpu, tree_attention
-from rljax.models.numerics import Numerics
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
 from tests.engine.test_speculative_decoding import speculate, tangled
 from tests.kernels.compilation import HOPPER, TPUS, compile_for

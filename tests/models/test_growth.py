@@ -14,9 +14,9 @@ from rljax.errors import ConfigError
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
 from rljax.training.policy import Policy, grown_policy
 from tests.training.tiny_run import train
 

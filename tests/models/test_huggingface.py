@@ -26,10 +26,10 @@ from rljax.models.huggingface import (
     load_params,
     save_model,
 )
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import inverse_frequencies, rope_table
 from rljax.models.transformer import forward, init_params, logits
+from rljax.numerics.rows import Numerics
 from tests.models.checkpoints import KINDS, VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 TOLERANCE = 1e-4

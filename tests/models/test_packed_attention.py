@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
+from rljax.numerics.rows import Numerics
 
 
 def rows_of(*rows: list[int], length: int) -> np.ndarray:

@@ -7,12 +7,12 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import PolicyError
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
-from tests.rollout.tiny_policy import CONFIG, EOS, FixedTimes, make_params, make_requests
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.speculative_pass import Speculator
+from tests.tiny_policy import CONFIG, EOS, FixedTimes, make_params, make_requests
 
 
 @pytest.fixture(scope="module")

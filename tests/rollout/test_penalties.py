@@ -7,16 +7,16 @@ import pytest
 from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
 from rljax.engine.visits import Assignment
-from rljax.models.numerics import Numerics
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.speculative_pass import Speculator
 from rljax.training.scoring import score_packed
 from tests.rollout.test_scheduler import assert_same
-from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 SAMPLING = SamplingParams(
     temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2

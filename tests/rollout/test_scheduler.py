@@ -8,13 +8,13 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from tests.rollout.tiny_policy import CONFIG, EOS, make_params, make_requests
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
 
 BUCKETS = Buckets((2, 4, 8, 16), (64, 128))
 

@@ -16,21 +16,21 @@ from drafters.registry import make_drafter, states_read
 from rljax.engine.appending import WIDTH
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.sampling import SamplingParams
 from rljax.models.huggingface import save_model
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from rljax.rollout.records import Request
-from rljax.rollout.run_ahead import RunAhead
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
 from rljax.tools.base import ToolError
 from rljax.tools.markup import Markup
 from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolWorkers
 from tests.rollout.test_scheduler import assert_same, spell
-from tests.rollout.test_speculation import ALL_ROWS, FavouriteRows
-from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.speculation.test_speculative_pass import ALL_ROWS, FavouriteRows
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
 OPENING, CLOSING, MAX_CALLS = "a", "cb", 3
 

@@ -1,6 +1,6 @@
 """Pass times by which everything that is drafted is verified."""
 
-from rljax.rollout.pass_choice import PassTimes
+from rljax.speculation.pass_choice import PassTimes
 
 
 class Cheap(PassTimes):

@@ -17,14 +17,14 @@ import pytest
 
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.training import published_training
 from drafters.small_model import SmallModelDrafter
-from drafters.training import BufferSettings, HeadTrainer, head_optimizer
 from rljax.models.huggingface import save_model
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
-from rljax.rollout import speculation
-from rljax.rollout.proposers import DeviceProposer
+from rljax.numerics.rows import Numerics
+from rljax.speculation import speculative_pass as speculation
+from rljax.speculation.proposers import DeviceProposer
 from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap

@@ -14,17 +14,17 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import PolicyError
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 from rljax.rollout.records import Request
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.speculation import Speculator
 from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
-from tests.rollout.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from rljax.speculation.speculative_pass import Speculator
 from tests.serving.cheap import Cheap
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
 
 WAIT = 120.0
 GREEDY_POOL = ExecutablePool()

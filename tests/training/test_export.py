@@ -11,15 +11,15 @@ import yaml
 
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.training import published_training
-from drafters.training import BufferSettings, HeadTrainer, head_optimizer
 from rljax.evaluation.records import default_output
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_model_config, load_params
-from rljax.models.numerics import Numerics
 from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
+from rljax.numerics.rows import Numerics
 from rljax.training import export
 from rljax.training.model_card import model_card
 from rljax.training.run_directory import RunDirectory

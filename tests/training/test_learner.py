@@ -16,18 +16,18 @@ from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
 from rljax.errors import UserError
-from rljax.kernels.switch import KernelChoice
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
+from rljax.numerics.kernel_choice import KernelChoice
+from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Group
 from rljax.rollout.records import Completion
+from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer, policy_objective
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)

@@ -12,11 +12,11 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, UserError
+from rljax.learning.accumulation import TrainState
 from rljax.models.growth import grow
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.tasks.registry import make_task
-from rljax.training.accumulation import TrainState
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import make_policy
 from rljax.training.run_directory import RunDirectory

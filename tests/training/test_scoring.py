@@ -10,15 +10,15 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.noise import request_key
-from rljax.engine.sampling import SamplingParams, transform_logits
 from rljax.engine.visits import Assignment
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, transform_logits
+from rljax.sampling.noise import request_key
 from rljax.training.scoring import score_packed
 
 CONFIG = ModelConfig("qwen3", 41, 48, 2, 4, 2, 16, 64, tie_embeddings=True, qk_norm=True, max_positions=512)

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from drafters.registry import DRAFTERS
-from rljax.rollout import proposers, speculation
+from rljax.speculation import proposers, speculative_pass
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from tests.training.tiny_run import train
@@ -67,7 +67,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
                 sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
                 return sizes[-1] if next(turns) else 0
 
-            patch.setattr(speculation.Speculator, "choose", choose)
+            patch.setattr(speculative_pass.Speculator, "choose", choose)
             patch.setattr(proposers.SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
             patch.setattr(proposers.DeviceProposer, "promise", lambda self, *_: 1e9)
         return train(directory, *overrides)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.config import AlgorithmConfig
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import policy_objective
 from tests.training.tiny_run import train
 

@@ -10,14 +10,14 @@ import pytest
 from rljax.algorithms.losses import aggregation_weights
 from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.sampling import SamplingParams
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.training.optimizer import make_optimizer
-from rljax.training.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 from rljax.training.update import Trainer, gradients, policy_objective, supervised_objective
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)

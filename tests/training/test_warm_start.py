@@ -11,10 +11,10 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import CheckpointError
+from rljax.learning.accumulation import TrainState
 from rljax.models.config import ModelConfig
 from rljax.tasks.dataset import Dataset
 from rljax.training import warm_start
-from rljax.training.accumulation import TrainState
 from rljax.training.policy import Policy
 from tests.training.tiny_run import write_config
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
 
 
 def compaction(

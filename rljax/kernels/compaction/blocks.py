@@ -7,7 +7,7 @@ and including the block that holds the slot's length.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
 
 
 def reach(most: int) -> int:

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax.kernels.compaction.blocks import fresh_blocks, reach, written
 from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_load
-from rljax.kernels.switch import Refused
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.kernel_choice import Refused
 
 
 def compaction(

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rljax.kernels.compaction.blocks import fresh_blocks, reach, written
-from rljax.kernels.switch import Refused
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.kernel_choice import Refused
 
 
 def compaction(

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING
 
 from jax import Array
 
-from rljax.kernels.switch import Implementation, call
+from rljax.kernels.switch import call
+from rljax.numerics.kernel_choice import Implementation
 
 if TYPE_CHECKING:  # which import this module
-    from rljax.engine.sampling import SamplingParams
-    from rljax.models.numerics import Numerics
+    from rljax.numerics.rows import Numerics
+    from rljax.sampling.distribution import SamplingParams
 
 
 def noisy_argmax(
@@ -23,7 +24,7 @@ def noisy_argmax(
 
         token = argmax_v x[v] + G[key, position, v],    logprob = x[token] - log sum_v e^x[v]
 
-    where x are the transformed logits (`sampling.transform_logits`) and G the noise field (`engine.noise`).
+    where x are the transformed logits (`transform_logits`) and G the noise field (`rljax/sampling/noise.py`).
     Of equal maxima the first wins; the token of a row with NaN means nothing, and its log-probability is
     NaN.
 

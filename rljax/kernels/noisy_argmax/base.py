@@ -2,9 +2,9 @@
 
 from jax import Array
 
-from rljax.engine.noise import gumbel_rows
-from rljax.engine.sampling import SamplingParams, first_maximum, token_logprobs, transform_logits
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams, first_maximum, token_logprobs, transform_logits
+from rljax.sampling.noise import gumbel_rows
 
 
 def noisy_argmax(

@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rljax.engine.noise import gumbel_of_words, position_keys, token_words
-from rljax.engine.sampling import SamplingParams
 from rljax.kernels.noisy_argmax import race
 from rljax.kernels.pallas import gpu_interpreter
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import gumbel_of_words, position_keys, token_words
 
 _THREADS = 128
 _PIECE = 1024  # entries of which it is decided at once whether noise is made

@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rljax.engine.noise import gumbel_of_words, position_keys, token_words
-from rljax.engine.sampling import SamplingParams
 from rljax.kernels.noisy_argmax import race
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import gumbel_of_words, position_keys, token_words
 
 _LANES = 128
 _ROWS = 8

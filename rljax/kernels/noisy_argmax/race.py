@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rljax.engine.sampling import SamplingParams, kept_from, scaled_logits
-from rljax.models.numerics import Numerics, row_sum
+from rljax.numerics.rows import Numerics, row_sum
+from rljax.sampling.distribution import SamplingParams, kept_from, scaled_logits
 
 LOG2_E = float(np.log2(np.e))
 _STEPS = float(2**31)

@@ -7,8 +7,8 @@ weight may be up to 3.7 times as fast as bfloat16. See docs/kernels/quantized_pr
 from jax import Array
 
 from rljax.kernels import switch
-from rljax.kernels.switch import Implementation
-from rljax.models.quantized import QuantizedWeight
+from rljax.numerics.kernel_choice import Implementation
+from rljax.numerics.quantized import QuantizedWeight
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, implementation: Implementation = None) -> Array:

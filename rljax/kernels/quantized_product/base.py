@@ -15,7 +15,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.models.quantized import QuantizedWeight, dequantize
+from rljax.numerics.quantized import QuantizedWeight, dequantize
 
 _LARGEST = 127  # of a symmetric 8-bit integer
 

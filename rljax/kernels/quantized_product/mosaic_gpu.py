@@ -26,8 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
-from rljax.kernels.switch import Refused
-from rljax.models.quantized import QuantizedWeight
+from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.quantized import QuantizedWeight
 
 _ROWS = 64  # of weights that a warpgroup multiplies: wgmma's M
 _WARPGROUPS = 2

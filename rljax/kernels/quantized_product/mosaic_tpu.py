@@ -17,8 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rljax.kernels.switch import Refused
-from rljax.models.quantized import QuantizedWeight
+from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.quantized import QuantizedWeight
 
 _LANES = 128
 _WIDEST = 512  # columns of a chunk

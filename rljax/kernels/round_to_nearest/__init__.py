@@ -7,7 +7,7 @@ docs/kernels/round_to_nearest.md.
 from jax import Array
 
 from rljax.kernels import switch
-from rljax.kernels.switch import Implementation
+from rljax.numerics.kernel_choice import Implementation
 
 
 def round_to_nearest(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
-from rljax.models.quantized import pack_nibbles
+from rljax.numerics.quantized import pack_nibbles
 
 
 def round_to_nearest(weight: Array, bits: int, group: int) -> tuple[Array, Array, Array | None]:

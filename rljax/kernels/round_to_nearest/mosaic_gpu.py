@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
 from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
 
 _ROWS = 64
 _ALIGNED = 8  # rows of a matrix that TMA copies together, from a multiple of as many on

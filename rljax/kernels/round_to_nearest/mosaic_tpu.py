@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
 
 _LANES = 128
 _ROWS = 32  # at a time: a tile of bytes

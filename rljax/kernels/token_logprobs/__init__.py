@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.kernels.switch import Implementation, call
+from rljax.kernels.switch import call
+from rljax.numerics.kernel_choice import Implementation
 
 if TYPE_CHECKING:  # which import this module
-    from rljax.engine.sampling import Responses, SamplingParams
-    from rljax.models.numerics import Numerics
+    from rljax.numerics.rows import Numerics
+    from rljax.sampling.distribution import Responses, SamplingParams
 
 
 def token_logprobs(

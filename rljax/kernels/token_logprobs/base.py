@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from rljax.engine import sampling as distribution
-from rljax.engine.sampling import Responses, SamplingParams, entropy, penalized_logits, transform_logits
-from rljax.models.numerics import Numerics, product
+from rljax.models.linear import product
+from rljax.numerics.rows import Numerics
+from rljax.sampling import distribution as distribution
+from rljax.sampling.distribution import Responses, SamplingParams, entropy, penalized_logits, transform_logits
 from rljax.sharding import activation_sharding, constrain
 
 

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.noisy_argmax.race import LOG2_E
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
 from rljax.kernels.token_logprobs import passes
 from rljax.kernels.token_logprobs.passes import Statistics
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import Responses, SamplingParams
 
 _WARPGROUPS = 2  # that compute; each has its own tokens of a tile
 _TILE = 128  # a side of what one of them computes

@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from rljax.engine.sampling import Responses, SamplingParams
 from rljax.kernels.token_logprobs import passes
 from rljax.kernels.token_logprobs.passes import Statistics
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import Responses, SamplingParams
 
 _LANES = 128
 _ROWS = 512  # tokens of a tile: head tiles are read again for each, so many keep the matrix units busy

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.engine.sampling import SamplingParams
-from rljax.kernels.switch import Refused
+from rljax.numerics.kernel_choice import Refused
+from rljax.sampling.distribution import SamplingParams
 
 _CHUNK_ENTRIES = 2**26  # tokens times entries of a chunk: errors of 128 MiB
 _CHUNK_STEP = 1024

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rljax.kernels import switch
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
 
 
 def tree_attention(

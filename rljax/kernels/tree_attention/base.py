@@ -15,7 +15,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.models.attention import (
+from rljax.numerics.attention import (
     KEY_BLOCK,
     MASKED,
     block_scores,
@@ -24,7 +24,7 @@ from rljax.models.attention import (
     weigh_chunk,
     weighted_values,
 )
-from rljax.models.numerics import KEY_CHUNK, Numerics, row_max
+from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max
 
 
 def tree_attention(

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load
-from rljax.kernels.switch import Refused
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
-from rljax.models.attention import KEY_BLOCK, MASKED
-from rljax.models.numerics import Numerics
+from rljax.numerics.attention import KEY_BLOCK, MASKED
+from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.rows import Numerics
 
 SPLIT = 1024
 """Positions of the cache that a block of threads adds up: few enough that 16 slots with 2 key heads fill 132

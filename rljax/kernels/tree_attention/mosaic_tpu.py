@@ -20,10 +20,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rljax.kernels.switch import Refused
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
-from rljax.models.attention import KEY_BLOCK, MASKED
-from rljax.models.numerics import Numerics
+from rljax.numerics.attention import KEY_BLOCK, MASKED
+from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.rows import Numerics
 
 _CHUNK = 1024  # positions in a step: enough bytes to hide what a step costs
 _LANES = 128  # positions that are multiplied at a time

@@ -7,7 +7,7 @@ attention): a key is then read once for all of them.
 import jax.numpy as jnp
 from jax import Array
 
-from rljax.models.attention import KEY_BLOCK
+from rljax.numerics.attention import KEY_BLOCK
 
 
 def pack_queries(queries: Array, kv_heads: int, multiple: int) -> Array:

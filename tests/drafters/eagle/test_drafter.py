@@ -5,11 +5,11 @@ import types
 import numpy as np
 import pytest
 
-from drafters import training
 from drafters.arguments import checked
 from drafters.base import DraftRequest, Sampled
 from drafters.eagle import drafter as module
 from drafters.eagle import saving
+from drafters.eagle import spot_trainer as training
 from drafters.eagle.drafter import EagleArguments, EagleDrafter, PrefilledHead
 from rljax.engine.visits import Assignment
 from rljax.errors import ConfigError, DrafterError

@@ -19,9 +19,9 @@ from drafters.eagle.drafting import (
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
 from drafters.eagle.training import HeadBatch, head_loss, published_training, unroll
 from rljax.engine.draft_tree import with_root
-from rljax.engine.noise import gumbel, request_key
-from rljax.engine.sampling import SamplingParams
-from rljax.models.numerics import Numerics
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import gumbel, request_key
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
 
 PLAIN = SamplingParams()

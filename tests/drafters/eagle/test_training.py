@@ -11,6 +11,7 @@ import pytest
 
 from drafters.eagle import training as training_module
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, head_shapes, init_head
+from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import (
     HeadTraining,
     head_loss,
@@ -19,7 +20,6 @@ from drafters.eagle.training import (
     published_training,
     unroll,
 )
-from drafters.training import head_optimizer
 from rljax.models import transformer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 

@@ -10,9 +10,9 @@ from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.training import HeadBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.numerics import Numerics
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
 
 # Qwen3 in everything in which it differs from the head's Llama layer.
 POLICY = ModelConfig("qwen3", 48, 32, 4, 4, 2, 16, 64, qk_norm=True, max_positions=256)

@@ -1,0 +1,412 @@
+"""Training a head beside the policy, one small update at a time: TLT's Spot Trainer (section 4.2).
+
+What is idle may train for a moment and stop after any update (`slice`), so nothing waits for more than one:
+
+    trainer.begin_step(step)
+    trainer.add(tokens, states, response_mask)       # whenever a response has finished
+    while idle: trainer.slice(shared_params(policy_params, policy_config))
+    drafter_params = trainer.params                  # for the next rollout
+
+**What is trained on.** The buffer's sequences (`drafters/eagle/data.py`) in its order, each once before any
+comes again; what is added in between joins the pass that is under way, and each step begins a new one.
+
+**Long sequences.** A sequence longer than a packed row is cut into windows: the states hold what the policy
+has read, so a window needs nothing from before. In it the head is in the position of one that begins to draft
+in the middle of a response (`drafters/eagle/drafting.py`): it sees no earlier pairs, and positions count from
+0. Windows overlap so that every start has all of its unrolled steps in one of them; the few at a seam that
+have some of theirs in both count twice. Positions beyond a row are never seen: make rows as long as drafting
+gets.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
+from drafters.eagle.model import HeadConfig
+from drafters.eagle.training import HeadBatch, HeadTraining, Metrics, init_state, train_step
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import CheckpointError
+from rljax.learning.accumulation import TrainState
+from rljax.learning.optimizer import make_optimizer
+from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferSettings:
+    """How much is kept to train on; see `DataBuffer`.
+
+    Attributes:
+      max_bytes: of host memory.
+      dtype: type that states are kept in.
+      previous_share: share of the tokens that comes from the step before.
+    """
+
+    max_bytes: int = 1 << 30
+    dtype: str = "bfloat16"
+    previous_share: float = 0.5
+
+
+@functools.cache
+def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.GradientTransformation:
+    """EAGLE's: AdamW with betas 0.9 and 0.95 and gradients clipped. The rate is constant, since how many
+    updates there will be is up to what is idle; the authors take 3e-5 for models of billions of weights.
+    """
+    return make_optimizer(
+        name="adamw",
+        learning_rate=learning_rate,
+        schedule="constant",
+        warmup_steps=0,
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=clip_norm,
+        total_updates=1,
+    )
+
+
+class TimeBudget:
+    """Seconds that may be spent on training: a share of those that pass otherwise. What is left is kept.
+
+    Args:
+      share: of the other time.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = self._last = 0.0  # seconds; the last piece of work is what the next one is taken to need
+        self._since = time.perf_counter()
+
+    def resume(self) -> None:
+        """What has passed until now does not count."""
+        self._since = time.perf_counter()
+
+    def allows(self) -> bool:
+        """Whether there is time for another piece of work."""
+        now = time.perf_counter()
+        self._left += self._share * (now - self._since)
+        self._since = now
+        return self._left >= self._last
+
+    def expect(self, seconds: float) -> None:
+        """What the next piece of work is taken to need, before any was done."""
+        self._last = seconds
+
+    def spend(self, seconds: float) -> None:
+        """A piece of work is over."""
+        self._left -= seconds
+        self._last = seconds
+        self._since = time.perf_counter()
+
+
+class HeadTrainer:
+    """A head that is being trained, with what it is trained on.
+
+    Args:
+      head: its shape.
+      training: losses and unrolled steps.
+      optimizer: such as `head_optimizer(...)`.
+      rope: `rope_table(head.policy, length)`, float32 [at least pack_length + training.steps - 1, 2, D/2].
+      numerics: see `Numerics`.
+      buffer: what is kept.
+      pack_length: tokens in a packed row.
+      rows: packed rows in an update. Every update has this one shape, and is compiled once.
+      seed: of the order to train in.
+      params: the head's first weights; copied.
+      pool: compiled programs; may be shared with other trainers, and with the policy's. None for an own one.
+    """
+
+    def __init__(
+        self,
+        head: HeadConfig,
+        training: HeadTraining,
+        optimizer: optax.GradientTransformation,
+        rope: Array | np.ndarray,
+        numerics: Numerics,
+        buffer: BufferSettings,
+        pack_length: int,
+        rows: int,
+        seed: int,
+        params: Params,
+        pool: ExecutablePool | None = None,
+    ) -> None:
+        longest = pack_length + training.steps - 1
+        if len(rope) < longest:
+            raise ValueError(f"rope: {len(rope)} positions, but {training.steps} steps need {longest}")
+        if pack_length <= training.steps + 1:
+            raise ValueError(f"pack_length: {pack_length} is too short for {training.steps} steps")
+        self.head = head
+        self.pack_length = pack_length
+        self.rows = rows
+        self._training = training
+        self._optimizer = optimizer
+        self._numerics = numerics
+        self._rope = jnp.asarray(rope)
+        self._state = init_state(params, optimizer)
+        state_shape = (head.states, head.policy.hidden_size)
+        self._buffer = DataBuffer(buffer.max_bytes, state_shape, buffer.dtype, buffer.previous_share)
+        self._dtype = np.dtype(buffer.dtype)
+        self._seed = seed
+        self._passes = 0
+        self._trained: set[int] = set()  # numbers of the sequences that this pass has been over
+        self._skipped = 0
+        self._pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
+        self._step_metrics: dict[str, float] = {}
+        self._reset_metrics()
+
+    @property
+    def params(self) -> Params:
+        """The head's weights as they are now: a copy, which later slices leave alone. (The trainer's own
+        arrays are given up to its updates, so that training needs no memory for a second state.)
+        """
+        return jax.tree.map(jnp.copy, self._state.params)
+
+    @property
+    def updates(self) -> int:
+        """Updates so far, skipped ones not counted."""
+        return int(self._state.updates)
+
+    def begin_step(self, step: int) -> None:
+        """RL step `step` begins: see `DataBuffer.begin_step`. A new pass over what is left begins with it."""
+        self._buffer.begin_step(step)
+        self._begin_pass()
+        self._reset_metrics()
+
+    def add(self, tokens: np.ndarray, states: np.ndarray, response_mask: np.ndarray) -> None:
+        """Takes a finished sequence of the current step.
+
+        Args:
+          tokens: int [n], prompt and response.
+          states: [n, S, d], the policy's (`drafters/eagle/model.py`), on the host.
+          response_mask: bool [n], the token is of the response.
+        """
+        for window in windows(len(tokens), self.pack_length, self._training.steps + 1):
+            # The first token that a head can predict is its third: without one there is nothing to learn.
+            if np.any(response_mask[window][2:]):
+                self._buffer.add(tokens[window], states[window], response_mask[window])
+
+    def reserve(self, size: int) -> None:
+        """Leaves so many bytes of the buffer's to what is not finished yet; see `DataBuffer.reserve`."""
+        self._buffer.reserve(size)
+
+    def warm_up(self, shared: Params) -> float:
+        """Compiles the update, and returns the seconds that one takes: those of an empty batch, on a copy."""
+        program = self._compiled(shared)
+        state = jax.tree.map(jnp.copy, self._state)
+        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._batch_shape())
+        jax.block_until_ready((state, batch))
+        start = time.perf_counter()
+        jax.block_until_ready(program(state, batch, shared, self._rope))
+        return time.perf_counter() - start
+
+    def slice(self, shared: Params) -> dict[str, float] | None:
+        """One update on the next packed batch, and its metrics when it is done; None when there is nothing to
+        train on.
+
+        An update whose result is not finite is left out and counted (`skipped` is 1 then): a head is not
+        worth a run.
+
+        Args:
+          shared: the policy's embeddings and LM head (`shared_params`), read only.
+
+        Returns:
+          the metrics of `train_step`, `skipped`, `tokens` and `padding` (the share of the batch without one).
+        """
+        packed = self._next_rows()
+        if packed is None:
+            return None
+        program = self._compiled(shared)
+        start = time.perf_counter()
+        batch = jax.tree.map(jnp.asarray, next(packed.batches(self.rows)))
+        self._state, metrics = program(self._state, batch, shared, self._rope)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        metrics |= {
+            "tokens": float(packed.packing.lengths.sum()),
+            "padding": packed.packing.padding_fraction(),
+        }
+        self._skipped += int(metrics["skipped"])
+        self._note(metrics, time.perf_counter() - start)
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Since the step began: `slices`, `slice_tokens`, `slice_seconds`, and of the last slice `loss`,
+        `accept_length` and `acceptance/1`. In all: `updates`, `skipped`, `refused` (sequences larger than the
+        buffer). Now: `buffer_sequences`, `buffer_bytes`.
+        """
+        return {
+            **self._step_metrics,
+            "updates": self.updates,
+            "skipped": self._skipped,
+            "refused": self._buffer.refused,
+            "buffer_sequences": len(self._buffer),
+            "buffer_bytes": self._buffer.bytes,
+        }
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that going on with the same bits takes, as flat arrays that nothing changes afterwards."""
+        named = {f"train.{name}": np.array(leaf) for name, leaf in _named(self._state).items()}
+        buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
+        position = {
+            "seed": np.asarray(self._seed, np.int64),
+            "passes": np.asarray(self._passes, np.int64),
+            "trained": np.asarray(sorted(self._trained), np.int64),
+            "skipped": np.asarray(self._skipped, np.int64),
+        }
+        return named | buffer | position
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up what `state` returned.
+
+        Raises:
+          CheckpointError: it is of another head, or was trained with another optimizer.
+        """
+        expected = {f"train.{name}": leaf for name, leaf in _named(self._state).items()}
+        _check_same(expected, state, "train.", "the policy, head and optimizer")
+        try:
+            self._buffer.load_state(
+                {name.removeprefix("buffer."): state[name] for name in state if name.startswith("buffer.")}
+            )
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"the buffer in the checkpoint of the head: {error}") from error
+        # Copies: these arrays are given up to updates.
+        leaves = [jnp.array(state[name], copy=True) for name in expected]
+        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+        self._seed, self._passes = int(state["seed"]), int(state["passes"])
+        self._skipped = int(state["skipped"])
+        self._trained = set(np.asarray(state["trained"]).tolist())
+        self._reset_metrics()
+
+    def _begin_pass(self) -> None:
+        self._passes += 1
+        self._trained.clear()
+
+    def _next_rows(self) -> PackedRows | None:
+        if not len(self._buffer):
+            return None
+        left = self._left()
+        if not left:
+            self._begin_pass()
+            left = self._left()
+        packed = pack_next(left, self.pack_length, self.rows)
+        self._trained.update(sequence.number for sequence in packed.sequences)
+        return packed
+
+    def _left(self) -> list[HeadSequence]:
+        drawn = self._buffer.draw(self._seed + self._passes)
+        return [sequence for sequence in drawn if sequence.number not in self._trained]
+
+    def _batch_shape(self) -> HeadBatch:
+        shape, d = (self.rows, self.pack_length), self.head.policy.hidden_size
+        return HeadBatch(
+            *[jax.ShapeDtypeStruct(shape, jnp.int32)] * 3,
+            jax.ShapeDtypeStruct(shape, jnp.bool_),
+            jax.ShapeDtypeStruct((*shape, self.head.states, d), self._dtype),
+        )
+
+    def _compiled(self, shared: Params) -> Callable[..., tuple[TrainState, Metrics]]:
+        shape = (self.rows, self.pack_length)
+        static = {
+            "config": self.head,
+            "training": self._training,
+            "optimizer": self._optimizer,
+            "numerics": self._numerics,
+        }
+        dtypes = (self._dtype.name, shared["embed"].dtype.name)
+        return self._pool.get(
+            ("head_update", *static.values(), shape, dtypes, len(self._rope)),
+            functools.partial(_update, **static),
+            (self._state, self._batch_shape(), shared, self._rope),
+            donate_argnums=(0,),
+        )
+
+    def _reset_metrics(self) -> None:
+        self._step_metrics = {"slices": 0, "slice_tokens": 0.0, "slice_seconds": 0.0}
+
+    def _note(self, metrics: dict[str, float], seconds: float) -> None:
+        noted = self._step_metrics
+        noted["slices"] += 1
+        noted["slice_tokens"] += metrics["tokens"]
+        noted["slice_seconds"] += seconds
+        for name in ("loss", "accept_length", "acceptance/1"):
+            if math.isfinite(metrics[name]):
+                noted[name] = metrics[name]
+
+
+class FrozenHead:
+    """A head that is only drafted with, in the place of its trainer: weights, and nothing to train them by.
+
+    Args:
+      params: its weights, until others are loaded.
+
+    Attributes:
+      params: its weights.
+      updates: that they have had, as far as is known.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.params, self.updates = params, 0
+
+    def begin_step(self, step: int) -> None:
+        """Steps are of no concern to it."""
+
+    def reserve(self, size: int) -> None:
+        """It has no buffer."""
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up the weights of what `HeadTrainer.state` returned.
+
+        Raises:
+          CheckpointError: they are of another head.
+        """
+        expected = {f"train.params.{name}": leaf for name, leaf in _named(self.params).items()}
+        _check_same(expected, state, "train.params.", "the policy and head")
+        leaves = [jnp.asarray(state[name]) for name in expected]
+        self.params = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
+        self.updates = int(state["train.updates"])
+
+
+def _update(
+    state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
+) -> tuple[TrainState, Metrics]:
+    """`train_step`, left out where its result is not finite."""
+    changed, metrics = train_step(state, batch, shared, rope, **static)
+    finite = jnp.isfinite(metrics["loss"])
+    for leaf in jax.tree.leaves(changed):
+        finite &= jnp.all(jnp.isfinite(leaf))
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
+    return state, metrics | {"skipped": 1.0 - finite.astype(jnp.float32)}
+
+
+def _check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: str, what: str) -> None:
+    """Raises a CheckpointError unless what `state` has behind `prefix` has the shapes of `expected`."""
+    surplus = [name for name in state if name.startswith(prefix) and name not in expected]
+    for name in [*expected, *surplus]:
+        here, there = _shape(expected.get(name)), _shape(state.get(name))
+        if here != there:
+            raise CheckpointError(
+                f"{name} is {there} in the checkpoint of the head, but {here} in this run; give the run"
+                f" {what} it was saved with"
+            )
+
+
+def _named(state: TrainState | Params) -> dict[str, Array]:
+    """The leaves by their path, such as `params.layer.q`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _shape(leaf: Array | np.ndarray | None) -> str:
+    return "absent" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"

@@ -1,0 +1,1 @@
+"""What policy, critic, and EAGLE heads train with: packing, accumulation, the optimizer."""

@@ -1,0 +1,268 @@
+"""Variable-length sequences packed into rows of one length, so that little of an update is spent on padding.
+
+Sequences (prompt and response) lie in a row as segments that do not attend to each other. Where they may
+start follows from how attention sums (`rljax/numerics/attention.py`): values are added in chunks of `chunk`
+keys counted from the row's start. The decoder's cache starts every sequence at 0, so a packed sequence meets
+the decoder's sums, and with them its logprobs bit for bit, only if its chunks end where the decoder's do:
+
+- a sequence not longer than `chunk` lies within one chunk (the other keys of the chunk add exact zeros);
+- a longer one starts at a chunk boundary; what is left of its last chunk may go to short ones.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rljax.errors import UserError
+from rljax.numerics.rows import KEY_CHUNK
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where each of N sequences lies.
+
+    Attributes:
+      lengths: int64 [N].
+      row: int64 [N], from 0 to num_rows - 1.
+      start: int64 [N], the first position in the row.
+      num_rows: rows that hold something.
+      pack_length: tokens in a row, T.
+    """
+
+    lengths: np.ndarray
+    row: np.ndarray
+    start: np.ndarray
+    num_rows: int
+    pack_length: int
+
+    def microbatches(self, rows_per_microbatch: int, row_multiple: int = 1) -> list[range]:
+        """The rows of each micro-batch: as many whole ones as there are, then smaller ones for the rest.
+
+        The sizes are `rows_per_microbatch` and its halves, so that few programs are compiled and hardly any
+        row is empty: 10 rows by 4 are 4 + 4 + 2. Ranges may reach past `num_rows`, to empty rows.
+
+        Args:
+          rows_per_microbatch: the largest size.
+          row_multiple: every size is a multiple of it, and it divides rows_per_microbatch: the devices that
+            share the rows of a batch. rows_per_microbatch itself makes all micro-batches the same size.
+        """
+        if rows_per_microbatch % row_multiple:
+            raise ValueError(
+                f"rows_per_microbatch: {rows_per_microbatch} is not a multiple of row_multiple {row_multiple}"
+            )
+        units, sizes = rows_per_microbatch // row_multiple, []
+        while units:
+            sizes.append(units * row_multiple)
+            units //= 2
+        batches: list[range] = []
+        first = 0
+        while first < self.num_rows:
+            rest = self.num_rows - first
+            size = next((size for size in sizes if size <= rest), sizes[-1])
+            batches.append(range(first, first + size))
+            first += size
+        return batches
+
+    def padding_fraction(self, num_rows: int | None = None) -> float:
+        """Share of positions without a token.
+
+        Args:
+          num_rows: counts this many rows, such as the stop of the last micro-batch; None only those in use.
+        """
+        positions = (self.num_rows if num_rows is None else num_rows) * self.pack_length
+        return 1.0 - int(self.lengths.sum()) / positions if positions else 0.0
+
+
+def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK) -> Packing:
+    """Best-fit-decreasing under the chunk rule of this module.
+
+    Args:
+      lengths: int [N], each at least 1.
+      pack_length: tokens in a row.
+      chunk: tokens in a chunk of attention's sums.
+
+    Raises:
+      UserError: a sequence is longer than a row.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if lengths.ndim != 1 or np.any(lengths < 1):
+        raise ValueError("lengths: expected [N], each at least 1")
+    if lengths.size and lengths.max() > pack_length:
+        raise UserError(
+            f"training.pack_length: {pack_length} is less than a sequence of {lengths.max()} tokens (prompt"
+            " and response); raise it, or lower rollout.max_prompt_length or rollout.max_response_length"
+        )
+    row = np.zeros(lengths.shape, np.int64)
+    start = np.zeros(lengths.shape, np.int64)
+    num_rows = 0
+    # Free space as sorted (tokens, row, start): the first entry with enough tokens is the tightest fit.
+    # Longer sequences come first, and take whole chunks from the left of `tails`; when only short ones
+    # remain, the tails become `gaps`.
+    tails: list[tuple[int, int, int]] = []
+    gaps: list[tuple[int, int, int]] = []
+
+    def chunk_gaps(tail: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        _, tail_row, first = tail
+        return [(min(chunk, pack_length - s), tail_row, s) for s in range(first, pack_length, chunk)]
+
+    def tightest(free: list[tuple[int, int, int]], length: int) -> tuple[int, int, int] | None:
+        index = bisect.bisect_left(free, (length, -1, -1))
+        return free.pop(index) if index < len(free) else None
+
+    order = np.argsort(-lengths, kind="stable")
+    num_long = int(np.sum(lengths > chunk))
+    for i in order[:num_long]:
+        length = int(lengths[i])
+        place = tightest(tails, length)
+        if place is None:
+            place, num_rows = (pack_length, num_rows, 0), num_rows + 1
+        _, row[i], start[i] = place
+        end = int(start[i]) + length
+        boundary = min(-(-end // chunk) * chunk, pack_length)
+        if boundary > end:
+            bisect.insort(gaps, (boundary - end, int(row[i]), end))
+        if pack_length > boundary:
+            bisect.insort(tails, (pack_length - boundary, int(row[i]), boundary))
+    gaps = sorted(gaps + [gap for tail in tails for gap in chunk_gaps(tail)])
+    for i in order[num_long:]:
+        length = int(lengths[i])
+        place = tightest(gaps, length)
+        if place is None:
+            gaps = sorted(gaps + chunk_gaps((pack_length, num_rows, 0)))
+            num_rows += 1
+            place = tightest(gaps, length)
+        free, row[i], start[i] = place
+        if free > length:
+            bisect.insort(gaps, (free - length, int(row[i]), int(start[i]) + length))
+    return Packing(lengths, row, start, num_rows, pack_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSequence:
+    """A prompt and a response to learn from.
+
+    Attributes:
+      prompt_ids: int [at least 1].
+      response_ids: int [L], the end-of-sequence token included if it was sampled.
+      rollout_logprobs: float [L], of the response under the distribution it was sampled from; None (zeros)
+        where it was not sampled, as in the warm start.
+      advantage: of every token of the response.
+      weight: of every token of the response in the loss (`aggregation_weights`).
+      own: bool [L], which tokens of the response the policy sampled; the others (a tool's answer) are read,
+        not learned. None: all of them.
+    """
+
+    prompt_ids: ArrayLike
+    response_ids: ArrayLike
+    rollout_logprobs: ArrayLike | None
+    advantage: float
+    weight: float
+    own: ArrayLike | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@flax.struct.dataclass
+class PackedBatch:
+    """R packed rows of T tokens.
+
+    The logits at a position predict its target. The fields below `targets` belong to the prediction: they
+    stand at the position *before* the response token that they are about, and are 0 wherever no response
+    token is predicted.
+
+    Attributes:
+      tokens: int32 [R, T].
+      positions: int32 [R, T], from 0 in every segment.
+      segment_ids: int32 [R, T], from 1 in every row; 0 is padding.
+      targets: int32 [R, T], the next token of the segment; 0 at its last position.
+      response_mask: bool [R, T], the target is a response token that the policy sampled.
+      rollout_logprobs: float32 [R, T].
+      advantages: float32 [R, T].
+      weights: float32 [R, T].
+      old_logprobs: float32 [R, T], of the targets under the training pass before the step's first update;
+        None where the rollout's serve for them (`rljax/algorithms/rollout_correction.py`).
+    """
+
+    tokens: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+    segment_ids: jax.Array | np.ndarray
+    targets: jax.Array | np.ndarray
+    response_mask: jax.Array | np.ndarray
+    rollout_logprobs: jax.Array | np.ndarray
+    advantages: jax.Array | np.ndarray
+    weights: jax.Array | np.ndarray
+    old_logprobs: jax.Array | np.ndarray | None = None
+
+
+def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
+    """Where the predictions of each response stand: its row, and its positions there."""
+    return [
+        (int(row), slice(int(start) + len(sequence.prompt_ids) - 1, int(start) + sequence.length - 1))
+        for sequence, row, start in zip(sequences, packing.row, packing.start, strict=True)
+    ]
+
+
+def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int]) -> PackedBatch:
+    """Lays sequences out in some of a packing's rows, as numpy arrays.
+
+    Args:
+      sequences: the N sequences whose lengths were packed.
+      packing: from `pack_sequences`.
+      rows: the R rows to build, in the order of the batch, such as one of `packing.microbatches(...)`. Rows
+        from `packing.num_rows` on are empty.
+    """
+    if len(sequences) != len(packing.lengths):
+        raise ValueError(f"{len(sequences)} sequences, but the packing is of {len(packing.lengths)}")
+    shape = (len(rows), packing.pack_length)
+    ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")}
+    floats = {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "weights")}
+    response_mask = np.zeros(shape, np.bool_)
+    batch_row = {int(row): index for index, row in enumerate(rows)}
+    segments = [0] * len(rows)
+    for i in np.argsort(packing.start, kind="stable"):
+        r = batch_row.get(int(packing.row[i]))
+        if r is None:
+            continue
+        sequence, start, length = sequences[i], int(packing.start[i]), int(packing.lengths[i])
+        num_prompt, num_response = len(sequence.prompt_ids), len(sequence.response_ids)
+        if num_prompt + num_response != length:
+            raise ValueError(
+                f"sequence {i}: {num_prompt + num_response} tokens, but it was packed with {length}"
+            )
+        if num_prompt == 0:
+            raise ValueError(
+                f"sequence {i}: the prompt is empty, so nothing predicts the first response token"
+            )
+        segments[r] += 1
+        whole = np.s_[r, start : start + length]
+        ids = np.concatenate([np.asarray(sequence.prompt_ids), np.asarray(sequence.response_ids)])
+        ints["tokens"][whole] = ids
+        ints["positions"][whole] = np.arange(length)
+        ints["segment_ids"][whole] = segments[r]
+        ints["targets"][r, start : start + length - 1] = ids[1:]
+        predicting = np.s_[r, start + num_prompt - 1 : start + length - 1]
+        response_mask[predicting] = True
+        if sequence.rollout_logprobs is not None:
+            if len(sequence.rollout_logprobs) != num_response:
+                raise ValueError(
+                    f"sequence {i}: {len(sequence.rollout_logprobs)} rollout_logprobs"
+                    f" for {num_response} response tokens"
+                )
+            floats["rollout_logprobs"][predicting] = sequence.rollout_logprobs
+        floats["advantages"][predicting] = sequence.advantage
+        floats["weights"][predicting] = sequence.weight
+        if sequence.own is not None:
+            if len(sequence.own) != num_response:
+                raise ValueError(f"sequence {i}: own is of {len(sequence.own)}, not of {num_response} tokens")
+            response_mask[predicting] = sequence.own
+            for values in floats.values():
+                values[predicting] = np.where(sequence.own, values[predicting], 0.0)
+    return PackedBatch(**ints, response_mask=response_mask, **floats)

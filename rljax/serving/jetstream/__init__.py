@@ -1,0 +1,1 @@
+"""The decode engine under the interfaces of Google JetStream."""

@@ -1,0 +1,155 @@
+"""The engine as `jetstream.engine.engine_api.Engine` of google-jetstream, for its orchestrator.
+
+    engine = JetStreamEngine(decode_engine, tokenizer, slots=8, max_prompt_length=512)
+    driver = Driver(prefill_engines=[engine], generate_engines=[engine], ...)  # jetstream.core.orchestrator
+
+The package is an extra: `pip install 'rljax[jetstream]'`. Its release 0.2.2 imports seqio, and with it
+TensorFlow, for tokenizers that are not used here, and its orchestrator calls `jax.tree_map`, which JAX has
+removed; `docs/serving.md` says how it was driven without either. Releases differ in what a prefill returns:
+up to 0.2.2 the prefix alone, from 0.3.0 on the first token, too. The installed one decides.
+"""
+
+import typing
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import ConfigError
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import Params
+from rljax.serving.jetstream.slots import ResultTokens, SlotEngine
+
+try:
+    from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
+except ImportError as error:
+    raise ConfigError(
+        f"JetStream's interface cannot be imported ({error}): pip install 'rljax[jetstream]'; docs/serving.md"
+        " says what its 0.2.2 takes"
+    ) from error
+
+FIRST_TOKEN = typing.get_origin(typing.get_type_hints(engine_api.Engine.prefill).get("return")) is tuple
+"""Whether the installed JetStream wants the first token from a prefill."""
+
+
+@struct.dataclass
+class JetStreamTokens(ResultTokens, engine_api.ResultTokens):
+    """Results that the orchestrator knows, with log-probabilities in releases that have none, too."""
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """A policy's tokenizer as JetStream calls one.
+
+    Nothing is put before a text: chat templates write every special token. JetStream itself puts `bos_id`
+    before requests that come as token ids, unless they name a `session_cache`.
+
+    Args:
+      tokenizer: the policy's.
+      stop_tokens: what ends a response.
+      engine: says how prompts are padded.
+      max_prompt_length: in tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_tokens: tuple[int, ...],
+        engine: DecodeEngine,
+        max_prompt_length: int,
+    ) -> None:
+        self._tokenizer, self._stop_tokens, self._engine = tokenizer, stop_tokens, engine
+        self._max_prompt_length = max_prompt_length
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[Array | np.ndarray, int]:
+        """Token ids, padded to a length that is compiled, and how many there are.
+
+        An error here would end JetStream's process: of a text that is too long the end is kept, as by
+        JetStream's own tokenizers, and one without tokens is BOS.
+        """
+        most = min(kwargs.get("max_prefill_length") or self._max_prompt_length, self._max_prompt_length)
+        ids = self._tokenizer.encode(s)[-most:] or [self.bos_id]
+        padded = np.zeros(self._engine.prefill_length(len(ids)), np.int32)
+        padded[: len(ids)] = ids
+        return (jnp.asarray(padded) if kwargs.get("jax_padding", True) else padded), len(ids)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def pad_id(self) -> int:
+        return 0 if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
+
+    @property
+    def eos_id(self) -> int:
+        return self._stop_tokens[0]
+
+    @property
+    def bos_id(self) -> int:
+        """EOS where the policy has no BOS, as Qwen: requests of token ids should name a `session_cache`."""
+        return self.eos_id if self._tokenizer.bos_token_id is None else self._tokenizer.bos_token_id
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set(self._stop_tokens)
+
+
+class JetStreamEngine(SlotEngine, engine_api.Engine):
+    """A `SlotEngine` that is an `engine_api.Engine`.
+
+    Args:
+      engine: the decode engine.
+      tokenizer: the policy's.
+      slots, max_prompt_length, seed: see `SlotEngine`.
+    """
+
+    result_type = JetStreamTokens
+
+    def __init__(
+        self, engine: DecodeEngine, tokenizer: Tokenizer, slots: int, max_prompt_length: int, seed: int = 0
+    ) -> None:
+        super().__init__(engine, slots, max_prompt_length, seed)
+        self._tokenizer = tokenizer
+
+    def prefill(
+        self,
+        *,
+        params: Params,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Callable[[Any], Any] | None = None,
+        request_id: uuid.UUID | None = None,
+    ) -> Any:
+        """See `SlotEngine.prefill`; a `SlotPrefix` alone where `FIRST_TOKEN` is False."""
+        if FIRST_TOKEN:
+            return super().prefill(
+                params=params,
+                existing_prefix=existing_prefix,
+                padded_tokens=padded_tokens,
+                true_length=true_length,
+                sampler=sampler,
+                request_id=request_id,
+            )
+        keys = self._noise_keys(1, None, request_id)
+        return self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
+
+    def free_resource(self, slot: int) -> None:
+        """Nothing: JetStream calls it when the slot may have been given to the next request already, which
+        would be cut short.
+        """
+
+    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+        """Where the tokenizer is."""
+        return tokenizer_pb2.TokenizerParameters(path=str(self._tokenizer.directory), extra_ids=0)
+
+    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:
+        """The policy's tokenizer, whatever `metadata` says."""
+        del metadata
+        return JetStreamTokenizer(
+            self._tokenizer, self.engine.eos_token_ids, self.engine, self.max_prefill_length
+        )

@@ -1,0 +1,384 @@
+"""The engine as JetStream 0.3.0 calls one: a prompt at a time, slots by number, a token a call.
+
+    prefix, first = slots.prefill(params=params, padded_tokens=tokens, true_length=n)
+    state = slots.insert(prefix, state, slot)            # or bulk_insert(prefix, state, the slots of a group)
+    state, result = slots.generate(params, state)        # result.get_result_at_slot(slot).tokens
+    slots.free_resource(slot)
+
+Method names, arguments and results are those of `jetstream.engine.engine_api.Engine` in google/JetStream, so
+an orchestrator written for it can drive the engine; `adapter.py` is the same as a subclass of
+that abstract class. Inside rljax the wider calls of `DecodeEngine` are used: many prompts a prefill, many
+steps a visit, drafts.
+
+JetStream hands the first token out with the prefill. The engine samples none there (see `DecodeEngine`), so
+the prompt takes its first decode step in a state of its own, and that state is what is inserted. Nothing is
+sampled by another program than in training, and the tokens are the same bits.
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import Assignment
+from rljax.models.transformer import Params
+from rljax.sampling.noise import request_key
+
+_PURPOSE = 3  # of the noise: 0 trains, 1 evaluates, 2 serves
+
+
+@struct.dataclass
+class SlotTokens:
+    """What one slot got.
+
+    Attributes:
+      tokens: int32 [samples, columns].
+      valid: int32 [samples, columns], 0 where there is no token.
+      lengths: int32 [samples], response tokens so far.
+      log_prob: float32 [samples, columns], under the distribution really sampled.
+    """
+
+    tokens: Any
+    valid: Any
+    lengths: Any
+    log_prob: Any = None
+
+
+@struct.dataclass
+class ResultTokens:
+    """What a call sampled, with JetStream's fields: all in one array, and where in it what is.
+
+    Attributes:
+      data: int32 [rows, 2 * columns + 1]: tokens, which of them are some, and response tokens so far.
+      tokens_idx, valid_idx, length_idx: ranges of columns of `data`.
+      samples_per_slot: rows of a slot.
+      log_prob: float32 [rows, columns].
+    """
+
+    data: Any
+    tokens_idx: tuple[int, int] = struct.field(pytree_node=False)
+    valid_idx: tuple[int, int] = struct.field(pytree_node=False)
+    length_idx: tuple[int, int] = struct.field(pytree_node=False)
+    samples_per_slot: int = struct.field(pytree_node=False)
+    log_prob: Any = None
+
+    def copy_to_host_async(self) -> None:
+        """Nothing to do: a look from the host has brought it already."""
+
+    def convert_to_numpy(self) -> "ResultTokens":
+        """The same on the host."""
+        return self.replace(data=np.asarray(self.data))
+
+    def get_result_at_slot(self, slot: int) -> SlotTokens:
+        """What `slot` got."""
+        first = slot * self.samples_per_slot
+        return self.get_result_at_slots(tuple(range(first, first + self.samples_per_slot)))
+
+    def get_result_at_slots(self, slots: Sequence[int]) -> SlotTokens:
+        """What several rows got, a row each."""
+        rows = np.asarray(slots)
+        part = lambda columns: self.data[rows, slice(*columns)]  # noqa: E731
+        log_prob = None if self.log_prob is None else self.log_prob[rows]
+        return SlotTokens(part(self.tokens_idx), part(self.valid_idx), part(self.length_idx)[:, 0], log_prob)
+
+
+@struct.dataclass
+class SlotPrefix:
+    """A prefilled prompt, and how far each of its samples is.
+
+    Attributes:
+      prefix: a row for every sample (more where shapes are rounded up).
+      noise_keys: uint32 [G, 2], of the samples.
+      sampled: int32 [G], response tokens so far: 0 or 1.
+      ended: bool [G], whether that token ended the response.
+    """
+
+    prefix: Prefix
+    noise_keys: Array
+    sampled: Array
+    ended: Array
+
+
+@struct.dataclass
+class SlotState:
+    """What decoding carries from call to call.
+
+    Attributes:
+      decode: the engine's state, with the largest cache there is.
+      sampled: int32 [B], response tokens of each slot so far.
+    """
+
+    decode: DecodeState
+    sampled: Array
+
+
+class SlotEngine:
+    """A `DecodeEngine` by JetStream's method names and shapes.
+
+    A slot decodes until an EOS token or the end of its cache; shorter limits and stop strings are the
+    caller's to see to, and `free_resource` ends a slot early.
+
+    Args:
+      engine: the decode engine.
+      slots: requests decoded at a time, rounded up to a batch bucket.
+      max_prompt_length: in tokens; shorter than the largest cache bucket.
+      seed: of all noise. A request's own is a pure function of it and of `request_id` or `rng`; of how many
+        requests came before where neither is given.
+    """
+
+    result_type: type[ResultTokens] = ResultTokens
+
+    def __init__(self, engine: DecodeEngine, slots: int, max_prompt_length: int, seed: int = 0) -> None:
+        if not 0 < max_prompt_length < engine.buckets.cache[-1]:
+            raise ValueError(
+                f"max_prompt_length: {max_prompt_length} leaves no room for a response in the largest cache"
+                f" bucket, {engine.buckets.cache[-1]}"
+            )
+        self.engine = engine
+        self._slots = engine.buckets.batch_for(slots)
+        self._max_prompt_length = max_prompt_length
+        self._seed = seed
+        self._requests = 0
+        self._freed: set[int] = set()
+        self._lock = threading.Lock()  # JetStream prefills, generates and detokenizes in threads of their own
+
+    # -- the contract ----------------------------------------------------------------------------------------
+
+    def load_params(self, params: Params) -> Params:
+        """See `DecodeEngine.load_params`."""
+        return self.engine.load_params(params)
+
+    def prefill(
+        self,
+        *,
+        params: Params,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Callable[[Any], Any] | None = None,
+        request_id: uuid.UUID | None = None,
+    ) -> tuple[SlotPrefix, ResultTokens]:
+        """A prompt and its first token.
+
+        Args:
+          params: weights from `load_params`.
+          existing_prefix: must be None: prompts are prefilled whole.
+          padded_tokens: int [T], the prompt and what it is padded with.
+          true_length: of the prompt.
+          sampler: must be None: the engine has one distribution, which training shares.
+          request_id: the request's identity, for its noise.
+        """
+        keys = self._noise_keys(1, None, request_id)
+        prefix = self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
+        return self._with_first_tokens(params, prefix)
+
+    def prefill_multisampling(
+        self,
+        *,
+        params: Params,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Callable[[Any], Any] | None = None,
+        rng: Any = None,
+        num_samples: int = 1,
+        request_id: uuid.UUID | None = None,
+    ) -> tuple[SlotPrefix, ResultTokens]:
+        """A prompt and the first tokens of `num_samples` responses to it; the result has a row for each.
+
+        Args:
+          rng: a JAX random key, the request's identity in place of `request_id`.
+
+        The other arguments are those of `prefill`.
+        """
+        if not 1 <= num_samples <= self.max_concurrent_decodes:
+            raise ValueError(f"num_samples: {num_samples}; there are {self.max_concurrent_decodes} slots")
+        keys = self._noise_keys(num_samples, rng, request_id)
+        prefix = self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
+        return self._with_first_tokens(params, prefix)
+
+    def insert(
+        self, prefix: SlotPrefix, decode_state: SlotState, slot: int, request_id: uuid.UUID | None = None
+    ) -> SlotState:
+        """The prompt's first sample into a slot. Consumes `decode_state`."""
+        del request_id  # the prefill has made the noise from it
+        return self._insert(prefix, decode_state, [int(slot)])
+
+    def bulk_insert(self, prefix: SlotPrefix, decode_state: SlotState, slots: Sequence[int]) -> SlotState:
+        """Sample i of the prompt into slots[i]. Consumes `decode_state`."""
+        return self._insert(prefix, decode_state, [int(slot) for slot in slots])
+
+    def generate(
+        self, params: Params, decode_state: SlotState, sampler: Callable[[Any], Any] | None = None
+    ) -> tuple[SlotState, ResultTokens]:
+        """A token for every slot that decodes; what the others get is not valid. Consumes `decode_state`."""
+        self._refuse(sampler, None)
+        with self._lock:
+            freed, self._freed = sorted(self._freed), set()
+        state = decode_state.decode
+        if freed:
+            state = self.engine.free_resource(state, freed)
+        state, result = self.engine.generate(params, state, max_steps=1)
+        tokens = np.zeros((state.batch, 1), np.int32)
+        log_prob = np.zeros((state.batch, 1), np.float32)
+        tokens[:, : result.tokens.shape[1]] = result.tokens
+        log_prob[:, : result.tokens.shape[1]] = result.logprobs
+        valid = np.zeros((state.batch, 1), np.int32)
+        valid[:, : result.tokens.shape[1]] = result.tokens >= 0
+        sampled = np.asarray(decode_state.sampled) + valid[:, 0]
+        results = self._results(np.where(valid, tokens, 0), valid, sampled, log_prob, 1)
+        return SlotState(state, jnp.asarray(sampled)), results
+
+    def free_resource(self, slot: int) -> None:
+        """The slot stops decoding before the next token."""
+        with self._lock:
+            self._freed.add(int(slot))
+
+    def init_decode_state(self) -> SlotState:
+        """A state with all slots free."""
+        state = self.engine.init_state(self._slots, self.engine.buckets.cache[-1])
+        return SlotState(state, jnp.zeros(state.batch, jnp.int32))
+
+    def get_prefix_destination_sharding(self) -> Sharding | None:
+        """Where prefixes belong that come from another engine."""
+        return SingleDeviceSharding(jax.devices()[0]) if self.engine.mesh is None else None
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self._slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """JetStream's own padding of token requests wants a power of two here."""
+        return self._max_prompt_length
+
+    @property
+    def mesh(self) -> Mesh:
+        if self.engine.mesh is not None:
+            return self.engine.mesh
+        return Mesh(np.asarray(jax.devices()[:1]), ("data",))
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
+
+    @property
+    def use_chunked_prefill(self) -> bool:
+        """A prompt is prefilled whole."""
+        return False
+
+    @property
+    def prefill_chunk_size(self) -> int:
+        """Asked for only with chunks."""
+        return self._max_prompt_length
+
+    # -- how -------------------------------------------------------------------------------------------------
+
+    def _noise_keys(self, samples: int, rng: Any, request_id: uuid.UUID | None) -> np.ndarray:
+        """uint32 [samples, 2]."""
+        if rng is not None:
+            if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+                rng = jax.random.key_data(rng)
+            identity = [1, *np.asarray(rng).reshape(-1).tolist()]
+        elif request_id is not None:
+            identity = [2, request_id.int >> 64, request_id.int & (1 << 64) - 1]
+        else:
+            with self._lock:
+                identity = [0, self._requests]
+                self._requests += 1
+        return np.stack([request_key(self._seed, _PURPOSE, *identity, i) for i in range(samples)])
+
+    def _refuse(self, sampler: Any, existing_prefix: Any) -> None:
+        if sampler is not None:
+            raise ValueError(
+                "sampler: must be None; the engine samples from the distribution it was made for"
+            )
+        if existing_prefix is not None:
+            raise ValueError("existing_prefix: must be None; a prompt is prefilled whole")
+
+    def _prefilled(
+        self,
+        params: Params,
+        existing_prefix: Any,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Any,
+        keys: np.ndarray,
+    ) -> SlotPrefix:
+        """The prompt, with nothing sampled."""
+        self._refuse(sampler, existing_prefix)
+        prompt = np.asarray(padded_tokens)[: int(true_length)]
+        if not 0 < len(prompt) <= self._max_prompt_length:
+            raise ValueError(
+                f"true_length: a prompt of {len(prompt)} tokens; expected 1 to {self._max_prompt_length}"
+            )
+        prefix = self.engine.prefill(params, [prompt.tolist()])
+        count = len(keys)
+        return SlotPrefix(prefix, jnp.asarray(keys), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
+
+    def _with_first_tokens(self, params: Params, prompt: SlotPrefix) -> tuple[SlotPrefix, ResultTokens]:
+        """The prompt after one decode step of every sample."""
+        keys, length = np.asarray(prompt.noise_keys), int(prompt.prefix.lengths[0])
+        count, limit = len(keys), self.engine.buckets.cache[-1] - length
+        state = self.engine.init_state(count, length + 1)
+        assignments = [Assignment(0, i, key, limit) for i, key in enumerate(keys)]
+        state = self.engine.bulk_insert(prompt.prefix, state, assignments)
+        state, result = self.engine.generate(params, state, max_steps=1)
+        # A slot's last token is not yet in its cache, as a prompt's is not.
+        prefix = Prefix(state.cache, state.tokens, state.lengths + 1)
+        one = np.ones((count, 1), np.int32)
+        results = self._results(result.tokens[:count], one, one[:, 0], result.logprobs[:count], count)
+        ended = ~result.active[:count]
+        return SlotPrefix(prefix, prompt.noise_keys, jnp.asarray(one[:, 0]), jnp.asarray(ended)), results
+
+    def _insert(self, prompt: SlotPrefix, state: SlotState, slots: list[int]) -> SlotState:
+        keys, sampled, ended = (
+            np.asarray(part) for part in (prompt.noise_keys, prompt.sampled, prompt.ended)
+        )
+        if len(slots) > len(keys):
+            raise ValueError(f"slots: {len(slots)}, but {len(keys)} samples were prefilled (num_samples)")
+        rows = range(len(slots)) if sampled.any() else [0] * len(slots)  # unsampled, one row serves all
+        with self._lock:
+            self._freed -= set(slots)
+        last = int(prompt.prefix.lengths[0])  # the prompt, and what was sampled
+        limit = self.engine.buckets.cache[-1] - last
+        assignments = [
+            Assignment(row, slot, keys[i], limit)
+            for i, (row, slot) in enumerate(zip(rows, slots, strict=True))
+        ]
+        decode = self.engine.bulk_insert(prompt.prefix, state.decode, assignments)
+        if decode.counts is not None and sampled.any():  # penalties know of the first tokens, too
+            first = prompt.prefix.last_tokens[: len(slots)]
+            decode = decode.replace(counts=decode.counts.at[jnp.asarray(slots), first].set(1))
+        over = [slot for i, slot in enumerate(slots) if ended[i]]
+        if over:
+            decode = self.engine.free_resource(decode, over)
+        counts = np.array(state.sampled)
+        counts[slots] = sampled[: len(slots)]
+        return SlotState(decode, jnp.asarray(counts))
+
+    def _results(
+        self, tokens: np.ndarray, valid: np.ndarray, lengths: np.ndarray, log_prob: np.ndarray, samples: int
+    ) -> ResultTokens:
+        columns = tokens.shape[1]
+        return self.result_type(
+            data=np.concatenate([tokens, valid, lengths[:, None]], axis=1).astype(np.int32),
+            tokens_idx=(0, columns),
+            valid_idx=(columns, 2 * columns),
+            length_idx=(2 * columns, 2 * columns + 1),
+            samples_per_slot=samples,
+            log_prob=log_prob,
+        )

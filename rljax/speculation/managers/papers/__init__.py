@@ -1,0 +1,1 @@
+"""Managers from the papers that no measured workload prefers to the default one."""

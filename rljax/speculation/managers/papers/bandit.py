@@ -1,0 +1,205 @@
+"""Which strategy to decode the next step with: TLT's Bucketed-Epsilon-Greedy selector.
+
+Section 5.2, Algorithm 1: a multi-armed bandit for every batch bucket. With probability epsilon any of its
+arms is tried, else the one with the largest median reward over its last `window` uses. The median does not
+mind a step that something else held up; the window forgets what policy and drafters have grown out of. The
+reward is that of line 9, tokens per second. What is chosen changes no token, only how long it takes.
+
+Where the paper says nothing, or we do otherwise:
+
+- **Batch sizes within a bucket.** Line 9 multiplies by the batch of *then*. In a rollout's tail the batch
+  shrinks and with it every reward, so that arms last used earlier would look better than they are. Kept is
+  what a response gets per second; it is multiplied by the batch of *now*.
+- **First tries.** An arm without rewards has no median. Every arm is tried until it has three, of which one
+  may be an outlier; the arms take turns.
+- **The plain step is an arm**, so the selector can decide against speculation. TLT switches speculation on by
+  a threshold on the batch alone.
+- **Fallback.** Section 5.3 falls back to a model-free drafter while a learned one is unavailable or
+  inefficient. Here a drafter that is unavailable, as a head before it is trained, is no candidate
+  (`set_available`), one that loses has the lower median, and `arms_by_batch` gives every drafter an arm in
+  every bucket.
+
+    bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
+    strategy = bandit.choose(batch)                     # None is a plain step
+    bandit.record(batch, strategy, tokens, seconds)     # what came of it, drafting included
+"""
+
+import bisect
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rljax.speculation.strategies import Arm, Strategy, arm_name
+
+_FIRST_TRIES = 3  # the fewest rewards whose median survives one outlier
+
+
+class Selection(NamedTuple):
+    """A choice, for the log.
+
+    Attributes:
+      strategy: what was chosen; None is a plain step.
+      reason: why.
+      medians: tokens per second that each arm in question promised for all responses; without those that
+        have never been used.
+    """
+
+    strategy: Arm
+    reason: str
+    medians: dict[Arm, float]
+
+
+class BegMab:
+    """Chooses among the arms of every batch bucket.
+
+    Args:
+      arms: of every batch bucket, the plain step (None) among them; see `arms_by_batch`.
+      epsilon: how often any arm is tried (`speculation.epsilon`).
+      window: rewards of an arm that are kept (`speculation.window`).
+      seed: of the exploration; a choice depends on it, on how many were drawn before, and on the rewards.
+    """
+
+    def __init__(self, arms: Mapping[int, Sequence[Arm]], epsilon: float, window: int, seed: int) -> None:
+        if not 0 <= epsilon <= 1:
+            raise ValueError(f"epsilon: {epsilon} is no probability")
+        if window < 1:
+            raise ValueError(f"window: must be at least 1, got {window}")
+        for batch, own in arms.items():
+            if None not in own:
+                raise ValueError(f"batch {batch}: the plain step is not among its arms")
+        self._epsilon = epsilon
+        self._tries = min(_FIRST_TRIES, window)
+        self._seed = seed
+        self._draws = 0
+        self._batches = sorted(arms)
+        # Tokens that one response gets per second.
+        self._rates = {
+            batch: {arm: collections.deque[float](maxlen=window) for arm in arms[batch]}
+            for batch in self._batches
+        }
+        self._unavailable: set[str] = set()
+        self._decisions: dict[int, Selection] = {}
+
+    def set_available(self, drafter: str, available: bool) -> None:
+        """Whether a drafter can be chosen: not, for example, before it is trained. All can, unless told."""
+        if available:
+            self._unavailable.discard(drafter)
+        else:
+            self._unavailable.add(drafter)
+
+    def choose(self, batch: int, responses: int | None = None) -> Arm:
+        """The strategy of the next step of a batch, which is rounded up to a bucket; None is a plain step.
+
+        Args:
+          batch: slots that decode.
+          responses: that take part, where not the whole batch does; it changes what arms promise, not the
+            choice.
+        """
+        bucket = self._bucket(batch)
+        responses = batch if responses is None else responses
+        rates = self._rates[bucket]
+        candidates = [arm for arm in rates if arm is None or self._unavailable.isdisjoint(arm.drafters)]
+        medians = {arm: responses * statistics.median(rates[arm]) for arm in candidates if rates[arm]}
+        chosen, reason = self._select(candidates, rates, medians)
+        missing = sorted({name for arm in rates if arm for name in arm.drafters} & self._unavailable)
+        if missing:
+            reason += f"; not available: {', '.join(missing)}"
+        self._decisions[bucket] = Selection(chosen, reason, medians)
+        return chosen
+
+    def _select(
+        self,
+        candidates: Sequence[Arm],
+        rates: Mapping[Arm, collections.deque[float]],
+        medians: Mapping[Arm, float],
+    ) -> tuple[Arm, str]:
+        """Lines 13 to 19."""
+        if len(candidates) == 1:
+            return candidates[0], "there is nothing else"
+        newest = min(candidates, key=lambda arm: len(rates[arm]))
+        if len(rates[newest]) < self._tries:
+            return newest, f"try {len(rates[newest]) + 1} of {self._tries} before any median counts"
+        generator = np.random.default_rng((self._seed, self._draws))
+        self._draws += 1
+        if generator.random() < self._epsilon:
+            return candidates[generator.integers(len(candidates))], f"explores (epsilon {self._epsilon:g})"
+        best = max(candidates, key=lambda arm: medians[arm])
+        reason = f"the largest median, {medians[best]:.4g} tokens/s"
+        if best is not None:
+            reason += f" against {medians[None]:.4g} plain"
+        return best, reason
+
+    def record(
+        self, batch: int, strategy: Arm, tokens: int, seconds: float, responses: int | None = None
+    ) -> None:
+        """What came of a choice. Every choice whose time can be told should be recorded, also one that found
+        nothing to verify; else an arm that never is stays the one to be tried.
+
+        Args:
+          batch: as given to `choose`.
+          strategy: what `choose` returned.
+          tokens: that all responses got: the accepted drafts and one more each, for every pass.
+          seconds: that it took, drafting included.
+          responses: as given to `choose`.
+        """
+        rates = self._rates[self._bucket(batch)]
+        responses = batch if responses is None else responses
+        if strategy not in rates:
+            raise ValueError(f"{arm_name(strategy)} is no arm of a batch of {batch}")
+        if not (seconds > 0 and tokens >= 0 and responses > 0):
+            raise ValueError(f"{tokens} tokens of {responses} responses in {seconds} seconds")
+        rates[strategy].append(tokens / responses / seconds)
+
+    def explain(self, batch: int) -> Selection:
+        """The last choice for a batch in this bucket, and why: (strategy, reason, medians)."""
+        bucket = self._bucket(batch)
+        if bucket not in self._decisions:
+            raise ValueError(f"nothing was chosen for a batch of {batch} yet")
+        return self._decisions[bucket]
+
+    def _bucket(self, batch: int) -> int:
+        if not 1 <= batch <= self._batches[-1]:
+            raise ValueError(f"a batch of {batch} is in no bucket; the largest is {self._batches[-1]}")
+        return self._batches[bisect.bisect_left(self._batches, batch)]
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps: the rewards, arm by arm, and how far the exploration is."""
+        arms = [(batch, arm, rates) for batch, own in self._rates.items() for arm, rates in own.items()]
+        numbers = [(0, 0, 0) if arm is None else (arm.depth, arm.top_k, arm.nodes) for _, arm, _ in arms]
+        return {
+            "bandit_batches": np.asarray([batch for batch, _, _ in arms], np.int32),
+            "bandit_drafters": np.asarray(
+                ["" if arm is None else arm.drafter for _, arm, _ in arms], np.str_
+            ),
+            "bandit_numbers": np.asarray(numbers, np.int32).reshape(-1, 3),
+            "bandit_counts": np.asarray([len(rates) for _, _, rates in arms], np.int32),
+            "bandit_rates": np.asarray([rate for _, _, rates in arms for rate in rates], np.float64),
+            "bandit_draws": np.asarray(self._draws, np.int64),
+        }
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes up its own part of what `state` returned, and returns the rest. Arms that are no longer there
+        are dropped; new ones have no rewards.
+        """
+        rest = dict(state)
+        names = ("batches", "drafters", "numbers", "counts", "rates", "draws")
+        parts = [rest.pop(f"bandit_{name}", None) for name in names]
+        if any(part is None for part in parts):
+            return rest
+        batches, drafters, numbers, counts, rates, draws = parts
+        for own in self._rates.values():
+            for old in own.values():
+                old.clear()
+        ends = np.cumsum(counts)
+        for batch, drafter, own, end, count in zip(batches, drafters, numbers, ends, counts, strict=True):
+            arm = Strategy(str(drafter), *map(int, own)) if drafter else None
+            kept = self._rates.get(int(batch), {}).get(arm)
+            if kept is not None:
+                kept.extend(rates[end - count : end].tolist())
+        self._draws = int(draws)
+        return rest

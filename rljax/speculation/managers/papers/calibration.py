@@ -1,0 +1,163 @@
+"""Measuring what the roofline is fitted to, and keeping its constants for later runs.
+
+EfficientRollout, appendix E.3: calibrated once for a pair of model and hardware, by a sweep over batch sizes,
+sequence lengths and numbers of verified tokens, and reused by all runs.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from drafters.quantized import QuantizedPolicy, WeightFormat
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.kv_cache import cache_dtype
+from rljax.errors import UserError
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+from rljax.provenance import machine_facts
+from rljax.speculation.managers.papers.policy_costs import policy_costs
+from rljax.speculation.managers.papers.roofline import Point, Roofline, fit, held_out
+from rljax.speculation.pass_choice import time_drafts, time_passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A roofline and the points behind it, those included that it was not fitted to."""
+
+    roofline: Roofline
+    points: Sequence[Point]
+
+
+def measure(
+    engine: DecodeEngine,
+    params: Params,
+    draft_params: Params,
+    rounds: int,
+    repeats: int,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[Point]:
+    """Times plain steps, verifying passes and draft steps of every batch and cache bucket.
+
+    Medians of `rounds` * `repeats` each. The shapes take turns, so that a spell in which the machine is busy
+    falls on all of them. No token should end a sequence (`eos_token_ids` empty): slots that stand idle would
+    shorten what is timed.
+    """
+    taken: dict[tuple[str, int, int, int, int], list[float]] = {}
+    for round_ in range(rounds):
+        for batch in engine.buckets.batch:
+            widths = dict(engine.buckets.passes(batch))
+            for length in engine.buckets.cache:
+                progress(f"round {round_ + 1} of {rounds}: {batch} slots, {length} positions")
+                passes = time_passes(engine, params, batch, length, repeats)
+                drafts = time_drafts(engine, draft_params, batch, length, repeats)
+                taken.setdefault(("draft", batch, length, batch, batch), []).extend(drafts)
+                for rows, seconds in passes.items():
+                    shape = ("plain", batch, length, batch, batch)
+                    if rows:
+                        shape = ("verify", batch, length, rows, batch * (widths[rows] + 1))
+                    taken.setdefault(shape, []).extend(seconds)
+    return [Point(*shape, statistics.median(seconds)) for shape, seconds in taken.items()]
+
+
+def calibrate(
+    engine: DecodeEngine,
+    params: Params,
+    fmt: WeightFormat,
+    rounds: int,
+    repeats: int,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Calibration:
+    """Measures, and fits the roofline to what is not held out for the gates.
+
+    Args:
+      engine: whose passes; see `measure`.
+      params: the policy's weights, from `engine.load_params`.
+      fmt: how the self-drafter's are stored.
+      rounds, repeats, progress: see `measure`.
+    """
+    draft_params = QuantizedPolicy(fmt, kernels=engine.numerics.kernels).refresh(params)
+    points = measure(engine, params, draft_params, rounds, repeats, progress)
+    to_fit, _ = held_out(points)
+    return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------
+
+
+def calibration_key(
+    config: ModelConfig, numerics: Numerics, fmt: WeightFormat, devices: int = 1
+) -> dict[str, Any]:
+    """All that a calibration holds for: architecture, number types, device and JAX version; as JSON gives it
+    back.
+
+    Args:
+      config: the policy's architecture.
+      numerics: how it computes.
+      fmt: how its self-drafter's weights are stored.
+      devices: that share a pass.
+    """
+    machine = machine_facts()
+    key = {
+        "policy": dataclasses.asdict(config),
+        "numerics": dataclasses.asdict(numerics),
+        "kv_cache": str(cache_dtype(numerics)),
+        "draft": dataclasses.asdict(fmt),
+        # JAX calls every processor "cpu".
+        "device": machine["accelerator"]
+        or f"{machine['cpu']}, {machine['vectors']}, {machine['cores']} cores",
+        "devices": devices,
+        "jax": machine["jax"],
+    }
+    return json.loads(json.dumps(key))  # kernels that are tried in turn are a tuple; in a file, a list
+
+
+def calibration_path(directory: str | os.PathLike[str], key: dict[str, Any]) -> Path:
+    """The file in `directory` that a calibration with this key is kept in."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(directory) / f"{key['policy']['architecture']}-{digest}.json"
+
+
+def save_calibration(
+    directory: str | os.PathLike[str], key: dict[str, Any], calibration: Calibration
+) -> Path:
+    """Keeps a calibration, in the place of one with the same key; returns its file."""
+    path = calibration_path(directory, key)
+    content = {
+        "key": key,
+        "roofline": calibration.roofline.as_json(),
+        "points": [dataclasses.asdict(point) for point in calibration.points],
+    }
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: a calibration cannot be kept there: {error.strerror}") from error
+    return path
+
+
+def load_calibration(directory: str | os.PathLike[str], key: dict[str, Any]) -> Calibration | None:
+    """The calibration that was kept with the same key; None where there is none, or one that says it is for
+    something else, such as another device. A damaged file warns, and counts as none.
+    """
+    path = calibration_path(directory, key)
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["key"] != key:
+            warnings.warn(f"{path}: ignored, since it was measured for something else", stacklevel=2)
+            return None
+        points = [Point(**point) for point in content["points"]]
+        return Calibration(Roofline.from_json(content["roofline"]), points)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"{path}: ignored, since it cannot be read: {error!r}", stacklevel=2)
+        return None

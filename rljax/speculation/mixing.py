@@ -1,0 +1,174 @@
+"""Several proposals as one tree (`drafters/mixed.py`), and back: who is credited with what was accepted.
+
+Mixer           mixes what was proposed anyway (`Expected` of the manager)
+MixedProposer   several drafters as one that strategies can name (`Bandit`)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from drafters.base import Drafts
+from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
+from rljax.engine.state import DecodeState
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.proposers import ActiveSlots, HostProposer, Proposal, Proposer
+from rljax.speculation.strategies import MIXED, Strategy
+
+
+class Mixer:
+    """Mixes proposals, and learns what it is worth that drafters agree.
+
+    Args:
+      proposers: who may draft.
+      nodes: of a slot, at most.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], nodes: int) -> None:
+        self._numbers = {id(proposer): number for number, proposer in enumerate(proposers[:MOST_DRAFTERS])}
+        self._agreement = Agreement(len(self._numbers))
+        self._nodes = nodes
+
+    def forget(self) -> None:
+        """Old counts weigh less."""
+        self._agreement.forget()
+
+    def mix(self, proposals: Sequence[Proposal], slots: int) -> "MixedProposal":
+        """One tree of several for the same slots."""
+        by_number = {self._numbers[id(proposal.proposer)]: proposal for proposal in proposals}
+        nothing = _empty(slots, self._nodes)
+        drafts, probabilities = [], []
+        for number in range(len(self._numbers)):
+            proposal = by_number.get(number, nothing)
+            counts = np.full(slots, proposal.tokens.shape[1], np.int32)
+            log_probability = np.zeros(proposal.tokens.shape, np.float32)
+            drafts.append(Drafts(proposal.tokens, proposal.parents, log_probability, counts))
+            probabilities.append(np.where(proposal.usable, proposal.probability, 0.0))
+        budgets = np.full(slots, self._nodes, np.int32)
+        mixture = mix(drafts, probabilities, budgets, self._nodes, self._agreement.independence)
+        tree = mixture.drafts
+        usable = np.arange(self._nodes) < tree.counts[:, None]
+        return MixedProposal(
+            proposals[0].proposer,
+            tree.tokens,
+            tree.parents,
+            usable,
+            mixture.probability,
+            np.zeros_like(tree.tokens),
+            sum(proposal.seconds for proposal in proposals),
+            mixture,
+            by_number,
+            self._agreement,
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps."""
+        return self._agreement.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes up its own part of what `state` returned, and returns the rest."""
+        self._agreement.load_state(state)
+        return {name: array for name, array in state.items() if not name.startswith("agreement_")}
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedProposal(Proposal):
+    """A tree of several drafters.
+
+    Attributes:
+      mixture: where each node is from.
+      parts: the proposals that it is mixed from, by the number of their drafter.
+      agreement: learns from what becomes of it.
+    """
+
+    mixture: Mixture
+    parts: dict[int, Proposal]
+    agreement: Agreement
+
+    @property
+    def name(self) -> str:
+        return " and ".join(part.name for part in self.parts.values())
+
+    def within(self, strategy: Strategy) -> np.ndarray:
+        """The strategy's depth and width are those of the parts."""
+        return self.usable & (np.cumsum(self.usable, axis=1) <= strategy.nodes)
+
+    def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
+        width = self.tokens.shape[1]
+        verified, accepted = _widen(verified, width), _widen(accepted, width)
+        behind = np.take_along_axis(accepted, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
+        self.agreement.observe(self.mixture, verified & behind, accepted)
+        for number, part in self.parts.items():
+            places = self.mixture.places[number]  # [n, N]
+            kept = places >= 0
+            own_verified = kept & np.take_along_axis(verified, np.maximum(places, 0), axis=1)
+            own_accepted = own_verified & np.take_along_axis(accepted, np.maximum(places, 0), axis=1)
+            part.credit(own_verified, own_accepted)
+
+    def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        width = self.tokens.shape[1]
+        drafted, taken = (credit(self.mixture, _widen(nodes, width)) for nodes in (verified, accepted))
+        return {part.name: (drafted[number], taken[number]) for number, part in self.parts.items()}
+
+
+class MixedProposer:
+    """Several drafters as one: all of them draft, and one tree comes of it.
+
+    Args:
+      parts: whose trees.
+      mixer: made for these and maybe others.
+
+    Attributes:
+      name: the drafters', as strategies name them.
+    """
+
+    def __init__(self, parts: Sequence[Proposer], mixer: Mixer) -> None:
+        self.name = MIXED.join(part.name for part in parts)
+        self._parts, self._mixer = tuple(parts), mixer
+
+    def default_strategies(self, room: int) -> list[Strategy]:
+        """With every tree that a part can draft on the device, as many nodes as there is room for."""
+        drafting = filter(_on_device, self._parts)
+        shapes = sorted(
+            {(each.depth, each.top_k) for part in drafting for each in part.default_strategies(room)}
+        )
+        return [Strategy(self.name, depth, top_k, room) for depth, top_k in shapes]
+
+    def propose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics, strategy: Strategy
+    ) -> tuple[DecodeState, MixedProposal]:
+        """As `Proposer.propose`."""
+        offered = []
+        for part in self._parts:
+            state, proposal = part.propose(state, active, statistics, strategy)
+            offered.append(proposal)
+        return state, self._mixer.mix(offered, len(active.slots))
+
+
+def proposer_of(strategy: Strategy, proposers: Sequence[Proposer], mixer: Mixer) -> Proposer | MixedProposer:
+    """Who drafts as a strategy says: one of `proposers`, or several."""
+    by_name = {proposer.name: proposer for proposer in proposers}
+    parts = [by_name[name] for name in strategy.drafters]
+    return parts[0] if len(parts) == 1 else MixedProposer(parts, mixer)
+
+
+def pairs(proposers: Sequence[Proposer], mixer: Mixer) -> list[MixedProposer]:
+    """The first drafter on the host with each that drafts on the device: these fail in different places."""
+    host = next((each for each in proposers if not _on_device(each)), None)
+    others = [each for each in proposers if _on_device(each)]
+    return [] if host is None else [MixedProposer((host, each), mixer) for each in others]
+
+
+def _on_device(proposer: Proposer) -> bool:
+    return not isinstance(proposer, HostProposer)
+
+
+def _empty(slots: int, nodes: int) -> Proposal:
+    zeros = np.zeros((slots, nodes), np.int32)
+    return Proposal(None, zeros, zeros - 1, zeros > 0, np.zeros((slots, nodes)), zeros, 0.0)
+
+
+def _widen(nodes: np.ndarray, width: int) -> np.ndarray:
+    """bool [n, N] -> bool [n, width]."""
+    return np.pad(nodes, [(0, 0), (0, width - nodes.shape[1])])

@@ -1,0 +1,284 @@
+"""Training a head before RL: on the policy's own rollouts of the training prompts, until it is worth drafting
+with (TLT, section 6.4, "after initial warm-up").
+
+Rounds of rollouts by the real engine, their states from one packed forward pass, then updates; the next round
+when `slices_per_round` are done. DIR.partial holds what an interrupted run needs to go on with the same bits,
+DIR in the end what SGLang or vLLM load.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from drafters.eagle.checkpoint import ServingEngine, check_layers, save_head
+from drafters.eagle.evaluation import Acceptance, describe, evaluate_head
+from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
+from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.states import StateReader, States
+from drafters.eagle.training import HeadTraining, published_training
+from rljax.config import ExperimentConfig
+from rljax.durable_files import sync_directory, write_durably
+from rljax.engine.executables import enable_compilation_cache
+from rljax.errors import Interrupted, UserError
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+from rljax.rollout.collector import EVALUATION, TRAINING, Group
+from rljax.tasks.base import Split
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
+from rljax.training.loop import TrainingRun
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+
+_SETTINGS, _TRAINER = "warm_up.json", "trainer.npz"
+_MAY_CHANGE = ("steps", "heldout", "engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """What to train and for how long.
+
+    Attributes:
+      variant: of the head.
+      training: its losses and unrolled steps; None for the published ones.
+      steps: updates in all.
+      slices_per_round: updates on a step's rollouts before the next are sampled.
+      learning_rate: see `head_optimizer`.
+      heldout: held-out problems that acceptance is measured on.
+      depth: drafted tokens in that measurement.
+      engine: whose layout the head is saved in.
+      buffer: what is kept to train on.
+    """
+
+    variant: Variant = "eagle3"
+    training: HeadTraining | None = None
+    steps: int = 400
+    slices_per_round: int = 100
+    learning_rate: float = 1e-3
+    heldout: int = 64
+    depth: int = 6
+    engine: ServingEngine = "sglang"
+    buffer: BufferSettings = dataclasses.field(default_factory=BufferSettings)
+
+
+class PolicyRollouts:
+    """Rollouts of a run's policy as it is now, with their states.
+
+    Args:
+      run: whose policy, prompts and engine.
+      head: which states.
+    """
+
+    def __init__(self, run: TrainingRun, head: HeadConfig) -> None:
+        self.run = run
+        training = run.config.training
+        self._reader = StateReader(head, run.numerics, training.pack_length, training.rows_per_microbatch)
+
+    def training(self, step: int) -> Iterator[States]:
+        """Rollouts of an RL step's prompts."""
+        rollout = self.run.config.rollout
+        first = step * rollout.prompts_per_step
+        return self.read(
+            self._collect(
+                "train",
+                range(first, first + rollout.prompts_per_step),
+                rollout.samples_per_prompt,
+                TRAINING,
+                step,
+            )
+        )
+
+    def heldout(self, problems: int) -> list[States]:
+        """Rollouts of held-out prompts."""
+        return list(self.read(self._collect("heldout", range(problems), 1, EVALUATION, 0)))
+
+    def read(self, groups: Sequence[Group]) -> Iterator[States]:
+        """The states of groups that the policy as it is now has sampled."""
+        pairs = [(group.prompt_ids, each.response_ids) for group in groups for each in group.completions]
+        return self._reader.read(self.run.state.params, pairs)
+
+    def _collect(self, split: Split, indices: range, samples: int, purpose: int, step: int) -> list[Group]:
+        params = self.run.engine.load_params(self.run.state.params)
+        return self.run.collector.collect(params, split, indices, samples, purpose, step)[0]
+
+
+def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTrainer:
+    """A new head of the run's policy, to be trained on rows like the policy's.
+
+    Args:
+      run: whose policy.
+      head: its shape.
+      settings: objective, learning rate and buffer are read.
+    """
+    training = published_training(head.variant) if settings.training is None else settings.training
+    pack_length = run.config.training.pack_length
+    return HeadTrainer(
+        head,
+        training,
+        head_optimizer(settings.learning_rate),
+        rope_table(head.policy, pack_length + training.steps),
+        # A head is not asked for the decoder's bits: what is fastest will do.
+        dataclasses.replace(run.numerics, row_invariant=False),
+        settings.buffer,
+        pack_length,
+        run.config.training.rows_per_microbatch,
+        run.config.seed,
+        init_head(head, run.state.params, run.config.seed),
+    )
+
+
+def measure(
+    run: TrainingRun,
+    head: HeadConfig,
+    params: Params,
+    shared: Params,
+    heldout: Sequence[States],
+    depth: int,
+) -> Acceptance:
+    """`evaluate_head` on rows like the policy's; `shared` of the policy that `heldout` is from."""
+    training = run.config.training
+    return evaluate_head(
+        params,
+        head,
+        shared,
+        heldout,
+        rope_table(head.policy, training.pack_length + depth),
+        dataclasses.replace(run.numerics, row_invariant=False),
+        depth,
+        training.pack_length,
+        training.rows_per_microbatch,
+    )
+
+
+def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> tuple[Acceptance, Acceptance]:
+    """Trains a head for the config's policy and saves it; goes on where an interrupted call stopped.
+
+    Args:
+      config: the experiment; its drafter is left out.
+      settings: the head.
+      output: the directory that will hold it; must not exist, or be empty.
+
+    Returns:
+      what its drafts were worth before and after, on held-out rollouts.
+
+    Raises:
+      UserError: the output is taken, the settings are not those of the interrupted call, or the head could
+        not be served.
+      Interrupted: a signal asked to stop; the state is saved.
+    """
+    training = settings.training or published_training(settings.variant)
+    if config.training.pack_length <= training.steps + 1:
+        raise UserError(
+            f"training.pack_length: {config.training.pack_length} is too short for {training.steps} unrolled"
+            " steps"
+        )
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} exists and is not an empty directory; choose another one")
+    if config.engine.compilation_cache is not None:
+        enable_compilation_cache(config.engine.compilation_cache)
+    partial = output.with_name(f"{output.name}.partial")
+    # Rollouts are the same tokens with any drafter, and the one that is configured may be this head.
+    speculation = config.speculation.model_copy(update={"drafter": None, "run_ahead_below": 0})
+    config = config.model_copy(update={"run_dir": str(partial), "speculation": speculation})
+    directory = RunDirectory(partial)
+    directory.write_config(config)
+    _check_settings(partial / _SETTINGS, settings)
+    checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
+    try:
+        with Progress() as progress:
+            run = TrainingRun(config, directory, checkpoints, progress, time.perf_counter())
+            head = HeadConfig(settings.variant, run.trainer.config)
+            if head.fused:
+                check_layers(output, head)
+            before, after = _train(run, head, settings, partial / _TRAINER, output)
+    finally:
+        checkpoints.close()
+    shutil.rmtree(partial)
+    return before, after
+
+
+def _train(
+    run: TrainingRun, head: HeadConfig, settings: WarmUp, file: Path, output: Path
+) -> tuple[Acceptance, Acceptance]:
+    progress, rollouts = run.progress, PolicyRollouts(run, head)
+    trainer = make_trainer(run, head, settings)
+    shared = shared_params(run.state.params, head.policy)
+    heldout = rollouts.heldout(settings.heldout)
+
+    before = measure(run, head, trainer.params, shared, heldout, settings.depth)
+    progress.message(f"before: {describe(before)}")
+    done = 0
+    if file.exists():
+        with np.load(file) as arrays:
+            state = dict(arrays)
+        done = int(state.pop("done"))
+        trainer.load_state(state)
+        progress.message(f"resumed after {done} updates")
+    progress.stage("head", settings.steps, completed=done, sparse=True)
+    with StopRequest(progress.message) as stop:
+        while done < settings.steps:
+            if done % settings.slices_per_round == 0:
+                _save(file, trainer, done)
+                number = done // settings.slices_per_round
+                progress.update("rollout", f"round {number + 1}")
+                trainer.begin_step(number)
+                for sequence in rollouts.training(number):
+                    trainer.add(*sequence)
+            start = time.perf_counter()
+            metrics = trainer.slice(shared)
+            if metrics is None:
+                raise UserError(
+                    "no rollout has a response that a head could learn from: responses of at least two tokens"
+                    " are needed, and room for them in the buffer"
+                )
+            done += 1
+            progress.step(
+                done,
+                {
+                    "tokens_per_second": metrics["tokens"] / (time.perf_counter() - start),
+                    "loss": metrics["loss"],
+                    "accept_length": metrics["accept_length"],
+                },
+            )
+            if stop.signal is not None and done < settings.steps:
+                _save(file, trainer, done)
+                raise Interrupted(f"stopped after {done} updates, which are saved", stop.signal)
+    _save(file, trainer, done)
+    after = measure(run, head, trainer.params, shared, heldout, settings.depth)
+    progress.message(f"after:  {describe(after)}")
+    save_head(output, head, jax.device_get(trainer.params), engine=settings.engine)
+    progress.message(f"head: {output} ({settings.variant}, {done} updates)")
+    return before, after
+
+
+def _check_settings(file: Path, settings: WarmUp) -> None:
+    """Keeps the settings, or compares them with those of the call that is gone on with."""
+    new = json.loads(json.dumps(dataclasses.asdict(settings)))
+    if file.exists():
+        old = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in new.items():
+            if name not in _MAY_CHANGE and old.get(name) != value:
+                raise UserError(
+                    f"{name}: is {value}, but {file.parent} was begun with {old.get(name)}; set it back to go"
+                    " on with that head, or delete the directory"
+                )
+    write_durably(file, json.dumps(new, indent=1).encode())
+
+
+def _save(file: Path, trainer: HeadTrainer, done: int) -> None:
+    """Replaces the trainer's state on disk in one step."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "wb") as stream:
+        np.savez(stream, done=np.asarray(done), **trainer.state())
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+    sync_directory(file.parent)

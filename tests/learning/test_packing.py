@@ -1,0 +1,210 @@
+"""Packing: the chunk rule as a property, the layout of a batch by hand, and the share of padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.errors import UserError
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.models.config import ModelConfig
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.models.transformer import forward, init_params
+from rljax.numerics.rows import Numerics
+
+
+@st.composite
+def problems(draw):
+    chunk = 8 * draw(st.integers(1, 3))
+    pack_length = draw(st.integers(1, 5 * chunk))  # often not a multiple of chunk
+    lengths = draw(st.lists(st.integers(1, pack_length), max_size=40))
+    return lengths, pack_length, chunk
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_every_packing_keeps_the_rules(problem):
+    lengths, pack_length, chunk = problem
+    packing = pack_sequences(lengths, pack_length, chunk)
+    taken = np.zeros((packing.num_rows, pack_length), int)
+    for length, row, start in zip(lengths, packing.row, packing.start, strict=True):
+        assert start >= 0 and start + length <= pack_length
+        taken[row, start : start + length] += 1
+        if length <= chunk:
+            assert start // chunk == (start + length - 1) // chunk, (
+                "a short sequence crosses a chunk boundary"
+            )
+        else:
+            assert start % chunk == 0, "a long sequence does not start at a chunk boundary"
+    assert taken.max(initial=0) <= 1, "overlap"
+    assert taken.sum() == sum(lengths)
+    assert np.all(taken.any(axis=1)), "an empty row is counted"
+    assert packing.padding_fraction() == pytest.approx(
+        1 - sum(lengths) / max(taken.size, 1) if lengths else 0
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(0, 2**31), st.sampled_from([(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]))
+def test_batches_round_trip(problem, seed, microbatching):
+    lengths, pack_length, chunk = problem
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for length in lengths:
+        num_prompt = int(rng.integers(1, length + 1))
+        num_response = length - num_prompt
+        sequences.append(
+            TrainingSequence(
+                prompt_ids=rng.integers(1, 1000, num_prompt),
+                response_ids=rng.integers(1, 1000, num_response),
+                rollout_logprobs=rng.normal(size=num_response).astype(np.float32),
+                advantage=float(np.float32(rng.normal())),
+                weight=float(np.float32(rng.uniform(0.1, 1))),
+            )
+        )
+    packing = pack_sequences(lengths, pack_length, chunk)
+    microbatches = packing.microbatches(*microbatching)
+    batches = [build_batch(sequences, packing, rows) for rows in microbatches]
+    if not batches:
+        assert not lengths
+        return
+    batch = jax.tree.map(
+        lambda *parts: np.concatenate(parts), *batches
+    )  # micro-batches in order are all rows in order
+
+    for i, sequence in enumerate(sequences):
+        where = np.s_[packing.row[i], packing.start[i] : packing.start[i] + lengths[i]]
+        ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+        np.testing.assert_array_equal(batch.tokens[where], ids)
+        np.testing.assert_array_equal(batch.positions[where], np.arange(lengths[i]))
+        np.testing.assert_array_equal(batch.targets[where][:-1], ids[1:])
+        segment = batch.segment_ids[where][0]
+        assert segment > 0
+        assert (
+            np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
+        )  # nobody else in the row has the id
+        mask = batch.response_mask[where]
+        assert not mask[-1]
+        np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids)
+        np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs)
+        np.testing.assert_array_equal(batch.advantages[where][mask], np.float32(sequence.advantage))
+        np.testing.assert_array_equal(batch.weights[where][mask], np.float32(sequence.weight))
+    assert np.sum(batch.segment_ids > 0) == sum(lengths)
+    assert np.sum(batch.response_mask) == sum(len(s.response_ids) for s in sequences)
+    for outside in (batch.rollout_logprobs, batch.advantages, batch.weights):
+        assert np.all(outside[~batch.response_mask] == 0)
+    for nothing in (batch.tokens, batch.positions, batch.targets):
+        assert np.all(nothing[batch.segment_ids == 0] == 0)
+
+
+def test_a_batch_by_hand():
+    sequences = [
+        TrainingSequence([1, 2], [3, 4, 5], [-0.1, -0.2, -0.3], advantage=2.0, weight=0.25),
+        TrainingSequence([6], [7], None, advantage=-1.0, weight=0.5),
+    ]
+    packing = pack_sequences([5, 2], pack_length=8, chunk=8)
+    np.testing.assert_array_equal(packing.start, [0, 5])
+    batch = build_batch(sequences, packing, range(2))
+    assert batch.tokens.shape == (2, 8)
+    np.testing.assert_array_equal(batch.tokens[0], [1, 2, 3, 4, 5, 6, 7, 0])
+    np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 4, 0, 1, 0])
+    np.testing.assert_array_equal(batch.segment_ids[0], [1, 1, 1, 1, 1, 2, 2, 0])
+    np.testing.assert_array_equal(batch.targets[0], [2, 3, 4, 5, 0, 7, 0, 0])
+    np.testing.assert_array_equal(batch.response_mask[0], [0, 1, 1, 1, 0, 1, 0, 0])
+    np.testing.assert_array_equal(batch.rollout_logprobs[0], np.float32([0, -0.1, -0.2, -0.3, 0, 0, 0, 0]))
+    np.testing.assert_array_equal(batch.advantages[0], np.float32([0, 2, 2, 2, 0, -1, 0, 0]))
+    np.testing.assert_array_equal(batch.weights[0], np.float32([0, 0.25, 0.25, 0.25, 0, 0.5, 0, 0]))
+    assert not any(
+        np.any(field[1]) for field in jax.tree.leaves(batch)
+    )  # the row that nothing was packed into
+    assert {field.dtype.name for field in jax.tree.leaves(batch)} == {"int32", "float32", "bool"}
+
+
+def test_short_sequences_fill_the_tail_of_a_long_one():
+    packing = pack_sequences([300, 200, 12, 256], pack_length=768, chunk=256)
+    assert packing.num_rows == 1
+    np.testing.assert_array_equal(packing.start, [0, 300, 500, 512])
+
+
+def test_micro_batches_leave_hardly_a_row_empty():
+    packing = pack_sequences([8] * 10, pack_length=8, chunk=8)
+    assert packing.microbatches(4) == [range(4), range(4, 8), range(8, 10)]
+    assert packing.microbatches(6) == [range(6), range(6, 9), range(9, 10)]
+    assert packing.microbatches(4, row_multiple=4) == [range(4), range(4, 8), range(8, 12)]
+    assert packing.padding_fraction(12) == pytest.approx(2 / 12)
+    with pytest.raises(ValueError, match="multiple"):
+        packing.microbatches(4, row_multiple=3)
+
+
+@pytest.mark.parametrize("pack_length", [768, 1024])
+def test_padding_of_a_long_tail_is_small(pack_length):
+    """256 lengths, lognormal with a 75th percentile of 100, at most 500; micro-batches of 4 rows."""
+    fractions = []
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).lognormal(np.log(100) - 0.674 * 0.8, 0.8, 256)
+        packing = pack_sequences(np.clip(lengths, 1, 500).astype(int), pack_length)
+        fractions.append(packing.padding_fraction(packing.microbatches(4)[-1].stop))
+    assert np.mean(fractions) < 0.05
+    assert max(fractions) < 0.1
+
+
+def test_a_sequence_longer_than_a_row_is_the_users_to_mend():
+    with pytest.raises(UserError, match=r"training\.pack_length: 512 is less than a sequence of 513 tokens"):
+        pack_sequences([3, 513], 512)
+
+
+def test_bad_sequences_are_named():
+    good = TrainingSequence([1], [2], [0.0], 0.0, 1.0)
+    packing = pack_sequences([2], 8, chunk=8)
+    with pytest.raises(ValueError, match="2 sequences"):
+        build_batch([good, good], packing, range(1))
+    with pytest.raises(ValueError, match="sequence 0: 3 tokens"):
+        build_batch([TrainingSequence([1], [2, 3], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
+    with pytest.raises(ValueError, match="sequence 0: the prompt is empty"):
+        build_batch([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
+    with pytest.raises(ValueError, match="sequence 0: 2 rollout_logprobs for 1"):
+        build_batch([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
+    with pytest.raises(ValueError, match="at least 1"):
+        pack_sequences([2, 0], 8)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
+    """What the packing rules are for. Rows of 512 with one sequence from position 0 stand for the decoder."""
+    config = ModelConfig(
+        architecture="qwen3",
+        vocab_size=64,
+        hidden_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        mlp_size=256,
+        tie_embeddings=True,
+        qk_norm=True,
+    )
+    params = jax.tree.map(jnp.asarray, init_params(config, 0))
+    numerics = Numerics(row_invariant=True, compute_dtype=compute_dtype)
+    rope = jnp.asarray(rope_table(config, 768))
+
+    @jax.jit
+    def hidden_states(batch):
+        attention = PackedAttention(batch.segment_ids, numerics)
+        hidden, _ = forward(params, config, batch.tokens, batch.positions, attention, rope, numerics)
+        return hidden.astype(jnp.float32)
+
+    rng = np.random.default_rng(0)
+    lengths = np.array([500, 300, *rng.integers(4, 200, 16)])
+    sequences = [TrainingSequence(rng.integers(0, 64, n), [], None, 0.0, 0.0) for n in lengths]
+    packing = pack_sequences(lengths, 768)
+    assert np.any(packing.start % 2), "no sequence starts at an odd position"
+    packed = hidden_states(build_batch(sequences, packing, range(packing.num_rows)))
+    for i, length in enumerate(lengths):
+        row = build_batch(sequences[i : i + 1], pack_sequences([length], 512), range(1))
+        alone = np.asarray(hidden_states(row))[0, :length]
+        start = packing.start[i]
+        np.testing.assert_array_equal(packed[packing.row[i], start : start + length], alone)

@@ -1,0 +1,68 @@
+"""Sums of rows: the same bits beside few rows and beside many, whatever axes the rows lie along."""
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.models import packed_attention
+from rljax.numerics.attention import weigh_chunk
+from rljax.numerics.rows import Numerics, rms_norm, row_sum
+
+NUMERICS = Numerics()
+
+
+def compiled(function, *arrays):
+    program = jax.jit(function).lower(*arrays).compile(compiler_options=row_invariant_compiler_options())
+    return np.asarray(program(*arrays))
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["norms", "attention"])
+@pytest.mark.parametrize("width", [64, 320, 768])
+def test_a_sum_does_not_depend_on_the_rows_beside_it(width, ordered):
+    x = np.random.default_rng(width).standard_normal((64, 4, width), np.float32)
+
+    def total(x):
+        return row_sum(x * x, NUMERICS, ordered)
+
+    whole = compiled(total, x)  # so many that a library rearranges the ones first
+    for rows, columns in [(1, 2), (1, 4), (2, 1), (3, 1), (4, 4), (64, 1)]:
+        part = compiled(total, x[:rows, :columns])
+        np.testing.assert_array_equal(part, whole[:rows, :columns], f"{rows} x {columns}")
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_float32_is_not_rounded_on_the_way_into_products(device, monkeypatch):
+    """Sums, attention's scores and its weighted values; a GPU rounds to TF32 unless it is told not to."""
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    rows, values = np.ones((1, 2, 3, 8), np.float32), np.ones((1, 2, 8, 4), np.float32)
+    programs = (
+        jax.make_jaxpr(lambda x: row_sum(x, NUMERICS))(rows),
+        jax.make_jaxpr(lambda x, y: weigh_chunk(x, y, NUMERICS))(rows, values),
+        jax.make_jaxpr(lambda x, y: packed_attention._scores(x, y))(rows[:, :, None], rows),
+    )
+    text = " ".join(str(program) for program in programs)
+    assert text.count("dot_general[") == 4
+    exact = "precision=(Precision.HIGHEST, Precision.HIGHEST)"
+    assert text.count(exact) == text.count("precision=") == (0 if device == "cpu" else 4)
+
+
+def test_an_ordered_sum_adds_one_entry_after_the_other():
+    x = np.random.default_rng(0).standard_normal((3, 5, 256), np.float32)
+    expected = np.zeros((3, 5), np.float32)
+    for column in np.moveaxis(x, -1, 0):
+        expected += column
+    found = compiled(lambda x: row_sum(x, NUMERICS, ordered=True), x)
+    np.testing.assert_array_equal(found[..., 0], expected)
+
+
+def test_a_norm_does_not_depend_on_the_rows_beside_it():
+    rng = np.random.default_rng(1)
+    x, weight = rng.standard_normal((64, 4, 192), np.float32), rng.standard_normal(192, np.float32)
+
+    def norm(x, weight):
+        return rms_norm(x, weight, 1e-6, NUMERICS)
+
+    whole = compiled(norm, x, weight)
+    for rows in (1, 2, 3):
+        np.testing.assert_array_equal(compiled(norm, x[:rows], weight), whole[:rows])

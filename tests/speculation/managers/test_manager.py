@@ -1,0 +1,576 @@
+"""Which drafter drafts, how far, and how it is decided: the tokens are the same through all of it."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from drafters.base import Outcome
+from drafters.registry import make_drafter, states_read
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import ConfigError
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.draft_length import DRAFT_STEP
+from rljax.speculation.managers import manager
+from rljax.speculation.managers.manager import Bandit, StrategyChoice, Toggled, strategy_choice
+from rljax.speculation.managers.papers.draft_length_schedule import PatienceLadder
+from rljax.speculation.managers.papers.policy_costs import policy_costs
+from rljax.speculation.managers.papers.roofline import Roofline, Verdict
+from rljax.speculation.proposers import ActiveSlots, DeviceProposer, Proposal
+from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.strategies import Strategy
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
+POOL = ExecutablePool(row_invariant=True)
+CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.05, 16: 1.1, 32: 1.2})
+BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
+MIXED = StrategyChoice(mix=True)
+LADDER = StrategyChoice("ladder")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+def make_engine(hidden_layers=None, buckets=BUCKETS):
+    return DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, POOL, hidden_layers=hidden_layers
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+
+
+def make_speculator(names, choice, **arguments):
+    drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in names}
+    return Speculator(
+        make_engine(states_read(drafters, CONFIG)), drafters, SLOTS, times=CHEAP, strategies=choice
+    )
+
+
+def toggled():
+    """Such that the policy's own drafts always pay."""
+    nothing = dict.fromkeys(
+        ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
+    )
+    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").format)
+    roofline = Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
+    return StrategyChoice("roofline", roofline=roofline)
+
+
+def roll_out(speculator, params, requests, overlap=False):
+    return Scheduler(speculator.engine, SLOTS, None, speculator, overlap).run(params, requests)
+
+
+def learn(speculator, requests, completions):
+    speculator.learn(
+        [
+            Outcome(request.prompt_ids, completion.response_ids, 0.0)
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "choice", [StrategyChoice(), MIXED, BANDIT, LADDER], ids=["expected", "mixed", "bandit", "ladder"]
+)
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, choice):
+    speculator = make_speculator(("srt", "suffix_decoding", "quantized"), choice)
+    for _ in range(3):  # all new, then all known
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted == sum(completion.drafted for completion in completions) > 0
+        learn(speculator, requests, completions)
+    again = make_speculator(("srt", "suffix_decoding", "quantized"), choice)
+    again.load_state(speculator.state())
+    assert again.manager.state().keys() == speculator.manager.state().keys()
+    for name, array in speculator.manager.state().items():
+        np.testing.assert_array_equal(again.manager.state()[name], array)
+
+
+def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(params, requests, expected):
+    """By the roofline and the patience ladder; neither evaluation nor a step's second round is a step."""
+
+    def make():
+        speculator = make_speculator(("quantized",), toggled())
+        speculator.manager._ladder = PatienceLadder((2, 7), alpha_up=0.5, alpha_down=0.1)
+        return speculator
+
+    speculator, first, depths = make(), requests[:9], []
+    for training, step in ((True, 0), (False, 0), (True, 1), (True, 1), (False, 0), (True, 2)):
+        own = [dataclasses.replace(each, training=training, step=step) for each in first]
+        completions, statistics = roll_out(speculator, params, own)
+        assert_same(completions, expected[:9])
+        assert statistics.verified == statistics.steps
+        depths.append(max(len(each["verified"]) for each in speculator.decisions.take()))
+        state, speculator = speculator.state(), make()  # the run goes on in another process
+        speculator.load_state(state)
+    assert depths == [2, 2, 2, 2, 2, 7]
+
+
+@pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
+def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expected, by):
+    """Passes over 4 tokens: room for a draft of each of 2 slots, and for none of 4."""
+    strategies = (Strategy("srt", 1, 1, 1),) if by in ("bandit", "fixed") else ()
+    choice = StrategyChoice(by, strategies=strategies, epsilon=1.0)  # whatever the clock says
+    engine = make_engine(buckets=Buckets((2, 4), (128,), (4,), 7))
+    times = FixedTimes({0: 1.0, 4: 1.1})
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times, strategies=choice)
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    assert statistics.verified > 0
+    assert {each["batch"] for each in speculator.decisions.take()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("names", "first"), [(("prompt_lookup", "quantized"), [0, 3, 6, 1]), (("quantized",), [0, 1, 2, 3])]
+)
+def test_samples_of_a_prompt_wait_for_its_first_where_they_draft_from_one_another(
+    params, requests, monkeypatch, names, first
+):
+    """Else what is likely to be long begins first, all of it, as in plain decoding."""
+    prompts = sorted({request.prompt_ids for request in requests})[:3]
+    asked = [dataclasses.replace(requests[0], prompt_ids=prompts[i // 3]) for i in range(9)]
+    started, insert = [], Speculator.insert
+
+    def inserting(self, prefilled, assignments, requests):
+        started.extend(requests)
+        insert(self, prefilled, assignments, requests)
+
+    monkeypatch.setattr(Speculator, "insert", inserting)
+    speculator = make_speculator(names, StrategyChoice())
+    monkeypatch.setattr(speculator.lengths, "expected", lambda prompt_ids: 1.0)
+    roll_out(speculator, params, asked)
+    assert started[:SLOTS] == first and sorted(started) == list(range(9))
+
+
+class Altered:
+    """SRT, with something done to what it proposes."""
+
+    def __init__(self):
+        self.inner = make_drafter("srt", live=False)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params, requests, expected):
+    """Both know the responses: one their first half, the other the second."""
+
+    class Half(Altered):
+        def __init__(self, first):
+            super().__init__()
+            self.first = first
+
+        def propose(self, queries):
+            drafts = self.inner.propose(queries)
+            known = np.asarray([len(expected[request].response_ids) for request in queries.requests])
+            place = queries.positions - [len(requests[request].prompt_ids) for request in queries.requests]
+            mine = (place < known // 2) == self.first
+            return dataclasses.replace(drafts, counts=np.where(mine, drafts.counts, 0))
+
+    def passes(drafters, choice):
+        speculator = Speculator(make_engine(), drafters, SLOTS, times=CHEAP, strategies=choice)
+        learn(speculator, requests, expected)
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        return statistics.steps
+
+    alone = [passes({"half": Half(first)}, StrategyChoice()) for first in (True, False)]
+    both, fewest = {"one": Half(True), "other": Half(False)}, min(alone)
+    assert passes(both, MIXED) < fewest
+    assert passes(both, StrategyChoice("fixed", strategies=(Strategy("one+other", 7, 7, 7),))) < fewest
+
+
+def test_what_a_strategy_verifies_of_a_tree():
+    """Two below the root, each with two below; then one below the fourth. The second slot has no third."""
+    parents = np.asarray([[-1, -1, 0, 0, 1, 1, 3], [-1, -1, 99, 0, 1, 1, 3]], np.int32)
+    usable = np.ones((2, 7), bool)
+    usable[1, 2] = False
+    numbers = np.zeros((2, 7), np.int32)
+    proposal = Proposal(None, numbers, parents, usable, numbers + 1.0, numbers, 0.0)
+
+    def within(depth, top_k, nodes):
+        return [np.flatnonzero(row).tolist() for row in proposal.within(Strategy("srt", depth, top_k, nodes))]
+
+    assert within(7, 7, 7) == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6]]
+    assert within(1, 7, 7) == [[0, 1]] * 2
+    assert within(2, 2, 4) == [[0, 1, 2, 3], [0, 1, 3, 4]]
+    assert within(7, 1, 7) == [[0, 2], [0, 3, 6]]
+
+
+FIXED = StrategyChoice("fixed", strategies=(Strategy("quantized", 3, 1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("choice", "overlap"),
+    [(StrategyChoice(), True), (MIXED, False), (BANDIT, True), (LADDER, False), (FIXED, False)],
+    ids=["expected", "mixed", "bandit", "ladder", "fixed"],
+)
+def test_every_token_and_second_is_in_the_log(params, requests, choice, overlap):
+    speculator = make_speculator(("srt", "quantized"), choice)
+    carried_out, recorded, turns = [], [], itertools.count()
+    add, record, choose = speculator.decisions.add, speculator.manager.record, speculator.choose
+    speculator.decisions.add = lambda *what: (carried_out.append(what), add(*what))
+    speculator.manager.record = lambda *what: (recorded.append(what), record(*what))
+    # Now and then drafts are not verified, also while the other half is.
+    speculator.choose = lambda *of: choose(*of) if next(turns) % 3 else 0
+    _, statistics = roll_out(speculator, params, requests, overlap)
+    log = speculator.decisions.take()
+    assert sum(each["tokens"] for each in log) == statistics.tokens
+    verifying = [each for each in log if each["rows"]]
+    assert sum(each["visits"] for each in verifying) == statistics.verified > 0
+    spent = sum(choice.seconds + seconds for choice, _, _, _, seconds, *_ in carried_out)
+    assert sum(each["seconds"] for each in log) == pytest.approx(spent)
+    if choice is not BANDIT:
+        assert sum(choice.seconds for choice, *_ in carried_out) >= 0.999 * statistics.draft_seconds > 0
+    starts = [each["at"] for each in log]
+    assert starts == sorted(starts)
+    for each in verifying:  # a token of every turn, and one of every node on its path
+        assert each["tokens"] == each["turns"] + sum(each["accepted"])
+        assert len(each["accepted"]) <= len(each["verified"]) <= BUCKETS.max_drafts
+    assert sum(sum(each["verified"]) for each in log) == statistics.drafted
+    assert sum(sum(each["accepted"]) for each in log) == statistics.accepted
+    if choice is not BANDIT:  # which has nothing to promise in its first tries
+        assert all(each["expected"] > 0 < each["plain"] for each in log)
+    # Where halves take turns, what a pass takes is for the responses of both.
+    assert max(responses for choice, _, responses, *_ in recorded if choice.rows) == SLOTS
+
+
+def test_promises_count_the_time_of_drafting(params, requests):
+    speculator = make_speculator(("quantized",), StrategyChoice())
+    found = []
+    add = speculator.decisions.add
+    speculator.decisions.add = lambda *what: (found.append(what[:2]), add(*what))
+    roll_out(speculator, params, requests)
+    verifying = [(choice, batch) for choice, batch in found if choice.rows]
+    assert verifying and all(choice.seconds > 0 for choice, _ in verifying)
+    for choice, batch in verifying:
+        nodes = dict(BUCKETS.passes(batch))[choice.rows]
+        tokens = choice.found.expected(choice.rows, nodes)
+        seconds = CHEAP[0, 0, choice.rows] + choice.seconds
+        assert choice.expected == pytest.approx(tokens / seconds)
+
+
+def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
+    strategies = (Strategy("prompt_lookup", 3, 1, 3),)
+    choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0)
+    speculator = make_speculator(("prompt_lookup",), choice)
+    drafter = speculator.proposers[0].drafter
+    propose = drafter.propose
+    drafter.propose = lambda queries: dataclasses.replace(
+        propose(queries), counts=np.zeros_like(queries.budgets)
+    )
+    roll_out(speculator, params, requests)
+    reasons = {each["reason"] for each in speculator.decisions.take()}
+    assert any(reason.startswith("prompt_lookup had nothing to verify (") for reason in reasons)
+
+
+def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, requests, expected):
+    speculator = make_speculator(("srt", "suffix_decoding"), MIXED)
+    verified, heard = {}, {}
+    for proposer in speculator.proposers:
+        credit = proposer.credit
+
+        def counting(proposal, nodes, accepted, name=proposer.name, credit=credit):
+            verified[name] = verified.get(name, 0) + int(nodes.sum())
+            assert (accepted <= nodes).all()
+            credit(proposal, nodes, accepted)
+
+        proposer.credit = counting
+        heard[proposer.name] = listen(proposer.drafter)
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        learn(speculator, requests, completions)
+    assert set(verified) == {"srt", "suffix_decoding"}
+    assert sum(verified.values()) > statistics.drafted  # some nodes are both drafters'
+    assert {name: sum(counts) for name, counts in heard.items()} == verified
+
+
+def listen(drafter):
+    """The draft nodes of its own that a drafter will hear of, visit by visit."""
+    heard, observe = [], drafter.observe
+    drafter.observe = lambda sampled: (heard.append(int(sampled.drafted.sum())), observe(sampled))
+    return heard
+
+
+def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
+    """Where all is drafted right, the most nodes win; a drafter that is always wrong loses to plain steps."""
+
+    class Telling(Altered):
+        def __init__(self, right):
+            super().__init__()
+            self.right = right
+
+        def propose(self, queries):
+            drafts = self.inner.propose(queries)
+            return drafts if self.right else dataclasses.replace(drafts, tokens=(drafts.tokens + 1) % 64)
+
+    for right in (True, False):
+        strategies = (Strategy("telling", 2, 1, 2), Strategy("telling", 7, 1, 7))
+        choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0, window=8)
+        speculator = Speculator(
+            make_engine(), {"telling": Telling(right)}, SLOTS, times=CHEAP, strategies=choice
+        )
+        chosen = []
+        record = speculator.manager.record
+
+        def recording(choice, batch, responses, tokens, seconds, record=record, chosen=chosen):
+            chosen.append(choice.arm)
+            rows = {None: 1.0, 2: 1.1, 7: 1.2}[choice.arm and choice.arm.nodes]
+            steps = seconds if choice.arm else -(-tokens // responses)  # plain visits take several steps
+            record(choice, batch, responses, tokens, rows if choice.arm else steps)
+
+        speculator.manager.record = recording
+        learn(speculator, requests, expected)
+        for _ in range(2):
+            completions, _ = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+        last = chosen[-20:]
+        assert last.count(strategies[1] if right else None) > 10, last
+
+
+class Knowing(Altered):
+    """Proposes what the responses of some requests will be, and what they will not be for all others."""
+
+    def __init__(self, right):
+        super().__init__()
+        self.right = right
+
+    def propose(self, queries):
+        drafts = self.inner.propose(queries)
+        right = np.asarray([int(request) in self.right for request in queries.requests])
+        return dataclasses.replace(drafts, tokens=np.where(right[:, None], drafts.tokens, 1))
+
+
+class Silent(Altered):
+    """Proposes nothing."""
+
+    def propose(self, queries):
+        return dataclasses.replace(self.inner.propose(queries), counts=np.zeros_like(queries.budgets))
+
+
+def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(params):
+    """One knows all responses but two long ones, which another knows alone."""
+    requests = make_requests((3, 20, 30, 8, 9, 11), (98, 20, 20, 16, 16, 16))
+    expected = Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+    lengths = np.asarray([len(completion.response_ids) for completion in expected])
+    longest = set(np.argsort(-lengths)[:2].tolist())
+    others = set(range(len(requests))) - longest
+
+    def rollouts(drafters):
+        speculator = Speculator(make_engine(), drafters, SLOTS, times=CHEAP, strategies=LADDER)
+        learn(speculator, requests, expected)
+        for _ in range(3):
+            speculator.decisions.take()
+            completions, statistics = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+        return speculator.decisions.take(), statistics.steps
+
+    # Of the two that stragglers may try, the first has nothing to say, and leaves its place to the other.
+    named = {"knows the others": Knowing(others), "silent": Silent(), "knows the long": Knowing(longest)}
+    both, steps = rollouts(named)
+    assert both[0]["drafter"] == "knows the others" and "is first on the ladder" in both[0]["reason"]
+    tries = [each["reason"].rpartition(" and try ")[2].partition(";")[0] for each in both]
+    assert [name for name in tries if name in named][:2] == ["silent", "knows the long"]
+    assert "silent" not in tries[tries.index("knows the long") :]
+    assert both[-1]["drafter"] == "knows the long"
+    assert steps < rollouts({"knows the others": Knowing(others)})[1]
+
+
+def test_the_ladder_decodes_plainly_where_nothing_is_worth_it_and_says_so(params, requests, expected):
+    speculator = Speculator(make_engine(), {"wrong": Knowing(set())}, SLOTS, times=CHEAP, strategies=LADDER)
+    learn(speculator, requests, expected)
+    for _ in range(4):
+        speculator.decisions.take()
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+    assert statistics.verified == 0
+    assert all("wrong is first on the ladder; at" in each["reason"] for each in speculator.decisions.take())
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_without_strategies_every_drafter_has_some(params, mix):
+    """And each that drafts on the device some with the first on the host, where trees are mixed."""
+    choice = dataclasses.replace(BANDIT, mix=mix)
+    speculator = make_speculator(("srt", "quantized", "eagle"), choice, eagle={"depths": [1, 3]})
+    assert isinstance(speculator.manager, Bandit)
+    arms = speculator.manager.state()["bandit_drafters"].tolist()
+    assert {"", "srt", "quantized", "eagle", *(("srt+quantized", "srt+eagle") if mix else ())} == set(arms)
+
+
+@pytest.mark.parametrize("drafter", ["srt", "quantized", "eagle"])
+def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
+    strategy = Strategy(drafter, 3, 1, 3)
+    choice = StrategyChoice("fixed", strategies=(strategy,))
+    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1, "unrolled_steps": 1}
+    speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
+    other, own = (listen(each) for each in speculator.drafters.values())
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    log = speculator.decisions.take()
+    assert {each["drafter"] for each in log if each["rows"]} == {drafter}
+    assert all(f"always {strategy}" in each["reason"] for each in log)
+    assert 0 < statistics.drafted <= 3 * statistics.verified_slots
+    assert sum(other) == 0 < statistics.drafted <= sum(own)
+    if drafter != "srt":  # which may have nothing to say
+        assert statistics.verified > 0.9 * statistics.steps
+
+
+CHAINS = (
+    "quantized drafts chains, of up to speculation.max_drafts 7 tokens; give it top_k 1 and no more depth"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Strategy("eagle", 4, 2, 7), "eagle is set up for trees of depth/top_k 1/2, 3/2; see its arguments"),
+        (Strategy("quantized", 8, 1, 7), CHAINS),
+        (Strategy("quantized", 2, 2, 3), CHAINS),
+    ],
+    ids=str,
+)
+def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(strategy, message):
+    choice = StrategyChoice("fixed", strategies=(strategy,))
+    with pytest.raises(ConfigError) as raised:
+        make_speculator(("eagle", "quantized"), choice, eagle={"depths": [1, 3], "unrolled_steps": 1})
+    assert str(raised.value) == f"speculation.strategies: {strategy}: {message}"
+
+
+def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from():
+    engine = make_engine(buckets=Buckets((4,), (128,), (4,), 7))
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CHEAP, strategies=BANDIT)
+    assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
+
+
+class Head:
+    """A drafter that is trained, as far as a manager looks."""
+
+    train_below, trained = 0, False
+    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
+
+
+def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
+    """And the time of a pass is for the half that waits for it, too."""
+    head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
+    arms = (Strategy("eagle", 2, 1, 2), Strategy("srt+eagle", 2, 1, 2))
+    bandit = Bandit([history, head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
+    drafted = SimpleNamespace(rows=0, seconds=1.0)
+    monkeypatch.setattr(manager, "draft", lambda proposer, strategy, state, *_: (state, drafted))
+    state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)
+
+    def chosen():
+        choices = []
+        for _ in range(30):
+            choices.append(bandit.choose(state, active, None)[1])
+            bandit.record(choices[-1], 4, 4, 4, 1.0)
+        return choices
+
+    assert {choice.arm for choice in chosen()} == {None}
+    assert "not available: eagle" in bandit.choose(state, active, None)[1].reason
+    head.drafter.trained = True
+    assert {choice.arm for choice in chosen()} == {None, *arms}
+    assert chosen()[-1].plain == pytest.approx(4.0)  # tokens of all four, a second
+
+
+def active_slots(count, standing_by=0):
+    slots = np.arange(count, dtype=np.int32)
+    return ActiveSlots(slots, slots, slots + 100, np.ones(count, bool), standing_by)
+
+
+def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
+    """However short the most of its responses are."""
+    asked = []
+
+    class Asked:
+        begin = predicted = None
+
+        def __call__(self, *shape):
+            asked.append(shape)
+            return Verdict(False, "off")
+
+    proposer = SimpleNamespace(verified=np.zeros(2, np.int64), acceptance=0.9)
+    one = Toggled(proposer, BUCKETS, CHEAP, Asked(), PatienceLadder())
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
+    _, choice = one.choose(state, active_slots(2, standing_by=1), None)
+    assert asked == [(2, 256, 0.9, 1)]
+    assert choice.plain == choice.expected == 3.0  # a plain step takes a second
+
+
+def test_levels_that_had_no_room_in_a_pass_are_not_refused():
+    """Chains of eight, of which three nodes each were verified; the last slot's second one was wrong."""
+    drafter = SimpleNamespace(strategies=(None,))
+    proposer = DeviceProposer("small_model", drafter, None, None)
+    nodes = np.zeros((4, 8), np.int32)
+    parents = nodes + np.arange(-1, 7)
+    parents[:, 3:] = 99  # what is no node may have any
+    proposal = Proposal(proposer, nodes, parents, np.arange(8) < nodes + 3, nodes + 1.0, nodes, 0.0)
+    verified = np.ones((4, 3), bool)
+    accepted = verified.copy()
+    accepted[3, 1:] = False
+    proposal.credit(verified, accepted)
+    assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
+    proposer.credit(proposal, np.zeros((4, 3), bool), np.zeros((4, 3), bool))
+    assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
+
+
+def test_strategies_of_a_config():
+    sizes = {"depth": 3, "top_k": 1, "nodes": 3}
+    config = SpeculationConfig(drafter="srt", choice="bandit", strategies=[{"drafter": "srt", **sizes}])
+    assert strategy_choice(config, 0).strategies == (Strategy("srt", 3, 1, 3),)
+    config = config.model_copy(update={"strategies": [{"drafter": "str", **sizes}]})
+    with pytest.raises(ConfigError, match=r"strategies\[0\].drafter: .*'str'; did you mean 'srt'"):
+        strategy_choice(config, 0)
+
+
+def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expected, tmp_path):
+    """Any drafter, any length, any rows, in turn: no token changes."""
+    small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    save_model(tmp_path, small, init_params(small, 1), "float32")
+    names = ("srt", "prompt_lookup", "quantized", "eagle", "small_model")
+    speculator = make_speculator(
+        names,
+        StrategyChoice(),
+        eagle={"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        small_model={"path": str(tmp_path)},
+    )
+    rng = np.random.default_rng(0)
+    turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
+    for number, proposer in enumerate(speculator.proposers):
+        proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
+        proposer._length = 3
+
+    def choose(shape, found):
+        sizes = [rows for rows, _ in BUCKETS.passes(shape[0])] if found.probability.any() else []
+        return int(rng.choice([0, *sizes]))
+
+    speculator.choose = choose
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.verified > 0
+        learn(speculator, requests, completions)

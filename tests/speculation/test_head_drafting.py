@@ -1,0 +1,261 @@
+"""A head that follows the slots: the tokens are those of plain decoding, whatever it knows and learns."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.base import DraftRequest, Outcome
+from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.spot_trainer import FrozenHead
+from drafters.registry import make_drafter, states_read
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.visits import Assignment
+from rljax.errors import CheckpointError
+from rljax.models import transformer
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.speculation.pass_choice import time_passes
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same, spell
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+
+BUCKETS = Buckets((2, 4), (128,), (16,), 5)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+POOL = ExecutablePool(row_invariant=True)  # the engines of all tests share programs
+
+
+def make_engine(hidden_layers=None):
+    return DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=hidden_layers
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
+
+
+def make_speculator(variant="eagle3", others=(), **args):
+    defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2, "variant": variant}
+    drafters = {"eagle": make_drafter("eagle", **(defaults | args))}
+    drafters |= {name: make_drafter(name) for name in others}
+    engine = make_engine(states_read(drafters, CONFIG))
+    return Speculator(engine, drafters, SLOTS, times=CheapTimes())
+
+
+def roll_out(speculator, params, requests, stop=None, overlap=False):
+    return Scheduler(speculator.engine, SLOTS, stop, speculator, overlap).run(params, requests)
+
+
+@pytest.mark.parametrize(
+    ("variant", "overlap", "others"),
+    [("eagle", True, ()), ("eagle3", False, ()), ("eagle3", True, ("srt", "quantized"))],
+)
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, variant, overlap, others):
+    speculator = make_speculator(variant, others)
+    speculator.drafters["eagle"]._budget.allows = lambda: True  # however slow this machine is
+    for _ in range(2):  # in the second one it has learned, and the others remember
+        completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
+        assert_same(completions, expected)
+        assert statistics.drafted == sum(completion.drafted for completion in completions) > 0
+        speculator.learn(outcomes(requests, completions))
+    assert statistics.draft_seconds > 0
+    metrics = speculator.metrics(statistics)
+    assert metrics["speculation/draft_share"] > 0
+    assert metrics["speculation/head/updates"] == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
+    """Whatever lengths and batches come about, plain visits in between included."""
+    speculator = make_speculator()
+    longest = max(len(request.prompt_ids) for request in requests)
+    speculator.engine.warm_up(params, SLOTS, longest, late_inserts=overlap)
+    for shape in itertools.product(BUCKETS.batch, BUCKETS.cache):
+        time_passes(speculator.engine, params, *shape, 1)
+    speculator.warm_up(params, longest)
+    speculator.drafters["eagle"]._budget.allows = lambda: True
+    turns, (proposer,) = itertools.count(), speculator.proposers
+    promise = proposer.promise
+    proposer.promise = lambda *of: (
+        promise(*of) if next(turns) // 8 % 2 else 0.0
+    )  # eight plain visits in a row
+    before = POOL.compilations
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
+        speculator.learn(outcomes(requests, completions))
+    assert 0 < statistics.verified < statistics.steps
+    assert POOL.compilations == before
+
+
+def outcomes(requests, completions):
+    return [
+        Outcome(request.prompt_ids, completion.response_ids, 0.0)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+
+
+def test_it_knows_the_policys_states_at_every_token(params, requests):
+    """What the passes handed out is what one forward pass over the whole response computes."""
+    speculator = make_speculator()
+    head = speculator.drafters["eagle"]
+    seen = []
+    completions, _ = roll_out_recording(speculator, params, requests, seen)
+    assert len(seen) == len(requests)
+    whole = {}
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
+        whole[tokens] = len(request.prompt_ids)
+    for tokens, states, mask in seen:
+        length = len(tokens)
+        assert mask.tolist() == [False] * whole[tuple(tokens)] + [True] * (length - whole[tuple(tokens)])
+        positions = jnp.arange(length)[None]
+        attention = PackedAttention(jnp.ones((1, length), jnp.int32), Numerics(False))
+        final, _, residuals = transformer.forward_with_residuals(
+            params,
+            CONFIG,
+            jnp.asarray(tokens)[None],
+            positions,
+            attention,
+            jnp.asarray(rope_table(CONFIG, length)),
+            Numerics(False),
+            head.config.layers,
+        )
+        expected_states = np.stack([*residuals, final], axis=2)[0]
+        np.testing.assert_allclose(np.asarray(states, np.float32), expected_states, rtol=1e-3, atol=1e-3)
+
+
+def roll_out_recording(speculator, params, requests, seen, stop=None):
+    """A rollout after whose warm-up the head's trainer only records what it is given."""
+    head = speculator.drafters["eagle"]
+    head.attach(speculator.engine)
+    head.refresh(params)
+    head._trainer.add = lambda *sequence: seen.append(sequence)
+    return roll_out(speculator, params, requests, stop)
+
+
+def test_what_a_stop_string_cuts_off_is_not_learned(params, requests):
+    seen = []
+    stop = StopStrings(("dd",), spell)
+    completions, _ = roll_out_recording(make_speculator(), params, requests, seen, stop)
+    assert any(completion.finish_reason == "stop" for completion in completions)
+    known = {
+        (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
+        for request, completion in zip(requests, completions, strict=True)
+    }
+    assert {tuple(tokens) for tokens, _, _ in seen} <= known
+    assert all(len(tokens) == len(states) == len(mask) for tokens, states, mask in seen)
+
+
+def test_nothing_is_learned_from_evaluation(params, requests):
+    speculator, seen = make_speculator(), []
+    evaluated = [dataclasses.replace(request, training=False) for request in requests]
+    roll_out_recording(speculator, params, evaluated, seen)
+    assert not seen
+
+
+def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, requests, expected):
+    speculator = make_speculator(train_below=SLOTS, train_share=1.0, slices=50)
+    before = jax.tree.map(np.array, params)
+    assert not speculator.drafters["eagle"].trained
+    completions, statistics = roll_out(speculator, params, requests)
+    assert_same(completions, expected)
+    assert statistics.train_seconds > 0 and speculator.drafters["eagle"].trained
+    assert speculator.drafters["eagle"]._trainer.updates > 0
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_training_takes_no_more_of_a_rollout_than_it_may(params, requests):
+    """However many slices are asked for: inside the rollout and at its end together."""
+    few, all_of_them = make_speculator(train_share=1e-9, slices=9), make_speculator(train_below=0, slices=9)
+    for speculator in (few, all_of_them):
+        completions, _ = roll_out(speculator, params, requests)
+        speculator.learn(outcomes(requests, completions))
+    assert few.drafters["eagle"]._trainer.updates == 1  # before the first, none had taken any time
+    assert all_of_them.drafters["eagle"]._trainer.updates == 9
+
+
+def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected):
+    """Long plain stretches in which nobody asks it: more visits than it keeps."""
+    speculator = make_speculator(slices=0)
+    turns = itertools.cycle([True, *[False] * 9])
+    (proposer,) = speculator.proposers
+    promise = proposer.promise
+    proposer.promise = lambda *of: promise(*of) if next(turns) else 0.0
+    completions, statistics = roll_out(speculator, params, requests)
+    assert_same(completions, expected)
+    assert 0 < statistics.verified < statistics.steps
+
+
+def test_in_a_wider_state_slots_draft_as_before(params, requests):
+    """What the last visit sampled included; the new slots know nothing."""
+    speculator, trees = make_speculator(), []
+    head, engine, prompts = speculator.drafters["eagle"], speculator.engine, [(5, 6, 7), (9, 2)]
+    head.refresh(params)
+    head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+    for batch in (2, 4):
+        state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
+        head.start(2)
+        prefix = engine.prefill(params, prompts)
+        state = engine.bulk_insert(prefix, state, placed)
+        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        state, result = engine.generate(params, state, 3)
+        head.advance(result)
+        state = engine.widen(state, batch)
+        head.widen(batch)
+        trees.append(head.draft(state, head.strategies[-1]).tree)
+    narrow, wide = trees
+    assert narrow.valid.all() and not wide.valid[2:].any()
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[:2]), narrow, wide)
+
+
+def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
+    first = make_speculator(
+        train_below=0, save_dir=str(tmp_path / "head")
+    )  # what is trained in a tail depends on the time
+    completions, _ = roll_out(first, params, requests)
+    first.learn(outcomes(requests, completions))
+    first.drafters["eagle"]._saver.wait()
+    step, saved = AsyncHeadSaver(tmp_path / "head").latest()
+    assert step == 0
+    jax.tree.map(np.testing.assert_array_equal, saved, first.drafters["eagle"]._trainer.params)
+    second = make_speculator(seed=1, train_below=0)
+    second.load_state(first.state())
+    moved = jax.tree.map(jnp.copy, params)
+    for speculator in (first, second):
+        speculator.drafters["eagle"].refresh(moved)
+        speculator.learn([])  # trains on what is left in the buffer
+    for name, array in first.state().items():
+        np.testing.assert_array_equal(array, second.state()[name], name)
+    # One that only drafts has its weights, and nothing to train them by.
+    third = make_speculator(seed=2, train_below=0).drafters["eagle"]
+    third.freeze()
+    third.load_state({name.removeprefix("eagle/"): array for name, array in first.state().items()})
+    third.refresh(moved)
+    third.learn([])
+    assert third.trained and isinstance(third._trainer, FrozenHead)
+    jax.tree.map(np.testing.assert_array_equal, third.params, first.drafters["eagle"].params)
+    with pytest.raises(CheckpointError, match=r"train\.params\.\S+ is .* give the run the policy and head"):
+        third.load_state({"step": 1, "train.params.fc": np.zeros((3, 3))})

@@ -1,0 +1,192 @@
+"""How much a pass verifies: which nodes of which slots."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from drafters.base import Outcome
+from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation import pass_choice
+from rljax.speculation.pass_choice import NodeCalibration, PassTimes, best_rows, candidates
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+ROWS = (0, *BUCKETS.verify)
+
+
+def found(probability, wanted=None, standing_by=0, spent=0.0):
+    probability = np.asarray(probability, float)
+    wanted = np.ones(len(probability), bool) if wanted is None else np.asarray(wanted)
+    return candidates(probability > 0, probability, wanted, standing_by, spent)
+
+
+def choose(probability, times, **others):
+    return best_rows(
+        found(probability, **others), BUCKETS, FixedTimes(dict(zip(ROWS, times, strict=True))), 4, 64
+    )
+
+
+def test_passes_have_room_for_a_draft_and_no_more_than_there_can_be():
+    assert BUCKETS.passes(4) == [(8, 3), (16, 7), (32, 7)]
+    assert BUCKETS.passes(2) == [(8, 7), (16, 7)]
+    many = Buckets((4, 16), (64,), (8, 16, 24, 64, 512), 15)
+    assert many.passes(16) == [(24, 2), (64, 7), (256, 15)]
+    assert many.passes(4) == [(8, 3), (16, 7), (24, 11), (64, 15)]
+    assert Buckets((4,), (64,)).passes(4) == []
+
+
+def test_the_pass_of_the_most_tokens_per_second_is_chosen():
+    sure, useless = [[1.0] * 7] * 4, [[0.0] * 7] * 4
+    falling = [[0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]] * 4
+    assert choose(sure, [1, 1.1, 1.2, 1.4]) == 32
+    assert choose(sure, [1, 1.1, 1.2, 9]) == 16
+    assert choose(sure, [1, 1.1, 9, 99]) == 8
+    assert choose(sure, [1, 9, 99, 999]) == 0
+    assert choose(useless, [1, 1.1, 1.2, 1.4]) == 0
+    assert choose(falling, [1, 1.1, 1.2, 1.8]) == 16  # (4 + 9.6) / 1.2 against (4 + 11.2) / 1.8
+    assert choose(falling, [1, 1.1, 1.2, 1.3]) == 32
+    # What took long to draft is not left out for a pass that is only faster by itself; nor for a plain step.
+    assert choose(sure, [1, 1.1, 1.2, 3], spent=0.0) == 16
+    assert choose(sure, [1, 1.1, 1.2, 3], spent=2.0) == 32  # (4 + 28) / 5 against (4 + 12) / 3.2
+    assert choose(sure, [1, 1.1, 1.2, 1.4], spent=99.0) == 32
+    assert choose(useless, [1, 1.1, 1.2, 1.4], spent=99.0) == 0
+    # One slot in four is sure, and takes more than its share of a small pass: 4 + 3 tokens, or 4 + 7.
+    one = [*useless[:3], sure[0]]
+    assert choose(one, [1, 1.3, 2.1, 2.6]) == 8
+    assert choose(one, [1, 1.3, 2.0, 2.6]) == 16
+    assert choose(one, [1, 1.8, 2.8, 9]) == 0
+    # Where nothing is gained, nothing is verified.
+    assert choose(useless, [1, 0.9, 0.8, 0.7]) == 0  # whatever the clock says: there is nothing to verify
+    assert choose(sure, [1, 2, 4, 8]) == 0
+    assert choose(np.zeros((0, 7)), [1, 1, 1, 1]) == 0
+
+
+def test_what_is_sampled_ahead_does_not_choose():
+    sure = [[1.0] * 7] * 4
+    only_first = np.arange(4) < 1
+    assert (
+        choose(sure, [1, 1.1, 1.2, 1.4], wanted=only_first) == 16
+    )  # (1 + 7) / 1.2: all that the first may have
+    assert choose(sure, [1, 9, 9, 9], wanted=only_first) == 0
+    assert choose(sure, [1, 0.1, 0.1, 0.1], wanted=np.zeros(4, bool)) == 0
+
+
+def test_a_pass_over_half_of_the_slots_competes_with_a_plain_step_of_all():
+    half = [[1.0, 0, 0, 0, 0, 0, 0]] * 2
+    assert choose(half, [1, 1.5, 9, 9]) == 8  # 4 tokens in 1.5, against 2 in 1
+    assert choose(half, [1, 1.5, 9, 9], standing_by=2) == 0  # against 4 in 1
+
+
+def test_rows_go_to_the_most_likely_nodes_of_all_slots():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        slots, width = rng.integers(1, 6), 7
+        usable = rng.random((slots, width)) < 0.8
+        probability = np.round(rng.random((slots, width)), 1)
+        wanted = rng.random(slots) < 0.7
+        one = candidates(usable, probability, wanted)
+        for row in range(slots):
+            own = one.probability[row, usable[row]]
+            assert (np.diff(own) <= 0).all() and (own <= probability[row, usable[row]]).all()
+        rows, nodes = int(rng.integers(1, 40)), int(rng.integers(1, width + 1))
+        taken = one.take(rows, nodes)
+        room = max(rows - slots, 0)
+        possible = usable & (one.probability > 0)
+        possible[:, nodes:] = False
+        assert taken.sum() == min(room, possible.sum()) and not (taken & ~possible).any()
+        for row in range(slots):  # a prefix of what is usable
+            own = taken[row, possible[row]]
+            assert (own == (np.arange(len(own)) < own.sum())).all()
+        left = one.probability[wanted] * (possible & ~taken)[wanted]
+        if taken.any() and left.size and left.any():
+            assert one.probability[wanted][taken[wanted]].min(initial=1.0) >= left.max()
+            assert not taken[~wanted].any()
+        expected = wanted.sum() + one.probability[wanted][taken[wanted]].sum()
+        assert one.expected(rows, nodes) == pytest.approx(expected if taken[wanted].any() else 0.0)
+
+
+def test_equally_likely_nodes_are_shared_out():
+    taken = found([[1.0] * 7] * 4).take(4 + 6, 7)
+    assert taken.sum(axis=1).tolist() == [2, 2, 1, 1]
+
+
+def test_times_are_medians_of_the_last_few():
+    times = PassTimes()
+    for seconds in (5.0, 1.0, 3.0):
+        times.add((2, 64, 0), seconds)
+    times.add((2, 64, 16), 9.0)
+    assert times[(2, 64, 0)] == 3.0 and times[(2, 64, 16)] == 9.0
+    for _ in range(pass_choice._TIMES_KEPT):
+        times.add((2, 64, 0), 2.0)
+    times.add((2, 64, 0), 1e9)
+    assert times[(2, 64, 0)] == 2.0
+    assert len(times._seconds[(2, 64, 0)]) == pass_choice._TIMES_KEPT
+
+
+def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
+    calibration = NodeCalibration()
+    bins = calibration.bins(np.log(np.asarray([0.01, 0.5, 0.99, 1.0], np.float32)))
+    assert bins.tolist() == [0, 8, 15, 15]
+    np.testing.assert_allclose(calibration.rates, (np.arange(16) + 0.5) / 16)
+    before = calibration.rates.copy()
+    accepted = np.arange(4000) % 10 == 0
+    calibration.add(np.full(4000, 15), accepted)
+    assert calibration.rates[15] == pytest.approx(0.1, abs=2e-3)
+    np.testing.assert_array_equal(calibration.rates[:15], before[:15])
+    calibration.add(np.full(400, 3), np.ones(400, bool))
+    assert calibration.rates[3] == pytest.approx(1.0, abs=1e-2)
+    calibration.add(np.zeros(0, int), np.zeros(0, bool))
+    weight = calibration._total[15]
+    calibration.forget()
+    assert calibration._total[15] == weight * pass_choice._FORGET
+    assert calibration.rates[15] == pytest.approx(0.1, abs=4e-3)  # believed less, not otherwise
+    assert ((calibration.rates >= 0) & (calibration.rates <= 1)).all()
+
+
+def test_scores_that_are_no_probabilities_are_some_bin():
+    scores = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)
+    assert NodeCalibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
+
+
+def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
+    """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
+    params = make_params()
+    engine = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), dataclasses.replace(BUCKETS, too_large=set()), (EOS,)
+    )
+    tree = empty_tree(4, 7)
+    needed = {
+        rows: engine.verify_bytes(
+            params, engine.init_state(4, 128), tree, pack_rows(tree, np.arange(4), rows)
+        )
+        for rows in (16, 32)
+    }
+    assert needed[16] < needed[32]
+    monkeypatch.setattr(pass_choice, "free_bytes", lambda: needed[32] - 1)
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS)
+    message = r"a pass over 32 tokens of 4 responses needs \d+ MB where \d+ MB are free: it is left out"
+    with pytest.warns(UserWarning, match=message):
+        speculator.warm_up(params)
+    assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
+
+    def largest(shape, found):  # whatever this machine's clock says
+        return engine.buckets.passes(shape[0])[-1][0] if found.probability.any() else 0
+
+    speculator.choose = largest
+    requests = make_requests()
+    expected = Scheduler(engine, SLOTS).run(params, requests)[0]
+    for _ in range(2):
+        completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, expected)
+        outcomes = zip(requests, completions, strict=True)
+        speculator.learn([Outcome(r.prompt_ids, c.response_ids, 0.0) for r, c in outcomes])
+    assert statistics.verified > 0
+    assert {each["rows"] for each in speculator.decisions.take()} == {0, 16}

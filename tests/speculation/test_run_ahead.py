@@ -1,0 +1,160 @@
+"""Run-ahead: the next rollout's requests in this one's idle slots, into drafts and nothing else."""
+
+import jax
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.numerics.rows import Numerics
+from rljax.rollout.records import Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
+
+VOCAB, EOS = 64, 1
+CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True)
+MAX_SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf, transformer.init_params(CONFIG, 0))
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    buckets = Buckets((2, 4), (64, 128), (8, 16), 3)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_visit=4)
+    engine.warm_up(params, MAX_SLOTS, 20, late_inserts=True)
+    return engine
+
+
+def make_requests(step, limits=(60, 9, 7, 30)):
+    rng = np.random.default_rng(step)
+    prompts = [tuple(rng.integers(2, VOCAB, 6 + i).tolist()) for i in range(len(limits))]
+    return [
+        Request(prompt, request_key(0, 0, step, i, sample), limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for sample in range(2)
+    ]
+
+
+def make_speculator(engine, run_ahead, name="srt"):
+    speculator = Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead)
+    for batch in engine.buckets.batch:
+        for length in engine.buckets.cache:
+            for rows, seconds in ((0, 1.0), (8, 1.1), (16, 1.1)):  # verifying is cheap: every draft is tried
+                for _ in range(9):
+                    speculator._times.add((batch, length, rows), seconds)
+    speculator._times.add = lambda shape, seconds: None
+    return speculator
+
+
+def assert_same(completions, expected):
+    for mine, other in zip(completions, expected, strict=True):
+        np.testing.assert_array_equal(mine.response_ids, other.response_ids)
+        np.testing.assert_array_equal(mine.logprobs, other.logprobs)
+        assert mine.finish_reason == other.finish_reason
+
+
+def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
+    plain = Scheduler(engine, MAX_SLOTS)
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
+    now, later = make_requests(0), make_requests(1)
+    compilations = engine.pool.compilations
+
+    run_ahead.plan(later)
+    completions, statistics = scheduler.run(params, now)
+    expected, plain_statistics = plain.run(params, now)
+    assert_same(completions, expected)
+    assert statistics.tokens == plain_statistics.tokens == sum(len(one.response_ids) for one in completions)
+    assert statistics.ahead_tokens > 0
+    kept = [run_ahead.recall(request.noise_key) for request in later]
+    assert sum(len(tokens) for tokens in kept if tokens is not None) == statistics.ahead_tokens
+
+    completions, _ = scheduler.run(params, later)
+    expected, _ = plain.run(params, later)
+    assert_same(completions, expected)
+    for tokens, completion in zip(
+        kept, completions, strict=True
+    ):  # under the same weights every token comes again
+        if tokens is not None:
+            np.testing.assert_array_equal(tokens, completion.response_ids[: len(tokens)])
+    metrics = speculator.drafters["srt"].metrics()
+    assert metrics["ahead_agreed"] == metrics["ahead_tokens"] == statistics.ahead_tokens
+    assert engine.pool.compilations - compilations <= 4  # verifying programs; nothing for inserting
+
+
+def test_with_other_weights_only_the_time_changes(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
+    run_ahead.plan(make_requests(1))
+    scheduler.run(params, make_requests(0))
+    moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
+    completions, _ = scheduler.run(moved, make_requests(1))
+    assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, make_requests(1))[0])
+    metrics = speculator.drafters["srt"].metrics()
+    assert 0 < metrics["ahead_agreed"] < metrics["ahead_tokens"]
+
+
+def test_a_rollout_without_a_plan_keeps_what_is_known(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
+    later = make_requests(1)
+    run_ahead.plan(later)
+    scheduler.run(params, make_requests(0))
+    known = [run_ahead.recall(request.noise_key) for request in later]
+    _, statistics = scheduler.run(params, make_requests(7))  # an evaluation, say
+    assert statistics.ahead_tokens == 0
+    for before, request in zip(known, later, strict=True):
+        np.testing.assert_array_equal(before, run_ahead.recall(request.noise_key))
+
+
+def test_it_waits_until_few_are_running_and_stops_at_its_share(engine, params):
+    later = make_requests(1)
+    for run_ahead in (RunAhead(below=0, max_share=1.0), RunAhead(below=MAX_SLOTS, max_share=1e-9)):
+        run_ahead.plan(later)
+        speculator = make_speculator(engine, run_ahead)
+        _, statistics = Scheduler(engine, MAX_SLOTS, None, speculator).run(params, make_requests(0))
+        prompts = {request.prompt_ids for request in later if run_ahead.recall(request.noise_key) is not None}
+        assert len(prompts) <= (0 if run_ahead.below == 0 else 1)
+        assert (statistics.ahead_tokens > 0) == bool(prompts)
+
+
+def test_likely_long_ones_come_first():
+    run_ahead = RunAhead(1, 0.5)
+    requests = make_requests(0)
+    prompts = [request.prompt_ids for request in requests[::2]]
+    run_ahead.plan(requests)
+    # Nothing is known but the prompts.
+    first = [request.prompt_ids for request in run_ahead.upcoming[::2]]
+    assert first == sorted(prompts, key=len, reverse=True)
+    run_ahead.lengths.learn(prompts[1], 50)
+    run_ahead.lengths.learn(prompts[1], 70)
+    run_ahead.lengths.learn(prompts[2], 4)
+    run_ahead.plan(requests)
+    # 60 and 4 are known; the others are as much longer than their prompts as those were, and 9 > 6.
+    assert [request.prompt_ids for request in run_ahead.upcoming[::2]] == [prompts[i] for i in (1, 3, 0, 2)]
+
+
+def test_its_state_comes_back(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    assert RunAhead(1, 0.1).load_state(run_ahead.state() | {"other": np.ones(2)}).keys() == {"other"}
+    later = make_requests(1)
+    run_ahead.plan(later)
+    speculator = make_speculator(engine, run_ahead)
+    Scheduler(engine, MAX_SLOTS, None, speculator).run(params, make_requests(0))
+    again = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    make_speculator(engine, again).load_state(speculator.state())
+    assert any(again.recall(request.noise_key) is not None for request in later)
+    for request in later:
+        np.testing.assert_array_equal(run_ahead.recall(request.noise_key), again.recall(request.noise_key))

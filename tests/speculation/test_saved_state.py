@@ -1,0 +1,127 @@
+"""What a checkpoint keeps of the drafters, and of what is known of them: all of it, and as it was."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafter, states_read
+from rljax.speculation.managers.manager import StrategyChoice
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
+from tests.speculation.managers.test_manager import CHEAP, learn, make_engine, roll_out, toggled
+from tests.tiny_policy import CONFIG, SLOTS, make_params, make_requests
+
+EAGLE = {"variant": "eagle", "depths": [2], "slices": 1, "train_below": 0, "pack_length": 64, "rows": 1}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+OF_EVERY_RUN = {"lengths_prompts", "lengths_sizes", "lengths_counts", "lengths_tokens"}
+KEPT = {
+    "bandit": (
+        lambda: StrategyChoice("bandit", epsilon=0.5, window=8),
+        ("srt", "eagle"),
+        {
+            "bandit_rates",
+            "bandit_draws",
+            "calibration_of_srt",
+            "calibration_of_eagle",
+            "chains_of_eagle",
+            "eagle/step",
+            "eagle/train.params.layer.q",
+            "eagle/train.optimizer_state",
+            "eagle/train.updates",
+            "eagle/buffer.tokens",
+            "eagle/buffer.states",
+            "eagle/passes",
+            "history/",
+            "ahead_keys",
+            "ahead_tokens",
+        },
+    ),
+    "mixed": (
+        lambda: StrategyChoice(mix=True),
+        ("srt", "suffix_decoding"),
+        {"agreement_gained", "agreement_squares", "calibration_of_suffix_decoding"},
+    ),
+    "ladder": (
+        lambda: StrategyChoice("ladder"),
+        ("srt", "quantized"),
+        {"acceptance_of_quantized", "chains_of_quantized"},
+    ),
+    "roofline": (toggled, ("quantized",), {"patience_ladder", "toggle_step"}),
+}
+
+
+def make_speculator(name):
+    choice, names, _ = KEPT[name]
+    drafters = {each: make_drafter(each, **(EAGLE if each == "eagle" else {})) for each in names}
+    ahead = RunAhead(1, 0.5) if name == "bandit" else None
+    engine = make_engine(states_read(drafters, CONFIG))
+    return Speculator(engine, drafters, SLOTS, ahead, times=CHEAP, strategies=choice())
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    np.savez(file, **state)
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key, array in one.items():
+        assert (array.dtype, array.shape) == (other[key].dtype, other[key].shape), key
+        np.testing.assert_array_equal(array, other[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name):
+    """And what was handed out does not change when the rollouts go on: it is written meanwhile."""
+    speculator = make_speculator(name)
+    fresh = through_a_file(make_speculator(name).state())
+    for step in range(2):
+        requests = [dataclasses.replace(each, step=step) for each in requests]
+        completions, _ = roll_out(speculator, params, requests)
+        learn(speculator, requests, completions)
+    if speculator.run_ahead is not None:
+        speculator.run_ahead.keep([(requests[0], [5, 6, 7])])
+    state = speculator.state()
+    saved = through_a_file(state)
+    learned = {key for key in saved if key not in fresh or not np.array_equal(saved[key], fresh[key])}
+    for kept in KEPT[name][2] | OF_EVERY_RUN:
+        assert any(key.startswith(kept) for key in learned), kept
+    again = make_speculator(name)
+    again.load_state(dict(saved))
+    assert_same(through_a_file(again.state()), saved)
+    for each in (speculator, again):  # what the last rollout has to tell is told when the next begins
+        each.manager.begin(True, 2)
+    assert_same(again.manager.state(), speculator.manager.state())
+
+    completions, _ = roll_out(speculator, params, requests)
+    learn(speculator, requests, completions)
+    assert_same(through_a_file(state), saved)
+
+
+def test_the_state_is_taken_up_by_a_run_with_other_drafters(params, requests):
+    """What only others know waits for them or is dropped; what is left is as in a fresh run."""
+    speculator = make_speculator("ladder")
+    completions, _ = roll_out(speculator, params, requests)
+    learn(speculator, requests, completions)
+    other = make_speculator("mixed")
+    other.load_state(through_a_file(speculator.state()))
+    state = other.state()
+    assert np.array_equal(state["calibration_of_srt"], speculator.state()["calibration_of_srt"])
+    assert not any(key.endswith("_of_quantized") for key in state)
+    assert not state["calibration_of_suffix_decoding"].any()

@@ -1,0 +1,170 @@
+"""Rollouts that the policy drafts for itself, with fewer bits: the tokens of plain decoding."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from drafters.base import SelfDrafter
+from drafters.registry import make_drafter
+from rljax.engine.engine import DecodeEngine
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation import draft_length
+from rljax.speculation.draft_length import DRAFT_STEP, ChainAcceptance, best_length
+from rljax.speculation.pass_choice import plain_rate
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    """Every program is compiled here; no test may compile another one."""
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine.warm_up(params, SLOTS, prompt_length=64)
+    Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS).warm_up(params)
+    compiled = engine.pool.compilations
+    yield engine
+    assert engine.pool.compilations == compiled
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.1, 8: 1.1, 16: 1.2, 32: 1.4})
+DEAR = FixedTimes({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
+
+
+def speculate(engine, params, requests, times, lengths=None, overlap=False):
+    speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=times)
+    if lengths is not None:
+        turns = itertools.cycle(lengths)
+        (proposer,) = speculator.proposers
+        proposer.choose_length = lambda shape, slots, wanted: ((length := next(turns)), 1e9 * length)
+    completions, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
+    return completions, statistics, speculator
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lengths", [None, [7, 3, 0, 1, 5]], ids=["its choice", "any"])
+def test_the_tokens_are_those_of_plain_decoding(engine, params, requests, expected, lengths, overlap):
+    completions, statistics, speculator = speculate(engine, params, requests, CHEAP, lengths, overlap)
+    assert_same(completions, expected)
+    assert statistics.drafted == sum(completion.drafted for completion in completions)
+    assert statistics.accepted > 0.8 * statistics.drafted > 0  # 8 bits are close to the policy
+    assert speculator.metrics(statistics)["speculation/draft_share"] > 0
+    assert statistics.draft_seconds > 0 and statistics.host_seconds > 0
+
+
+def test_where_drafting_costs_as_much_as_decoding_it_decodes(engine, params, requests, expected):
+    completions, statistics, _ = speculate(engine, params, requests, DEAR)
+    assert_same(completions, expected)
+    assert statistics.verified == statistics.drafted == 0
+
+
+def test_it_follows_the_policy(engine, params, requests, expected):
+    """The weights are rounded anew when the policy changes, and only then."""
+    speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=CHEAP)
+    scheduler = Scheduler(engine, SLOTS, None, speculator)
+    other = make_params(1)
+    scheduler.run(other, requests)
+    before = np.asarray(speculator.drafters["quantized"].draft_params()["layers"][0]["q"].values)
+    completions, statistics = scheduler.run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.accepted > 0.8 * statistics.drafted > 0
+    weights = speculator.drafters["quantized"].draft_params()
+    assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
+    scheduler.run(params, requests[:1])
+    assert speculator.drafters["quantized"].draft_params() is weights
+
+
+def test_a_rollout_that_does_not_draft_with_them_rounds_no_weights(engine, params, requests, expected):
+    drafter = make_drafter("quantized")
+    speculator = Speculator(engine, {"quantized": drafter}, SLOTS, times=DEAR)
+    before = drafter.metrics()["refresh_seconds"]
+    completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.drafted == 0
+    assert before == drafter.metrics()["refresh_seconds"] == 0.0
+    drafter.draft_params()
+    assert drafter.metrics()["refresh_seconds"] > 0.0 == drafter.pending_seconds
+
+
+def test_drafting_begins_once_it_would_have_saved_what_beginning_takes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(draft_length.time, "perf_counter", lambda: now[0])
+    start = draft_length.WorthStarting()
+    assert start.allows(0.0, 0.0)
+    answers = []
+    for saving in (0.5, 0.5, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25):
+        answers.append(start.allows(2.0, saving))
+        now[0] += 1.0
+    # 0.5 a second for two seconds, then nothing, then a quarter
+    assert answers == [False] * 8
+    assert start.allows(2.0, 0.25)
+    assert not start.allows(2.1, 0.0)
+
+
+def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
+    """A pass of 8 rows and 1 step, of two slots: nearly twice the tokens, in nearly twice the time."""
+
+    def drafted(step):
+        times = FixedTimes({0: 1.0, DRAFT_STEP: step, 8: 1.0, 16: 99.0, 32: 99.0})
+        speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=times)
+        speculator.proposers[0]._acceptance.add(10**9, 10**9)
+        speculator.proposers[0].forget = lambda: None
+        return Scheduler(engine, SLOTS, None, speculator).run(params, requests)[1].drafted
+
+    assert drafted(0.90) > 0
+    assert drafted(0.97) == 0
+
+
+def test_it_is_a_self_drafter_and_others_are_not():
+    assert isinstance(make_drafter("quantized"), SelfDrafter)
+    assert not isinstance(make_drafter("srt"), SelfDrafter)
+
+
+def test_the_length_that_promises_most_is_chosen():
+    def choose(acceptance, times, slots=4):
+        length, rate = best_length(acceptance, slots, slots, BUCKETS, times, 4, 64)
+        return length if rate > plain_rate(slots, times, 4, 64) else 0
+
+    assert choose(0.99, CHEAP) == 7
+    assert choose(0.99, DEAR) == 0
+    assert choose(0.0, CHEAP) == 0
+    # Two slots may have chains of 3 in 8 rows, of 7 in 16.
+    assert choose(0.9, changed(CHEAP, {16: 9.0, 32: 9.0}), slots=2) == 3
+    assert 1 <= choose(0.6, CHEAP) < 7
+    lengths = [choose(rate, CHEAP) for rate in np.linspace(0, 1, 21)]
+    assert lengths == sorted(lengths)
+
+
+def changed(times, changes):
+    return FixedTimes(times.by_rows | changes)
+
+
+def test_acceptance_starts_hopeful_and_ends_at_what_happened():
+    acceptance = ChainAcceptance()
+    assert acceptance.rate == pytest.approx(0.8)
+    acceptance.add(4000, 1000)
+    assert acceptance.rate == pytest.approx(0.25, abs=0.01)
+    acceptance.forget()
+    assert acceptance.rate == pytest.approx(0.25, abs=0.01)
+    acceptance.add(0, 0)
+    for _ in range(20):
+        acceptance.forget()
+    assert acceptance.rate == pytest.approx(0.8, abs=0.01)

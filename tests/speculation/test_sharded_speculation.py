@@ -1,0 +1,125 @@
+"""Speculative rollouts on 2 and on 4 devices: the tokens of plain decoding on one.
+
+As in `tests/test_sharding.py`, devices are forced on the host platform, in a process of their own. Logprobs
+need not have the same bits there (docs/sharding.md), so tokens are the same but for near-ties, and here there
+are none.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MESHES = {"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}
+DRAFTERS = {"2 devices": ["srt"], "4 devices": ["srt", "quantized"]}
+
+CHECKS = """
+import itertools, json, sys
+import jax, numpy as np
+from drafters.base import Outcome
+from drafters.registry import make_drafter
+from rljax.config import MeshConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.sampling.distribution import SamplingParams
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.speculation.speculative_pass import Speculator
+from rljax.sharding import make_mesh
+from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
+
+SLOTS = 8
+requests = make_requests()
+
+def make_engine(mesh):
+    buckets = Buckets((4, 8), (128,), (16, 32), 7)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, mesh=mesh)
+    params = engine.load_params(make_params())
+    return engine, params
+
+def tokens_of(completions):
+    return [completion.response_ids.tolist() for completion in completions]
+
+def largest_difference(completions):
+    return max(
+        float(np.abs(one.logprobs - other.logprobs).max())
+        for one, other in zip(completions, expected) if len(one.logprobs) == len(other.logprobs)
+    )
+
+engine, params = make_engine(None)
+expected, _ = Scheduler(engine, SLOTS).run(params, requests)
+outcomes = [
+    Outcome(request.prompt_ids, completion.response_ids, 1.0)
+    for request, completion in zip(requests, expected)
+]
+found = {"devices": jax.device_count(), "tokens": sum(map(len, tokens_of(expected)))}
+for label, axes in json.loads(sys.argv[1]).items():
+    mesh = make_mesh(MeshConfig(**axes))
+    engine, params = make_engine(mesh)
+    plain, _ = Scheduler(engine, SLOTS).run(params, requests)
+    same = tokens_of(plain) == tokens_of(expected)
+    found[label] = {"plain": {"same": same, "logprobs": largest_difference(plain)}}
+    for name in json.loads(sys.argv[2])[label]:
+        speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS)
+        speculator.warm_up(params)
+        turns = itertools.count()
+        shapes = set()
+
+        def choose(shape, found):
+            sizes = [rows for rows, _ in engine.buckets.passes(shape[0]) if rows > len(found.wanted)] + [0]
+            rows = sizes[next(turns) % len(sizes)]
+            shapes.add((*shape, rows))
+            return rows
+
+        speculator.choose = choose
+        (proposer,) = speculator.proposers
+        proposer.choose_length = lambda *_: (1 + next(turns) % 7, 1e9)  # of a self-drafter
+        for overlap in (False, True):
+            done, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
+            found[label][f"{name} overlap" if overlap else name] = {
+                "same": tokens_of(done) == tokens_of(expected),
+                "logprobs": largest_difference(done),
+                "logprobs of plain on this mesh": all(
+                    np.array_equal(one.logprobs, other.logprobs) for one, other in zip(done, plain)
+                ),
+                "accepted": statistics.accepted,
+                "shapes": sorted(shapes),
+            }
+            speculator.learn(outcomes)
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS, json.dumps(MESHES), json.dumps(DRAFTERS)],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.split("FOUND")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "drafter"), [(mesh, name) for mesh in MESHES for name in DRAFTERS[mesh]])
+def test_drafts_change_no_token_on_a_mesh(found, mesh, drafter):
+    assert found["devices"] == 4 and found["tokens"] > 500
+    assert found[mesh]["plain"]["same"]
+    for name in (drafter, f"{drafter} overlap"):
+        one = found[mesh][name]
+        assert one["same"] and one["logprobs"] < 1e-5
+        assert one["accepted"] > 50
+        batches, _, rows = (set(sizes) for sizes in zip(*one["shapes"], strict=True))
+        assert batches == {4, 8} and rows == {0, 16, 32}

@@ -1,0 +1,660 @@
+"""Speculative rollouts: whoever drafts, and whatever, every request gets the tokens of plain decoding."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.base import DeviceDrafter, Drafts, Queries
+from drafters.eagle.drafting import DraftStrategy
+from drafters.registry import DRAFTERS, make_drafter
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.errors import DrafterError, UserError
+from rljax.models import transformer
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.speculation import speculative_pass as speculation
+from rljax.speculation.proposers import HostProposer
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same, spell
+from tests.tiny_policy import (
+    BUCKETS,
+    CONFIG,
+    EOS,
+    SLOTS,
+    VOCAB,
+    FixedTimes,
+    make_params,
+    make_requests,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    """Every program is compiled here; no test may compile another one."""
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine.warm_up(params, SLOTS, prompt_length=64)
+    Speculator(engine, {"silent": Silent()}, SLOTS).warm_up(params)
+    compiled = engine.pool.compilations
+    yield engine
+    assert engine.pool.compilations == compiled
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+class FavouriteRows:
+    """In the place of pass times: rows of passes in turn, whatever they promise; 0 is a plain step."""
+
+    def __init__(self, rows):
+        self.rows = itertools.cycle(rows)
+
+    def choose(self, shape, found):
+        fitting = [rows for rows, _ in BUCKETS.passes(shape[0]) if rows > len(found.wanted)]
+        rows = next(self.rows)
+        return min(rows, fitting[-1]) and max(min(rows, fitting[-1]), fitting[0])
+
+    def __getitem__(self, shape):
+        return 1e-3
+
+    def add(self, shape, seconds):
+        assert seconds > 0
+
+
+ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
+
+
+def speculate(
+    engine, params, requests, drafter, times=None, stop=None, max_batch=SLOTS, name="mine", overlap=False
+):
+    """Completions, statistics and the speculator after one rollout."""
+    times = FavouriteRows(ALL_ROWS) if times is None else times
+    speculator = Speculator(engine, {name: drafter}, max_batch, times=times)
+    if isinstance(times, FavouriteRows):
+        speculator.choose = times.choose
+    completions, statistics = Scheduler(engine, SLOTS, stop, speculator, overlap).run(params, requests)
+    return completions, statistics, speculator
+
+
+@pytest.fixture
+def trees(engine, monkeypatch):
+    """Every tree that is verified."""
+    seen, verify = [], engine.verify
+
+    def spy(params, state, tree, rows):
+        seen.append(tree)
+        return verify(params, state, tree, rows)
+
+    monkeypatch.setattr(engine, "verify", spy)
+    return seen
+
+
+# -- drafters for the worst ------------------------------------------------------------------------------
+
+
+class Silent:
+    """Proposes nothing."""
+
+    def begin(self, requests):
+        self.requests = requests
+        self.tokens = [[] for _ in requests]
+
+    def propose(self, queries):
+        shape = (len(queries.requests), queries.nodes)
+        drafts = Drafts(
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(len(queries.requests), np.int32),
+        )
+        return self.fill(drafts, queries)
+
+    def fill(self, drafts, queries):
+        return drafts
+
+    def observe(self, sampled):
+        for request, row, count in zip(sampled.requests, sampled.tokens, sampled.counts, strict=True):
+            self.tokens[request] += row[:count].tolist()
+
+    def learn(self, outcomes):
+        pass
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+    def metrics(self):
+        return {}
+
+
+class Knowing(Silent):
+    """Proposes what will be sampled, moved by `lie` tokens, as one chain, and is quite sure of it."""
+
+    def __init__(self, expected, lie=0):
+        self.expected, self.lie = expected, lie
+
+    def fill(self, drafts, queries):
+        drafts.parents[:] = np.arange(-1, queries.nodes - 1)
+        for row, request in enumerate(queries.requests):
+            known = len(self.tokens[request])
+            assert queries.positions[row] == len(self.requests[request].prompt_ids) + known
+            ahead = self.expected[request].response_ids[known:][: queries.nodes]
+            drafts.tokens[row, : len(ahead)] = (ahead + self.lie) % VOCAB
+            drafts.counts[row] = len(ahead)
+        return drafts
+
+
+class Garbage(Silent):
+    """Any numbers at all, of any size of integer."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def fill(self, drafts, queries):
+        shape = drafts.tokens.shape
+        wild = lambda: self.rng.choice([-(2**62), -2, -1, 0, 1, 5, 63, 64, 2**31, 2**62], shape)  # noqa: E731
+        scores = self.rng.choice(np.asarray([np.nan, np.inf, -np.inf, 3.0, -0.5], np.float32), shape)
+        return Drafts(wild(), wild(), scores, self.rng.integers(-3, 20, shape[0]))
+
+
+class TooMany(Silent):
+    """More nodes than were asked for."""
+
+    def fill(self, drafts, queries):
+        rng = np.random.default_rng(len(self.tokens[queries.requests[0]]))
+        drafts.tokens[:] = rng.integers(0, VOCAB, drafts.tokens.shape)
+        drafts.parents[:] = rng.integers(-1, np.arange(queries.nodes), drafts.tokens.shape)
+        drafts.counts[:] = 10**6
+        return drafts
+
+
+class Duplicates(Knowing):
+    """The right token several times over, each with the right one behind it."""
+
+    def fill(self, drafts, queries):
+        drafts = super().fill(drafts, queries)
+        drafts.tokens[:] = drafts.tokens[:, [0, 0, 0, 1, 1, 1, 2]]
+        drafts.parents[:] = [-1, -1, -1, 0, 1, 2, 4]
+        drafts.counts[:] = np.where(drafts.counts > 2, 7, 0)
+        return drafts
+
+
+class NoNumbers(Knowing):
+    """Right, with scores that are none."""
+
+    def fill(self, drafts, queries):
+        drafts = super().fill(drafts, queries)
+        drafts.log_probability[:] = np.nan
+        return drafts
+
+
+WORST = {
+    "silent": lambda expected: Silent(),
+    "knowing": Knowing,
+    "lying": lambda expected: Knowing(expected, lie=1),
+    "garbage": lambda expected: Garbage(0),
+    "too many": lambda expected: TooMany(),
+    "duplicates": Duplicates,
+    "no numbers": NoNumbers,
+}
+
+
+# -- the tokens of plain decoding --------------------------------------------------------------------------
+
+
+def check_statistics(completions, statistics):
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
+    assert statistics.drafted == sum(completion.drafted for completion in completions)
+    assert statistics.accepted == sum(completion.accepted for completion in completions)
+    for completion in completions:
+        assert 0 <= completion.accepted <= completion.drafted
+        assert completion.accepted < max(len(completion.response_ids), 1)
+    assert statistics.verified <= min(statistics.steps, statistics.verified_slots)
+    assert statistics.verified_rows <= statistics.rows
+    assert statistics.drafted <= statistics.verified_rows
+    assert 1 <= statistics.accept_length <= 1 + BUCKETS.max_drafts
+    assert statistics.host_seconds > 0 and statistics.device_seconds > 0
+
+
+ON_DEVICE = {"quantized", "eagle", "small_model"}  # in test_self_drafting.py, test_head_drafting.py
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - ON_DEVICE))
+def test_every_drafter_leaves_the_tokens_alone(engine, params, requests, expected, trees, name):
+    """In a first rollout, and in a second one with the history of the first."""
+    drafter, batches = make_drafter(name), set()
+    for rollout in range(2):
+        completions, statistics, _ = speculate(engine, params, requests, drafter)
+        assert_same(completions, expected)
+        check_statistics(completions, statistics)
+        batches |= {len(tree.tokens) for tree in trees}
+        assert statistics.verified == len(trees) < statistics.steps
+        assert statistics.unusable == 0
+        trees.clear()
+        drafter.learn(
+            [
+                speculation.Outcome(request.prompt_ids, completion.response_ids, 1.0)
+                for request, completion in zip(requests, completions, strict=True)
+            ]
+        )
+        if rollout and name != "prompt_lookup":
+            assert statistics.accepted > 50  # the same tokens as before
+    assert batches == set(BUCKETS.batch)
+
+
+@pytest.mark.parametrize("make", WORST.values(), ids=WORST)
+def test_the_worst_drafters_leave_the_tokens_alone(engine, params, requests, expected, make):
+    completions, statistics, _ = speculate(engine, params, requests, make(expected))
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert statistics.verified > 10
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", BUCKETS.verify)
+def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
+    engine, params, requests, expected, trees, rows, overlap, monkeypatch
+):
+    times, refused, credit = FavouriteRows([rows]), [], HostProposer.credit
+
+    def spy(proposer, proposal, verified, accepted):
+        refused.append(int((verified & ~accepted).sum()))
+        credit(proposer, proposal, verified, accepted)
+
+    monkeypatch.setattr(HostProposer, "credit", spy)
+    completions, statistics, _ = speculate(
+        engine, params, requests, Knowing(expected), times, overlap=overlap
+    )
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert statistics.verified == statistics.steps == statistics.visits == len(trees)
+    assert statistics.tokens == statistics.verified_slots + statistics.accepted
+    assert statistics.drafted == sum(tree.valid.sum() for tree in trees)
+    # All that was drafted came, but for the very last token of a response: it comes by itself.
+    assert statistics.drafted - len(requests) <= statistics.accepted < statistics.drafted
+    assert not any(refused)  # that token was foretold all the same
+    wrong = Knowing(expected, 1)
+    _, statistics, _ = speculate(engine, params, requests, wrong, FavouriteRows([rows]), overlap=overlap)
+    assert statistics.accepted == 0 < statistics.drafted
+    assert statistics.tokens == statistics.verified_slots
+
+
+@pytest.mark.parametrize("strings", [("dd",), ("abc", "cab", "ba")], ids=str)
+@pytest.mark.parametrize("name", ["srt", "knowing"])
+def test_stop_strings_inside_accepted_runs(engine, params, requests, expected, name, strings):
+    stop = StopStrings(strings, spell)
+    plain, _ = Scheduler(engine, SLOTS, stop).run(params, requests)
+    drafter = Knowing(expected) if name == "knowing" else make_drafter(name)
+    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert_same(completions, plain)
+    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
+
+
+def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
+    """Up to the stop string, in pieces that add up to the response, with what was accepted."""
+    heard = []
+
+    class Listening(Knowing):
+        def observe(self, sampled):
+            super().observe(sampled)
+            assert len(set(sampled.requests.tolist())) == len(sampled.requests)
+            heard.append((sampled.drafted.sum(), sampled.accepted.sum()))
+            assert (sampled.accepted <= sampled.drafted).all()
+
+    drafter, stop = Listening(expected), StopStrings(("dd",), spell)
+    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert drafter.tokens == [completion.response_ids.tolist() for completion in completions]
+    assert [request.prompt_ids for request in drafter.requests] == [each.prompt_ids for each in requests]
+    for mine, request in zip(drafter.requests, requests, strict=True):
+        np.testing.assert_array_equal(mine.noise_key, request.noise_key)
+    assert len(heard) == statistics.visits
+    assert np.sum(heard, axis=0).tolist() == [statistics.drafted, statistics.accepted]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_large_batches_decode_plainly(engine, params, requests, expected, trees, max_batch):
+    completions, statistics, _ = speculate(
+        engine, params, requests, Knowing(expected), FavouriteRows([32]), max_batch=max_batch
+    )
+    assert_same(completions, expected)
+    check_statistics(completions, statistics)
+    assert {len(tree.tokens) for tree in trees} == ({2} if max_batch == 2 else set())
+
+
+def test_a_rollout_of_nothing(engine, params):
+    completions, statistics, speculator = speculate(engine, params, [], Silent())
+    assert completions == [] and statistics.steps == 0
+    assert speculator.metrics(statistics)["speculation/acceptance"] == 0.0
+
+
+# -- drafters that break the protocol ----------------------------------------------------------------------
+
+
+def error_of(call, *arguments):
+    with pytest.raises(DrafterError) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("method", ["begin", "propose", "observe", "learn", "state", "load_state", "metrics"])
+def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, requests, method):
+    class Broken(Silent):
+        pass
+
+    def raises(self, *arguments):
+        raise IndexError("out of\nideas")
+
+    setattr(Broken, method, raises)
+    times = FavouriteRows(ALL_ROWS)
+    speculator = Speculator(engine, {"broken": Broken()}, SLOTS, times=times)
+    speculator.choose = times.choose
+    call, arguments = {
+        "learn": (speculator.learn, ([],)),
+        "state": (speculator.state, ()),
+        "load_state": (speculator.load_state, ({"broken/tokens": np.zeros(1)},)),
+        "metrics": (speculator.metrics, (DecodeStatistics(),)),
+    }.get(method, (Scheduler(engine, SLOTS, None, speculator).run, (params, requests)))
+    message = error_of(call, *arguments)
+    assert message.startswith(f"speculation.drafter broken: {method} raised IndexError(")
+
+
+def test_an_error_for_the_user_stays_as_it_is(engine, params, requests):
+    class Full(Silent):
+        def propose(self, queries):
+            raise UserError("the disk is full")
+
+    with pytest.raises(UserError, match=r"^the disk is full$"):
+        speculate(engine, params, requests, Full())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda drafts: None, r"tokens should be an array \[4, 7\], got NoneType"),
+        (lambda drafts: (drafts, drafts), r"tokens should be an array \[4, 7\], got NoneType"),
+        (
+            lambda drafts: dataclasses.replace(drafts, tokens=drafts.tokens[:, :3]),
+            r"tokens should be an array \[4, 7\], got (4, 3)",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, counts=drafts.counts[:-1]),
+            r"counts should be an array \[4\], got (3,)",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, tokens=drafts.tokens.astype(float)),
+            "tokens should be integers, got float64",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, parents=drafts.parents.astype(np.uint32)),
+            "parents should be signed integers, got uint32",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, log_probability=drafts.tokens.astype(str)),
+            "log_probability should be floats",
+        ),
+        (
+            lambda drafts: dataclasses.replace(drafts, parents=drafts.parents.tolist()),
+            r"parents should be an array \[4, 7\], got list",
+        ),
+    ],
+    ids=range(8),
+)
+def test_what_are_no_drafts_is_one_error_that_names_the_drafter(engine, params, requests, wrong, message):
+    class Wrong(Silent):
+        def fill(self, drafts, queries):
+            return wrong(drafts)
+
+    found = error_of(speculate, engine, params, requests, Wrong())
+    assert found.startswith("speculation.drafter mine: propose returned no drafts: ")
+    assert message.replace("\\", "") in found
+
+
+def test_nodes_that_are_none_are_counted(engine, params, requests, expected):
+    """A token outside the vocabulary in front of each chain, which takes the chain with it."""
+
+    class HalfWrong(Silent):
+        def fill(self, drafts, queries):
+            drafts.tokens[:, 0] = VOCAB
+            drafts.parents[:, 1] = 0
+            drafts.counts[:] = 4  # two of them right
+            asked.append(len(queries.requests))
+            return drafts
+
+    asked = []
+    completions, statistics, _ = speculate(engine, params, requests, HalfWrong())
+    assert_same(completions, expected)
+    assert statistics.unusable == 2 * sum(asked)
+
+
+# -- how much is verified ----------------------------------------------------------------------------------
+
+
+TIMES = FixedTimes({0: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
+
+
+@pytest.fixture
+def steps(engine, monkeypatch):
+    """What is asked of the engine: steps of plain decoding, 'v' for a verifying pass."""
+    seen, verify, generate = [], engine.verify, engine.generate
+
+    def spy_verify(params, state, tree, rows):
+        seen.append("v")
+        return verify(params, state, tree, rows)
+
+    def spy_generate(params, state, max_steps=None, until_active=0):
+        seen.append(max_steps)
+        return generate(params, state, max_steps, until_active)
+
+    monkeypatch.setattr(engine, "verify", spy_verify)
+    monkeypatch.setattr(engine, "generate", spy_generate)
+    return seen
+
+
+def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
+    """It is believed for a few passes; then it is asked ever more seldom."""
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
+    assert_same(completions, expected)
+    assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
+    for before, step in itertools.pairwise(steps):  # 1 again when new requests have come
+        assert step in (("v", 1) if before == "v" else ("v", 1, min(2 * before, 16)))
+    assert 16 in steps
+
+
+def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected), TIMES)
+    assert_same(completions, expected)
+    assert steps.count("v") > 0.9 * len(steps)
+    assert statistics.accept_length > 4
+
+
+def test_patience_ends_where_drafts_pay_again(engine, params, requests, expected, steps):
+    """Silent at first, then right: asked again after 1, 2, 4 plain steps; and anew after a plain one."""
+
+    class Late(Knowing):
+        calls = 0
+
+        def fill(self, drafts, queries):
+            self.calls += 1
+            return drafts if self.calls in (1, 2, 3, 5, 6) else super().fill(drafts, queries)
+
+    completions, _, _ = speculate(engine, params, requests, Late(expected), TIMES)
+    assert_same(completions, expected)
+    assert steps[:6] == [1, 2, 4, "v", 1, 2] and steps[6] == "v"
+
+
+def test_what_speculation_did_is_reported(engine, params, requests, expected):
+    class Telling(Knowing):
+        def metrics(self):
+            return {"books": 3}
+
+    _, statistics, speculator = speculate(engine, params, requests, Telling(expected), FavouriteRows([32]))
+    metrics = speculator.metrics(statistics)
+    assert metrics.pop("speculation/books") == 3
+    assert 0 < metrics.pop("speculation/host_share") < 1
+    assert metrics.pop("speculation/accept_length") == statistics.accept_length > 4
+    assert metrics.pop("speculation/verified_per_token") == statistics.rows / statistics.tokens > 1
+    assert metrics.pop("speculation/acceptance") == statistics.accepted / statistics.drafted
+    assert metrics.pop("speculation/drafted") == statistics.drafted > 0
+    assert metrics.pop("speculation/accepted") == statistics.accepted > 0
+    assert metrics.pop("speculation/speculated_share") == 1.0
+    assert 0 < metrics.pop("speculation/idle_share") < 1
+    assert metrics.pop("speculation/unusable") == 0
+    assert not metrics
+
+
+def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expected, monkeypatch):
+    """A drafter that wants the policy's states waits for them, and that is no work of the host."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    drafter = Mock(spec=DeviceDrafter, strategies=(DraftStrategy(7, 1, 7),))
+    drafter.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
+    speculator = Speculator(engine, {"mine": drafter}, max_batch=0)
+    completions, statistics = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
+    assert_same(completions, expected)
+    assert clock.now >= 5.0 and statistics.idle_seconds == 0.0
+
+
+def test_an_empty_state_is_not_loaded(engine):
+    class Strict(Silent):
+        def load_state(self, state):
+            raise AssertionError
+
+    Speculator(engine, {"strict": Strict()}, SLOTS).load_state({})
+
+
+# -- the other rules ---------------------------------------------------------------------------------------
+
+
+def scores_of(engine, params, requests, completions):
+    """Log-probabilities of the responses, as training computes them."""
+    length = engine.buckets.cache[-1]
+    sequences = np.zeros((len(requests), length), np.int32)
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        tokens = [*request.prompt_ids, *completion.response_ids]
+        sequences[row, : len(tokens)] = tokens
+
+    def logprobs(params, sequences):
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), sequences.shape)
+        attention = PackedAttention(jnp.ones_like(sequences), engine.numerics)
+        rope = jnp.asarray(rope_table(engine.config, length))
+        hidden, _ = transformer.forward(
+            params, engine.config, sequences, positions, attention, rope, engine.numerics
+        )
+        logits = transformer.logits(params, engine.config, hidden)
+        logits = transform_logits(logits, engine.sampling, engine.numerics)
+        return token_logprobs(logits, jnp.roll(sequences, -1, axis=1), engine.numerics)
+
+    program = jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
+    found = np.asarray(program(params, jnp.asarray(sequences)))
+    return [
+        row[len(request.prompt_ids) - 1 :][: len(completion.response_ids)]
+        for row, request, completion in zip(found, requests, completions, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "target_only"])
+def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, rule):
+    """Other tokens, but the same contract; and a drafter hears nothing of the noise."""
+    buckets = Buckets((4,), (128,), (16, 32), 7)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, verification=rule)
+    parents, verify = [], engine.verify
+
+    def spy(params, state, tree, rows):
+        parents.append(np.where(tree.valid, tree.parents - np.arange(-1, tree.nodes - 1), 0))
+        return verify(params, state, tree, rows)
+
+    engine.verify = spy
+
+    class Branching(Silent):
+        """The response of plain decoding, each of its tokens with another one beside it."""
+
+        def fill(self, drafts, queries):
+            assert all(request.noise_key is None for request in self.requests)
+            drafts.parents[:] = [-1, -1, 0, 0, 2, 2, 4]
+            for row, request in enumerate(queries.requests):
+                known = len(self.tokens[request])
+                ahead = expected[request].response_ids[known:][:4]
+                if len(ahead) == 4:
+                    drafts.tokens[row] = np.repeat(ahead, 2)[:7]
+                    drafts.tokens[row, 1::2] = (drafts.tokens[row, 1::2] + 1) % VOCAB
+                    drafts.counts[row] = 7
+            return drafts
+
+    for drafter in (Branching(), make_drafter("srt")):
+        times = FavouriteRows([32, 16, 0, 32])
+        completions, statistics, _ = speculate(engine, params, requests, drafter, times)
+        check_statistics(completions, statistics)
+        assert statistics.accepted > 0
+        scores = scores_of(engine, params, requests, completions)
+        for request, completion, score in zip(requests, completions, scores, strict=True):
+            ids = completion.response_ids
+            assert (ids[-1] == EOS) == (completion.finish_reason == "eos") and EOS not in ids[:-1]
+            assert len(ids) == request.max_response or completion.finish_reason == "eos"
+            assert np.isfinite(completion.logprobs).all()
+            np.testing.assert_array_equal(completion.logprobs, score)
+    branches = any((each != 0).any() for each in parents)
+    assert branches == (rule == "target_only")
+
+
+def test_rejection_verifies_the_path_of_first_children(
+    engine, params, requests, expected, trees, monkeypatch
+):
+    """Checked on the trees: the rule itself is the engine's."""
+    monkeypatch.setattr(engine, "verification", "rejection")
+
+    class Branching(Knowing):
+        def fill(self, drafts, queries):
+            whole = super().fill(drafts, queries)
+            whole.tokens[:] = whole.tokens[:, [0, 0, 1, 1, 2, 2, 3]]
+            whole.tokens[:, [1, 3, 5]] += 1
+            whole.tokens[:] %= VOCAB
+            whole.parents[:] = [-1, -1, 0, 0, 2, 2, 4]
+            whole.counts[:] = np.where(whole.counts > 3, 7, 0)
+            return whole
+
+    completions, _, _ = speculate(engine, params, requests, Branching(expected), FavouriteRows([32]))
+    assert_same(completions, expected)  # this engine's programs are of the coupled rule
+    drafted = [tree.valid.sum(axis=1) for tree in trees]
+    assert set(np.concatenate(drafted).tolist()) == {0, 4}
+    for tree in trees:
+        assert (tree.valid == (np.arange(7) < tree.valid.sum(axis=1, keepdims=True))).all()
+        assert (np.where(tree.valid, tree.parents, np.arange(-1, 6)) == np.arange(-1, 6)).all()
+
+
+def test_queries_name_each_request_once(engine, params, requests, expected):
+    class Counting(Silent):
+        def fill(self, drafts, queries):
+            assert isinstance(queries, Queries) and queries.nodes == BUCKETS.max_drafts
+            assert len(set(queries.requests.tolist())) == len(queries.requests) <= SLOTS
+            assert (queries.budgets == queries.nodes).all()
+            return drafts
+
+    assert_same(speculate(engine, params, requests, Counting())[0], expected)
