@@ -182,7 +182,7 @@ def absorb(
     causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
     attention = _Attention(state.cache, state.lengths, none, none, causal, numerics)
     angles = rope[state.lengths[:, None] + order[None]]
-    hidden = hidden_inputs(params, config, states.astype(numerics.dtype))
+    hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
     outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
     path = jnp.broadcast_to(order[None], (batch, width))
     last = jnp.maximum(counts - 1, 0)[:, None, None]

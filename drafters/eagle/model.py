@@ -149,12 +149,12 @@ def shared_params(policy_params: Params, config: ModelConfig) -> Params:
     return {name: policy_params[name] for name in names}
 
 
-def hidden_inputs(params: Params, config: HeadConfig, states: Array) -> Array:
+def hidden_inputs(params: Params, config: HeadConfig, states: Array, numerics: Numerics) -> Array:
     """What the head reads as "the hidden state", [..., d], of the policy's states [..., S, d]."""
     if not config.fused:
         return states[..., 0, :]
     low_middle_high = states[..., :3, :]
-    return linear(low_middle_high.reshape(*states.shape[:-2], -1), params["fc"])
+    return linear(low_middle_high.reshape(*states.shape[:-2], -1), params["fc"], numerics)
 
 
 def apply_head(
@@ -193,7 +193,8 @@ def apply_head(
         ]
         attention_input = jnp.concatenate(normed, axis=-1)
     else:
-        hidden = linear(jnp.concatenate([embedded, hidden], axis=-1), params["fc"], params.get("fc_bias"))
+        joined = jnp.concatenate([embedded, hidden], axis=-1)
+        hidden = linear(joined, params["fc"], numerics, params.get("fc_bias"))
         attention_input = hidden
     return decoder_layer(
         layer, 0, hidden, angles, attention, config.layer, numerics, attention_input=attention_input
@@ -206,4 +207,4 @@ def head_logits(
     """Float32 logits [..., V] of the head's outputs [..., d]."""
     if config.fused:
         outputs = rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
-    return transformer.logits(shared, config.policy, outputs)
+    return transformer.logits(shared, config.policy, outputs, numerics)

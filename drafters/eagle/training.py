@@ -217,7 +217,7 @@ def unroll(
     """
     kept: list[tuple[Array, Array]] = []
     outputs: list[Array] = []
-    hidden = hidden_inputs(params, config, batch.states.astype(numerics.dtype))
+    hidden = hidden_inputs(params, config, batch.states.astype(numerics.dtype), numerics)
     for step in range(steps):
         inside = _ahead(batch.segment_ids, step + 1) == batch.segment_ids
         tokens = jnp.where(inside, _ahead(batch.tokens, step + 1), 0)
@@ -248,7 +248,7 @@ def _compare(
     """
     outputs = jnp.where(mask[:, None], outputs, 0)
     target = jnp.where(mask[:, None], target, 0)
-    target_logits = transformer.logits(shared, config.policy, target)
+    target_logits = transformer.logits(shared, config.policy, target, numerics)
     logits = head_logits(params, config, shared, outputs, numerics)
     p = target_logits - log_normalizer(target_logits, numerics)
     q = logits - log_normalizer(logits, numerics)

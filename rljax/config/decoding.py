@@ -92,10 +92,11 @@ class EngineConfig(Section):
         description="Responses decoded at once. Raise for throughput until memory or arithmetic is full;"
         " the rest wait.",
     )
-    row_invariant: bool = Field(
+    row_invariant: bool | Literal["warn"] = Field(
         True,
-        description="Make a request's tokens and logprobs the same bits whatever else is in the batch."
-        " Turn off to measure what exactness costs, or where near-ties may flip.",
+        description="Make a request's tokens and logprobs the same bits whatever else is in the batch. It is"
+        " measured at the start; true refuses a processor where it does not hold, warn goes on there and"
+        " counts what differs (mismatch/tokens). false is fastest where near-ties may flip.",
     )
     batch_buckets: Buckets | None = Field(
         None,

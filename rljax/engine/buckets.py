@@ -10,6 +10,7 @@ from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
 from rljax.numerics.rows import KEY_CHUNK
 
+_SHORT_PROMPTS = (16, 32)  # prefill lengths below a block of the cache
 _MOST_SHARES = 2  # a pass computes attention for so many nodes of every slot, whoever takes its rows
 
 
@@ -39,6 +40,12 @@ class Buckets:
         rows = sorted({min(rows, largest) for rows in self.verify if rows > batch})
         fit = [size for size in rows if (batch, size) not in self.too_large]
         return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in fit]
+
+    def prefill(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of prompts that are prefilled together, and their lengths, both ascending."""
+        rows = tuple(sorted({*self.batch[::2], self.batch[-1]}))
+        # Prompts are often much shorter than the shortest cache.
+        return rows, tuple(sorted({*_SHORT_PROMPTS, KEY_BLOCK, *self.cache}))
 
     def verified_batches(self, max_batch: int) -> list[int]:
         """Batch buckets up to `max_batch` that some pass verifies; all others decode plainly."""

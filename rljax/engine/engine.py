@@ -41,8 +41,6 @@ from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import replicated_sharding, shard_params
 
-_SHORT_PROMPTS = (16, 32)  # prefilled at these lengths; a block of the cache is longer
-
 
 class DecodeEngine:
     """Compiled decoding of one policy architecture under one sampling distribution.
@@ -84,9 +82,7 @@ class DecodeEngine:
         self.verification = verification
         self.hidden_layers = hidden_layers
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
-        self._prefill_rows = tuple(sorted({*buckets.batch[::2], buckets.batch[-1]}))
-        # Prompts are often much shorter than the shortest cache.
-        self._prefill_lengths = tuple(sorted({*_SHORT_PROMPTS, kv_cache.KEY_BLOCK, *buckets.cache}))
+        self._prefill_rows, self._prefill_lengths = buckets.prefill()
         self.mesh = mesh
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
         if mesh is not None:

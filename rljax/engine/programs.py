@@ -119,7 +119,7 @@ class Programs:
         hidden, kept, states = self._forward(
             params, state.tokens[:, None], state.lengths[:, None], attention, rope
         )
-        logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
         logits = penalized_logits(logits, state.counts, self.sampling)
         tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
         active = state.active
@@ -197,7 +197,7 @@ class Programs:
             TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
             rope,
         )
-        logits = transformer.logits(params, self.config, hidden[:, 0])
+        logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         sampled, logprobs = sample_nodes(
             self.verification,

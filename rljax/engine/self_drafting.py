@@ -160,7 +160,7 @@ class SelfDrafting:
             params, self.config, tokens[:, None], positions[:, None], attention, rope, self.numerics
         )
         cache = KVCache(keys=[k for k, _ in kept], values=[v for _, v in kept])
-        return cache, transformer.logits(params, self.config, hidden[:, 0])
+        return cache, transformer.logits(params, self.config, hidden[:, 0], self.numerics)
 
     def _choose(self, logits: Array, keys: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
         """What `sampling.sample` samples: tokens, logprobs, margins [B], and transformed logits [B, V]."""

@@ -107,7 +107,7 @@ def _surroundings() -> str:
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     device = jax.devices()[0]
-    facts = [platform.python_version(), platform.machine(), _cpu_features(), device.platform]
+    facts = [platform.python_version(), platform.machine(), processor(), device.platform]
     facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]
     facts += [os.cpu_count()]  # a CPU's loops are split for as many cores
     facts += [f"{library} {version(library)}" for library in _LIBRARIES]
@@ -116,8 +116,8 @@ def _surroundings() -> str:
     return digest.hexdigest()[:24]
 
 
-def _cpu_features() -> str:
-    """What the processor can do, where the system tells: a program for another one might not even run."""
+def processor() -> str:
+    """The processor's model and instruction sets, where the system tells them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -41,7 +41,7 @@ from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
-from rljax.training.assembly import make_numerics, make_scheduler, warm_up
+from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, warm_up
 from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 
@@ -134,10 +134,11 @@ class Evaluator:
         if config.engine.compilation_cache is not None:
             enable_compilation_cache(config.engine.compilation_cache)
         mesh = make_mesh(config.mesh)
-        pool = ExecutablePool(config.engine.row_invariant, config.engine.compilation_cache)
-        scheduler = make_scheduler(
-            config, policy, make_drafters(config.speculation), make_numerics(config, mesh), pool, mesh
-        )
+        pool = ExecutablePool(bool(config.engine.row_invariant), config.engine.compilation_cache)
+        numerics, invariance = make_numerics(config, policy.config, mesh)
+        self.progress.message(numerics_line(config, invariance))
+        drafters = make_drafters(config.speculation)
+        scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh)
         collector = Collector(
             self.task,
             policy.tokenizer,

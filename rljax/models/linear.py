@@ -1,21 +1,23 @@
 """Products of activations with weights, whole or quantized."""
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from rljax.kernels.quantized_product import quantized_product
+from rljax.numerics import products
 from rljax.numerics.quantized import QuantizedWeight
+from rljax.numerics.rows import Numerics
 
 
-def linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None) -> Array:
+def linear(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
-    y = product(x, weight)
+    y = product(x, weight, numerics)
     if bias is not None:
         y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(x.ndim - 1)))
     return y.astype(x.dtype)
 
 
-def product(x: Array, weight: Array | QuantizedWeight) -> Array:
+def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics) -> Array:
     """x [..., in] times weight [out, in], cast to x's dtype: float32 [..., out].
 
     Computed as a product of matrices: the gradient of the weight then sums over one axis, not several, for
@@ -24,8 +26,8 @@ def product(x: Array, weight: Array | QuantizedWeight) -> Array:
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, QuantizedWeight):
         y = quantized_product(rows, weight, weight.implementation)
+    elif numerics.row_invariant:
+        y = products.padded_dot(rows, weight.astype(x.dtype), numerics.product_form)
     else:
-        y = lax.dot_general(
-            rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        y = products.dot(rows, weight.astype(x.dtype))
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -125,16 +125,17 @@ def decoder_layer(
     if h is None:
         h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, numerics)
     heads = (batch, length, -1, config.head_dim)
-    q = linear(h, layer["q"], layer.get("q_bias")).reshape(heads)
-    k = linear(h, layer["k"], layer.get("k_bias")).reshape(heads)
-    v = linear(h, layer["v"], layer.get("v_bias")).reshape(heads)
+    q = linear(h, layer["q"], numerics, layer.get("q_bias")).reshape(heads)
+    k = linear(h, layer["k"], numerics, layer.get("k_bias")).reshape(heads)
+    v = linear(h, layer["v"], numerics, layer.get("v_bias")).reshape(heads)
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.norm_epsilon, numerics)
         k = rms_norm(k, layer["k_norm"], config.norm_epsilon, numerics)
     attended, kept = attention(index, apply_rope(q, angles), apply_rope(k, angles), v)
-    x = x + linear(attended.reshape(batch, length, -1), layer["o"])
+    x = x + linear(attended.reshape(batch, length, -1), layer["o"], numerics)
     h = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, numerics)
-    x = x + linear(jax.nn.silu(linear(h, layer["gate"])) * linear(h, layer["up"]), layer["down"])
+    gated = jax.nn.silu(linear(h, layer["gate"], numerics)) * linear(h, layer["up"], numerics)
+    x = x + linear(gated, layer["down"], numerics)
     return x, kept
 
 
@@ -202,6 +203,6 @@ def lm_head(params: Params, config: ModelConfig) -> Array:
     return params["embed"] if config.tie_embeddings else params["lm_head"]
 
 
-def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
+def logits(params: Params, config: ModelConfig, hidden: Array, numerics: Numerics) -> Array:
     """Float32 logits [..., V] of hidden states [..., d]."""
-    return product(hidden, lm_head(params, config))
+    return product(hidden, lm_head(params, config), numerics)

@@ -5,7 +5,8 @@ one token at a time then differs in the last bits from the same policy evaluated
 habits keep the bits the same on a CPU (measured in `docs/row-invariance.md`, checked by
 `tests/engine/test_engine.py`):
 
-- weights are stored [out, in] and at least two rows are multiplied at a time (the engine pads a lone row);
+- weights are stored [out, in], and rows are padded to a number whose kernel is measured to be the same for
+  all (`products.py`);
 - sums over the last axis are products with ones, never fused reductions, and matrices meet in them as they do
   in a projection: whether the library packs the ones first, and with it the order of summation, may otherwise
   depend on the number of rows;
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax.numerics.kernel_choice import KernelChoice
+from rljax.numerics.products import ProductForm, unmeasured_form
 
 KEY_CHUNK = 256
 """Keys whose weighted values are summed in one product; a sum over more keys adds chunk after chunk."""
@@ -40,16 +42,23 @@ class Numerics:
       row_invariant: use the formulations above; False takes whatever is fastest for the shape at hand.
       compute_dtype: "float32" or "bfloat16", the type of weights and activations in products. Norms, softmax
         and logits are float32 either way.
-      kernels: who computes the operations that have kernels.
+      kernels: the backend of every operation that has kernels.
+      measured_form: the form of products that was measured to be exact here; None before it is measured.
     """
 
     row_invariant: bool = True
     compute_dtype: str = "float32"
     kernels: KernelChoice = dataclasses.field(default_factory=KernelChoice)
+    measured_form: ProductForm | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(self.compute_dtype)
+
+    @property
+    def product_form(self) -> ProductForm:
+        """The form in which a row-invariant policy multiplies."""
+        return self.measured_form or unmeasured_form(self.compute_dtype)
 
 
 def exact_products() -> lax.Precision | None:

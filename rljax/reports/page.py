@@ -104,6 +104,9 @@ def _summary(run: RunData) -> dict[str, str]:
         facts["accept length"] = f"{run.mean('speculation/accept_length'):.2f}"
     if run.has("mismatch/logprob_abs_max"):
         facts["largest mismatch"] = _number(float(np.nanmax(run.column("mismatch/logprob_abs_max"))))
+    fingerprints = list(dict.fromkeys(line["numerics"] for line in run.sessions if "numerics" in line))
+    if fingerprints:
+        facts["numerics"] = ", ".join(fingerprints)
     return facts
 
 

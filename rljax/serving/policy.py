@@ -32,7 +32,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
-from rljax.training.assembly import make_numerics, make_scheduler, sampling_params, warm_up
+from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
 from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
 SERVING = 2
@@ -134,9 +134,10 @@ def open_policy(
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     mesh = make_mesh(config.mesh)
-    pool = ExecutablePool(config.engine.row_invariant, config.engine.compilation_cache)
+    pool = ExecutablePool(bool(config.engine.row_invariant), config.engine.compilation_cache)
     drafters = make_drafters(config.speculation)
-    numerics = make_numerics(config, mesh)
+    numerics, invariance = make_numerics(config, saved.policy.config, mesh)
+    say(numerics_line(config, invariance))
     scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
     engine, speculator = scheduler.engine, scheduler.speculator
     learned_together = {}

@@ -1,22 +1,29 @@
 """What decodes a policy as a config says: engine, drafters and scheduler, for training and for what comes
 after it.
 
-    numerics, pool = make_numerics(config, mesh), ExecutablePool(...)
+    numerics, invariance = make_numerics(config, policy.config, mesh)
+    pool = ExecutablePool(...)
     scheduler = make_scheduler(config, policy, make_drafters(config.speculation), numerics, pool, mesh)
     params = scheduler.engine.load_params(policy.params)
     warm_up(scheduler, params, config)
     completions, statistics = scheduler.run(params, requests)
 """
 
+import dataclasses
+
 from jax.sharding import Mesh
 
 from drafters.base import Drafter
 from drafters.registry import rehearse_drafters, states_read
 from rljax.config import ExperimentConfig
-from rljax.engine.buckets import make_buckets
+from rljax.config.learning import TrainingConfig
+from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
+from rljax.engine.invariance import Invariance, measured, row_counts
 from rljax.errors import ConfigError
+from rljax.kernels.token_logprobs.base import chunk_columns
+from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
@@ -33,12 +40,59 @@ from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
 
 
-def make_numerics(config: ExperimentConfig, mesh: Mesh | None) -> Numerics:
-    """How the policy computes."""
+def make_numerics(
+    config: ExperimentConfig, policy: ModelConfig, mesh: Mesh | None
+) -> tuple[Numerics, Invariance | None]:
+    """How the policy computes, and what was measured for it: None without row-invariance, or on a mesh.
+
+    Raises:
+      ConfigError: `engine.row_invariant` is true, and it does not hold on this device.
+    """
     kernels = KernelChoice(**config.kernels.model_dump())
     if mesh is not None:
         kernels = kernels.on_mesh()
-    return Numerics(config.engine.row_invariant, config.policy.compute_dtype, kernels)
+    engine = config.engine
+    numerics = Numerics(bool(engine.row_invariant), config.policy.compute_dtype, kernels)
+    if not engine.row_invariant or mesh is not None:
+        return numerics, None
+    counts = row_counts(_buckets(config, mesh, speculative=True), _training_rows(config.training))
+    invariance = measured(policy, numerics, counts, engine.compilation_cache)
+    if engine.row_invariant is True and not invariance.exact:
+        raise ConfigError(
+            f"engine.row_invariant: true does not hold here, {'; '.join(invariance.failures)}; set warn to go"
+            " on and count the tokens that differ, or false"
+        )
+    return dataclasses.replace(numerics, measured_form=invariance.form), invariance
+
+
+def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> str:
+    """One line that says whether bits depend on the batch."""
+    if invariance is not None:
+        return invariance.summary(config.policy.compute_dtype)
+    if config.engine.row_invariant:
+        return "numerics: exactness is not measured on a mesh"
+    return "numerics: engine.row_invariant is off, so bits may depend on the batch"
+
+
+def _training_rows(training: TrainingConfig) -> tuple[int, ...]:
+    """Rows of the products of an update: of the layers, and of the LM head."""
+    rows = training.rows_per_microbatch
+    columns = chunk_columns(rows, training.pack_length, training.logprob_chunk)
+    return rows * training.pack_length, rows * columns
+
+
+def _buckets(config: ExperimentConfig, mesh: Mesh | None, speculative: bool) -> Buckets:
+    rollout, speculation = config.rollout, config.speculation
+    return make_buckets(
+        config.engine.max_slots,
+        rollout.max_prompt_length + rollout.max_response_length,
+        bool(config.engine.row_invariant),
+        config.engine.batch_buckets,
+        config.engine.cache_buckets,
+        row_multiple(mesh),
+        speculation.verify_buckets if speculative and speculation.drafter is not None else (),
+        speculation.max_drafts,
+    )
 
 
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
@@ -81,16 +135,7 @@ def make_scheduler(
         policy.config,
         numerics,
         sampling_params(config),
-        make_buckets(
-            config.engine.max_slots,
-            rollout.max_prompt_length + rollout.max_response_length,
-            config.engine.row_invariant,
-            config.engine.batch_buckets,
-            config.engine.cache_buckets,
-            row_multiple(mesh),
-            speculation.verify_buckets if drafters else (),
-            speculation.max_drafts,
-        ),
+        _buckets(config, mesh, speculative=bool(drafters)),
         policy.eos_token_ids,
         config.engine.decode_steps_per_visit,
         pool,

@@ -42,7 +42,7 @@ from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
-from rljax.training.assembly import make_numerics, make_scheduler, sampling_params, warm_up
+from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
 from rljax.training.checkpoint import RunCheckpoints, template_of
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
@@ -115,8 +115,7 @@ class TrainingRun:
         self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
-        self.numerics = make_numerics(config, mesh)
-        self.pool = ExecutablePool(engine.row_invariant, engine.compilation_cache)
+        self.pool = ExecutablePool(bool(engine.row_invariant), engine.compilation_cache)
         task = checked_task(config, progress.message)
         check_success(task, "heldout", config.evaluation)
         wanted = config.evaluation.problems
@@ -128,12 +127,15 @@ class TrainingRun:
         described = config.algorithm.describe(config.rollout.max_response_length)
         progress.message(f"algorithm: {described}")
         check_policy(config, policy, task)
+        self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)
             policy = warm_start(config, policy, task, *shared, directory.warm_start_path, self.stop)
         if config.policy.growth is not None:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
+            self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
+        progress.message(numerics_line(config, self.invariance))
         scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
@@ -170,7 +172,7 @@ class TrainingRun:
     def train(self, allow_changes: bool = False) -> None:
         config = self.config
         self.resume(allow_changes)
-        self.directory.record_session(self.step)
+        self.record_session()
         self.directory.write_config(config, allow_changes=True)  # `run` has asked about them
         self.trackers.begin()
         self.compile()
@@ -194,6 +196,17 @@ class TrainingRun:
                     self.show_report()
             raise
         self.report()
+
+    def record_session(self) -> None:
+        """Notes this process among those that worked on the run, and says if its numerics are others."""
+        fingerprint = None if self.invariance is None else self.invariance.fingerprint
+        known = [line["numerics"] for line in self.directory.read_sessions() if "numerics" in line]
+        if fingerprint is not None and known and fingerprint != known[-1]:
+            self.progress.message(
+                f"numerics: this machine computes other bits than the last (fingerprint {known[-1]}, now"
+                f" {fingerprint}): tokens after step {self.step} may be others, nothing else changes"
+            )
+        self.directory.record_session(self.step, fingerprint)
 
     def compile(self) -> None:
         """Every program that the run needs."""

@@ -144,10 +144,10 @@ class RunDirectory:
             )
         return changes
 
-    def record_session(self, step: int) -> None:
-        """Notes who works on the run from `step` on: date, command, commit, machine, and what `begin` or
-        `write_config` found changed. It comes before the changed config is written: killed in between, the
-        next start finds the changes again.
+    def record_session(self, step: int, numerics: str | None = None) -> None:
+        """Notes who works on the run from `step` on: date, command, commit, machine, the fingerprint of its
+        numerics (`rljax/engine/invariance.py`), and what `begin` or `write_config` found changed. It comes
+        before the changed config is written: killed in between, the next start finds the changes again.
         """
         session = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -156,6 +156,8 @@ class RunDirectory:
             "commit": git_commit(),
             "machine": machine_facts(),
         }
+        if numerics is not None:
+            session["numerics"] = numerics
         if self._changes:
             session["changed"] = {change.name: [change.old, change.new] for change in self._changes}
         lines = [*self.read_sessions(), session]

@@ -66,9 +66,10 @@ def policy_objective(
 
     Returns:
       The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens,
-      to be divided by `update/tokens`, `mismatch/logprob_abs_max` is a maximum over them; everything else is
-      weighted like the loss, and where the weights do not sum to 1 over the mini-batch, `update/weight` is
-      what `policy/...` are to be divided by.
+      to be divided by `update/tokens`, `mismatch/logprob_abs_max` is a maximum over them, and
+      `mismatch/tokens` the number of those whose logprob is not the rollout's; everything else is weighted
+      like the loss, and where the weights do not sum to 1 over the mini-batch, `update/weight` is what
+      `policy/...` are to be divided by.
     """
     mask = learned = batch.response_mask
     proximal_logprobs = batch.rollout_logprobs
@@ -105,6 +106,7 @@ def policy_objective(
     mismatch = jnp.where(mask, jnp.abs(logprobs - batch.rollout_logprobs), 0.0)
     metrics["mismatch/logprob_abs_mean"] = jnp.sum(mismatch)
     metrics["mismatch/logprob_abs_max"] = jnp.max(mismatch)
+    metrics["mismatch/tokens"] = jnp.sum(mismatch > 0.0, dtype=jnp.float32)
     metrics["entropy"] = jnp.sum(jnp.where(mask, entropy, 0.0))
     metrics[TOKENS] = jnp.sum(mask.astype(jnp.float32))
     return loss, metrics

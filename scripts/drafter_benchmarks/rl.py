@@ -28,6 +28,7 @@ from rljax.config import ExperimentConfig
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.loop import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run
@@ -215,5 +216,8 @@ def _compare(
 
 @functools.partial(jax.jit, static_argnames="policy")
 def _chunk(shared: Params, target: Array, drafted: Array, policy: ModelConfig) -> tuple[Array, Array]:
-    p, q = (jax.nn.log_softmax(transformer.logits(shared, policy, each)) for each in (target, drafted))
+    p, q = (
+        jax.nn.log_softmax(transformer.logits(shared, policy, each, Numerics(False)))
+        for each in (target, drafted)
+    )
     return losses.acceptance(p, q), -jnp.sum(jnp.exp(p) * p, axis=-1)

@@ -42,7 +42,7 @@ class World:
 
 
 @functools.lru_cache
-def world_of(config=CONFIGS["three queries a key"], buckets=BUCKETS, dtype="float32", rule="coupled"):
+def world_of(config=CONFIGS["three"], buckets=BUCKETS, dtype="float32", rule="coupled"):
     numerics = Numerics(True, dtype)
     engine = DecodeEngine(config, numerics, SAMPLING, buckets, (), 64, pool=POOL, verification=rule)
     return World(engine, engine.load_params(lively_params(config)))

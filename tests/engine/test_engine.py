@@ -20,16 +20,16 @@ from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
+from tests.exactness import exact_numerics
 
 VOCAB, LONGEST = 96, 512
 NUMERICS = Numerics()
 SAMPLING = SamplingParams(temperature=0.8)
-CONFIGS = {
-    "three queries a key": ModelConfig(
-        "qwen3", VOCAB, 64, 2, 6, 2, 64, 160, tie_embeddings=True, qk_norm=True
-    ),
-    "one, with bias": ModelConfig("qwen2", VOCAB, 64, 2, 2, 2, 64, 160, attention_bias=True),
-    "four": ModelConfig("llama", VOCAB, 64, 2, 8, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
+CONFIGS = {  # by the number of queries a key
+    "three": ModelConfig("qwen3", VOCAB, 64, 2, 6, 2, 64, 160, tie_embeddings=True, qk_norm=True),
+    "one": ModelConfig("qwen2", VOCAB, 64, 2, 2, 2, 64, 160, attention_bias=True),
+    "two": ModelConfig("llama", VOCAB, 64, 2, 4, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
+    "all": ModelConfig("llama", VOCAB, 64, 2, 8, 1, 32, 160),
 }
 
 
@@ -118,10 +118,9 @@ class World:
 
 @functools.lru_cache
 def world_of(name, dtype="float32"):
-    config, numerics = CONFIGS[name], Numerics(compute_dtype=dtype)
-    engine = DecodeEngine(
-        config, numerics, SAMPLING, Buckets((2, 6, 24), (64, LONGEST)), [], decode_steps_per_visit=64
-    )
+    config, buckets = CONFIGS[name], Buckets((2, 6, 24), (64, LONGEST))
+    numerics = exact_numerics(config, dtype, buckets)
+    engine = DecodeEngine(config, numerics, SAMPLING, buckets, [], decode_steps_per_visit=64)
     params = engine.load_params(lively_params(config))
     # Prompts beside and on the edges of blocks; responses across the 256 keys that attention sums at a time.
     asked = ask([3, 40, 63, 64, 100, 1], [300, 230, 5, 90, 37, 64])
@@ -130,7 +129,7 @@ def world_of(name, dtype="float32"):
 
 @pytest.fixture(
     scope="module",
-    params=[*((name, "float32") for name in CONFIGS), ("three queries a key", "bfloat16")],
+    params=[(name, dtype) for dtype in ("float32", "bfloat16") for name in CONFIGS],
     ids=lambda param: " ".join(param),
 )
 def world(request):
@@ -188,7 +187,9 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
         hidden, _ = transformer.forward(
             params, world.config, tokens, positions, attention, rope, world.numerics
         )
-        logits = transform_logits(transformer.logits(params, world.config, hidden), SAMPLING, NUMERICS)
+        logits = transform_logits(
+            transformer.logits(params, world.config, hidden, world.numerics), SAMPLING, NUMERICS
+        )
         return token_logprobs(logits, jnp.roll(tokens, -1, axis=1), NUMERICS)
 
     def loss(params, *rows):
@@ -260,7 +261,7 @@ class Small:
 
 @pytest.fixture(scope="module")
 def small():
-    config = dataclasses.replace(CONFIGS["three queries a key"], num_layers=1)
+    config = dataclasses.replace(CONFIGS["three"], num_layers=1)
     engine = DecodeEngine(config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS, EOS + 1], 16)
     return Small(engine, engine.load_params(lively_params(config)))
 
@@ -275,7 +276,7 @@ def insert(small, prompts, limits, slots=4, identity=0):
 
 
 def test_one_prompt_gives_a_group_of_different_samples():
-    world = world_of("four")
+    world = world_of("two")
     prefix = world.engine.prefill(world.params, [world.asked[1].prompt])
     keys = [request_key(3, sample) for sample in (0, 1, 2, 3, 4, 0)]
     state = world.engine.bulk_insert(
@@ -309,7 +310,7 @@ def test_eos_ends_a_response_and_is_kept(small):
 
 
 def test_each_request_has_its_own_longest_response():
-    world = world_of("four")
+    world = world_of("two")
     limits = [1, 2, 9, 30]
     asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in limits]
     outputs = decode(world.engine, world.params, asked)
@@ -338,7 +339,7 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
 
 
 def test_generate_returns_when_few_enough_are_active():
-    world = world_of("four")
+    world = world_of("two")
     asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in (3, 6, 10, 10)]
     prefix = world.engine.prefill(world.params, [each.prompt for each in asked])
     state = world.engine.bulk_insert(
@@ -385,7 +386,7 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
         hidden, _ = transformer.forward(
             small.params, config, tokens, positions, attention, rope, Numerics(row_invariant=False)
         )
-        return jnp.argmax(transformer.logits(small.params, config, hidden), axis=-1)[0]
+        return jnp.argmax(transformer.logits(small.params, config, hidden, Numerics()), axis=-1)[0]
 
     for each, (tokens, logprobs) in zip(asked, outputs, strict=True):
         sequence = np.zeros((1, 128), np.int32)  # what follows cannot be seen from before it

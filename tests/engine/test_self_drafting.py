@@ -13,15 +13,15 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import draft_keys
 from rljax.engine.visits import Assignment
-from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+from tests.exactness import exact_numerics
 
 LONGEST, NODES = 512, 7
 POLICIES = [
-    ("three queries a key", "float32"),
-    ("three queries a key", "bfloat16"),
-    ("one, with bias", "float32"),
+    ("three", "float32"),
+    ("three", "bfloat16"),
+    ("one", "float32"),
 ]
 FORMATS = {"w4": WeightFormat(4, 128), "w8": WeightFormat(8, 0), "w8a8": WeightFormat(8, 0, "int8")}
 
@@ -50,11 +50,12 @@ class World:
 
 @functools.lru_cache
 def world_of(name, dtype, rule="coupled", eos=(), temperature=SAMPLING.temperature):
+    buckets = Buckets((5,), (64, LONGEST), (20, 40), NODES)
     engine = DecodeEngine(
         CONFIGS[name],
-        Numerics(True, dtype),
+        exact_numerics(CONFIGS[name], dtype, buckets),
         SamplingParams(temperature),
-        Buckets((5,), (64, LONGEST), (20, 40), NODES),
+        buckets,
         eos,
         64,
         verification=rule,

@@ -17,13 +17,13 @@ from rljax.engine.visits import Assignment
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+from tests.exactness import exact_numerics
 
 LONGEST = 512
-GROUPED, SINGLE = "three queries a key", "one, with bias"
+GROUPED, SINGLE = "three", "one"
 POLICIES = [(GROUPED, "float32"), (SINGLE, "float32"), (GROUPED, "bfloat16"), (SINGLE, "bfloat16")]
 
 Draft = Callable[[DraftTree, int, list[int]], None]
@@ -31,7 +31,8 @@ Draft = Callable[[DraftTree, int, list[int]], None]
 
 
 def engine_of(config, buckets, dtype="float32", sampling=SAMPLING, eos=(), rule="coupled"):
-    return DecodeEngine(config, Numerics(True, dtype), sampling, buckets, eos, 64, verification=rule)
+    numerics = exact_numerics(config, dtype, buckets)
+    return DecodeEngine(config, numerics, sampling, buckets, eos, 64, verification=rule)
 
 
 # -- drafts that know the answer ---------------------------------------------------------------------------
@@ -475,7 +476,7 @@ def score(engine, params, prompt, tokens):
         hidden, _ = transformer.forward(
             params, engine.config, sequence, positions, attention, rope, engine.numerics
         )
-        logits = transformer.logits(params, engine.config, hidden)
+        logits = transformer.logits(params, engine.config, hidden, engine.numerics)
         logits = transform_logits(logits, engine.sampling, engine.numerics)
         return token_logprobs(logits, jnp.roll(sequence, -1, axis=1), engine.numerics)
 

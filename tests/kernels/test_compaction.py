@@ -182,7 +182,7 @@ def test_decoding_copies_no_cache(device, monkeypatch):
 
 @functools.lru_cache
 def _speculated(implementation):
-    config = dataclasses.replace(CONFIGS["three queries a key"], head_dim=_WIDE)
+    config = dataclasses.replace(CONFIGS["three"], head_dim=_WIDE)
     numerics = Numerics(kernels=KernelChoice(compaction=implementation))
     engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64)
     params = engine.load_params(lively_params(config))

@@ -207,7 +207,7 @@ def test_refusals():
 @functools.lru_cache
 def _decoded(implementation, dtype):
     """Tokens and log-probabilities of two requests: decoded plainly, and by trees full of the true tokens."""
-    config = CONFIGS["three queries a key"]
+    config = CONFIGS["three"]
     numerics = Numerics(True, dtype, KernelChoice(tree_attention=implementation))
     engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64)
     params = engine.load_params(lively_params(config))

@@ -41,7 +41,7 @@ def logits_of(params, config, tokens=TOKENS):
     attention = PackedAttention(jnp.ones(tokens.shape, jnp.int32), Numerics())
     rope = jnp.asarray(rope_table(config, tokens.shape[1]))
     hidden, _ = transformer.forward(params, config, tokens, positions, attention, rope, Numerics())
-    return transformer.logits(params, config, hidden)
+    return transformer.logits(params, config, hidden, Numerics())
 
 
 def compute(policy):

@@ -568,7 +568,7 @@ def scores_of(engine, params, requests, completions):
         hidden, _ = transformer.forward(
             params, engine.config, sequences, positions, attention, rope, engine.numerics
         )
-        logits = transformer.logits(params, engine.config, hidden)
+        logits = transformer.logits(params, engine.config, hidden, engine.numerics)
         logits = transform_logits(logits, engine.sampling, engine.numerics)
         return token_logprobs(logits, jnp.roll(sequences, -1, axis=1), engine.numerics)
 

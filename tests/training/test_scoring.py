@@ -91,7 +91,7 @@ def test_against_the_textbook(params, sampling):
     hidden, _ = transformer.forward(
         params, CONFIG, batch.tokens, batch.positions, attention, rope, attention.numerics
     )
-    logits = transformer.logits(params, CONFIG, hidden)
+    logits = transformer.logits(params, CONFIG, hidden, attention.numerics)
     transformed = transform_logits(logits, sampling, attention.numerics)
     expected = jnp.take_along_axis(jax.nn.log_softmax(transformed), jnp.asarray(batch.targets)[..., None], 2)
     logprobs, entropies = score(params, batch, 32, sampling)

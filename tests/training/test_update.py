@@ -111,7 +111,7 @@ def response_logprobs(params, sequences):
     rope = jnp.asarray(rope_table(CONFIG, length))
     positions = jnp.broadcast_to(jnp.arange(length)[None], ids.shape)
     hidden, _ = transformer.forward(params, CONFIG, jnp.asarray(ids), positions, attention, rope, numerics)
-    logprobs = jax.nn.log_softmax(transformer.logits(params, CONFIG, hidden))
+    logprobs = jax.nn.log_softmax(transformer.logits(params, CONFIG, hidden, numerics))
     found = []
     for i, sequence in enumerate(sequences):
         first, last = len(sequence.prompt_ids), sequence.length

@@ -17,6 +17,12 @@ from rljax.sampling.distribution import Responses, SamplingParams, entropy, pena
 from rljax.sharding import activation_sharding, constrain
 
 
+def chunk_columns(rows: int, length: int, chunk: int) -> int:
+    """Columns of packed rows [rows, length] whose logits are computed together, at most `chunk` tokens."""
+    chunks = -(-length // max(chunk // rows, -(-2 // rows)))
+    return -(-length // chunks)
+
+
 def token_logprobs(
     hidden: Array,
     lm_head: Array,
@@ -35,7 +41,7 @@ def token_logprobs(
     every, vocab_size = targets, len(lm_head)
 
     def score(hidden: Array, targets: Array, columns: Array) -> tuple[Array, Array]:
-        logits = product(hidden, lm_head)
+        logits = product(hidden, lm_head, numerics)
         if mesh is not None:
             # The vocabulary whole: a chunk of logits is small, and its sums then need no communication.
             logits = constrain(logits, activation_sharding(mesh))
@@ -48,11 +54,10 @@ def token_logprobs(
 
     rows, length = targets.shape
     # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.
-    columns = max(chunk // rows, -(-2 // rows))
+    columns = chunk_columns(rows, length, chunk)
     chunks = -(-length // columns)
     if chunks == 1:
         return score(hidden, targets, jnp.arange(length))
-    columns = -(-length // chunks)
     padding = chunks * columns - length
 
     def split(array: Array) -> Array:

@@ -137,7 +137,7 @@ def test_the_head_does_not_see_what_it_should_predict():
 
 def log_probabilities(config, params, batch, outputs):
     """Of the policy at every position, and of the head at every start, one array a step."""
-    logits = [transformer.logits(shared(), POLICY, batch.states[:, :, -1])]
+    logits = [transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)]
     logits += [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
     policys, *heads = (np.asarray(jax.nn.log_softmax(each), np.float64) for each in logits)
     return policys, heads

@@ -55,7 +55,7 @@ def rollouts(count: int, length: int, seed: int = 0) -> np.ndarray:
     def step(tokens, index, key):
         attention = PackedAttention(ones, NUMERICS)
         hidden, _ = transformer.forward(params, POLICY, tokens, positions, attention, ROPE, NUMERICS)
-        logits = transformer.logits(params, POLICY, hidden[:, index])
+        logits = transformer.logits(params, POLICY, hidden[:, index], NUMERICS)
         return tokens.at[:, index + 1].set(jax.random.categorical(key, logits).astype(jnp.int32))
 
     tokens = jnp.zeros((count, length), jnp.int32)

@@ -1,0 +1,365 @@
+"""Row-invariance, measured where the program runs.
+
+A token's bits must not depend on how many rows are computed beside it (`docs/row-invariance.md`). No compiler
+promises that, and processors differ. So before a policy is used, its products, sums, and attention scores are
+computed over the row counts that its programs use, and compared bit for bit. From that follows the form in
+which its products are computed, or that nothing is exact here.
+
+A result is kept in a file, since it depends only on the processor, the library versions, the number type, the
+shapes and the row counts.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from rljax.durable_files import write_durably
+from rljax.engine import appending, kv_cache
+from rljax.engine.buckets import Buckets
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.stored_programs import processor
+from rljax.kernels.tree_attention import decode_attention, tree_attention
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.packed_attention import PackedAttention
+from rljax.models.rope import rope_table
+from rljax.numerics import products
+from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.products import ProductForm
+from rljax.numerics.rows import KEY_CHUNK, Numerics, cast_matrices, row_sum
+
+_LARGEST = 512
+"""Row counts above this are measured at a smaller one with the same rest."""
+_REST = 256
+_WIDEST = 16_384
+"""Outputs of an LM head that are measured; more belong to the same kernel."""
+_TINY = ModelConfig("qwen3", 256, 64, 1, 4, 2, 16, 192, qk_norm=True, tie_embeddings=True)
+"""The policy of the fingerprint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCounts:
+    """The numbers of rows that a policy's programs compute.
+
+    Attributes:
+      products: rows of a product, ascending, all at most `_LARGEST`.
+      slots: slots that decode plainly together, ascending.
+      passes: (slots, draft nodes a slot) of the verifying passes.
+    """
+
+    products: tuple[int, ...]
+    slots: tuple[int, ...]
+    passes: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariance:
+    """What was measured.
+
+    Attributes:
+      form: the form of products under which nothing failed, or the first one if all failed.
+      failures: per computation that is not exact under that form, one phrase.
+      rejected: per cheaper form, one phrase that says what failed.
+      fingerprint: eight hexadecimal digits: the bits of a fixed tiny policy at every row count. Equal
+        fingerprints, equal numerics.
+      seconds: time that measuring took.
+    """
+
+    form: ProductForm
+    failures: tuple[str, ...]
+    rejected: tuple[str, ...]
+    fingerprint: str
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        return not self.failures
+
+    def summary(self, compute_dtype: str) -> str:
+        """One line for the user."""
+        device = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else "this processor"
+        if self.exact:
+            because = f" ({self.rejected[-1]})" if self.rejected else ""
+            return (
+                f"numerics: exact in {compute_dtype} on {device}, {self.form}{because};"
+                f" fingerprint {self.fingerprint}"
+            )
+        return (
+            f"numerics: not exact in {compute_dtype} on {device}: {'; '.join(self.failures)};"
+            f" fingerprint {self.fingerprint}"
+        )
+
+
+def row_counts(buckets: Buckets, others: Sequence[int] = ()) -> RowCounts:
+    """The row counts of an engine with these buckets, and `others` (the trainer's)."""
+    batches = buckets.batch
+    passes = {(batch, rows, nodes) for batch in batches for rows, nodes in buckets.passes(batch)}
+    counts = {*batches, *(rows for _, rows, _ in passes), *appending.ROWS, *others}
+    prefill_rows, prefill_lengths = buckets.prefill()
+    counts |= {rows * length for rows in prefill_rows for length in prefill_lengths}
+    measured = {count if count <= _LARGEST else _REST + count % _REST for count in counts}
+    nodes = {(batch, nodes) for batch, _, nodes in passes}
+    return RowCounts(tuple(sorted(measured)), tuple(batches), tuple(sorted(nodes)))
+
+
+def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invariance:
+    """Compares the bits of a policy's computations over row counts, on the default device.
+
+    Args:
+      config: the policy's architecture; its widths are measured, not its depth.
+      numerics: compute dtype and kernels; a form in it is ignored.
+      counts: from `row_counts`.
+    """
+    start = time.perf_counter()
+    rejected: list[str] = []
+    shared = [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
+    forms = products.forms(numerics.compute_dtype)
+    for form in forms:
+        failures = _product_failures(config, numerics, counts, form)
+        if not failures:
+            break
+        rejected.append(failures[0])
+    else:
+        form, shared = products.unmeasured_form(numerics.compute_dtype), [rejected[-1], *shared]
+    numerics = dataclasses.replace(numerics, measured_form=form)
+    crc, same = _tiny_policy(numerics, counts)
+    if not same and not shared:
+        shared = ["the logits of a tiny policy differ between row counts"]
+    seconds = time.perf_counter() - start
+    return Invariance(form, tuple(shared), tuple(rejected), f"{crc:08x}", seconds)
+
+
+def measured(
+    config: ModelConfig, numerics: Numerics, counts: RowCounts, directory: str | os.PathLike[str] | None
+) -> Invariance:
+    """As `measure`, but kept: in this process, and in `directory` for later ones (None for nowhere)."""
+    key = (config, dataclasses.replace(numerics, measured_form=None), counts)
+    if directory is None:
+        return _measured(*key, products.dot)
+    surroundings = [
+        processor(),
+        os.cpu_count(),
+        jax.devices()[0].device_kind,
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+    surroundings += [jax.__version__, _source_digest()]
+    name = hashlib.sha256(repr((surroundings, key)).encode()).hexdigest()[:24]
+    path = Path(directory) / "numerics" / f"{name}.json"
+    try:
+        kept = json.loads(path.read_bytes())
+        form = ProductForm(**kept.pop("form"))
+        return Invariance(form, **{n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()})
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # Measured anew, whatever was wrong with the file.
+    result = _measured(*key, products.dot)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(dataclasses.asdict(result)).encode())
+    except OSError:
+        pass  # A later process measures again.
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(config: ModelConfig, numerics: Numerics, counts: RowCounts, dot: Callable) -> Invariance:
+    del dot  # Tests put another product in its place, with results of its own.
+    return measure(config, numerics, counts)
+
+
+@functools.cache
+def _source_digest() -> str:
+    """A digest of the source that the result depends on."""
+    root = Path(products.__file__).parent.parent
+    digest = hashlib.sha256()
+    for folder in ("numerics", "models", "engine", "kernels"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _compiled(function: Callable, *args: Any) -> Any:
+    """The result of a function compiled as the engine compiles, as numpy arrays."""
+    program = jax.jit(function).lower(*args).compile(compiler_options=row_invariant_compiler_options())
+    return jax.device_get(program(*args))
+
+
+def _differing(results: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """The rows, per count, whose bits are not those of the largest count's result [count, ...]."""
+    whole = results[max(results)]
+    different = {}
+    for count, result in results.items():
+        same = (result == whole[:count]).reshape(count, -1).all(axis=1)
+        if not same.all():
+            different[count] = np.nonzero(~same)[0]
+    return different
+
+
+def _counts_phrase(counts: Sequence[int], noun: str = "row") -> str:
+    listed = ", ".join(map(str, sorted(counts)[:6])) + (", ..." if len(counts) > 6 else "")
+    return f"{listed} {noun}{'s' if list(counts) != [1] else ''}"
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the policy's products."""
+    shapes = transformer.param_shapes(config)
+    matrices = [shape for shape in shapes["layers"][0].values() if len(shape) == 2]
+    head = (min(config.vocab_size, _WIDEST), config.hidden_size)
+    return sorted({(inputs, outputs) for outputs, inputs in [*matrices, head]})
+
+
+def _product_failures(
+    config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
+) -> list[str]:
+    """One phrase per product whose bits depend on the number of rows in this form."""
+    shapes, dtype = _product_shapes(config), numerics.dtype
+    # Compared with a count that no program has to use: 64 more than the largest.
+    padded = sorted({form.padded(count) for count in counts.products} | {form.padded(_LARGEST + 64)})
+    weights = [_normal(1, outputs, inputs).astype(dtype) for inputs, outputs in shapes]
+    rows = [_normal(2, padded[-1], inputs).astype(dtype) for inputs, _ in shapes]
+
+    def multiply(rows: list[Array], weights: list[Array]) -> list[Array]:
+        return [products.padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
+
+    results = {count: _compiled(multiply, [x[:count] for x in rows], weights) for count in padded}
+    failures = []
+    for index, (inputs, outputs) in enumerate(shapes):
+        differing = _differing({count: result[index] for count, result in results.items()})
+        if differing:
+            failures.append(
+                f"a {numerics.compute_dtype} product [{inputs} -> {outputs}] of"
+                f" {_counts_phrase(list(differing))} has other bits than one of {padded[-1]}"
+            )
+    return failures
+
+
+def _sum_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
+    """One phrase per sum over a last axis whose bits depend on the number of rows."""
+    widths = sorted({config.hidden_size, config.head_dim, min(config.vocab_size, _WIDEST)})
+    sizes = sorted({max(count, 2) for count in counts.products} | {_LARGEST + 64})
+    entries = [_normal(3, sizes[-1], width) for width in widths]
+    terms = np.exp(_normal(4, sizes[-1], KEY_CHUNK))
+
+    def add(entries: list[Array], terms: Array) -> list[Array]:
+        return [row_sum(x, numerics) for x in entries] + [row_sum(terms, numerics, ordered=True)]
+
+    results = {count: _compiled(add, [x[:count] for x in entries], terms[:count]) for count in sizes}
+    failures = []
+    for index, width in enumerate([*widths, KEY_CHUNK]):
+        differing = _differing({count: result[index] for count, result in results.items()})
+        if differing:
+            failures.append(
+                f"a sum over {width} entries in {_counts_phrase(list(differing))} has other bits than in"
+                f" {sizes[-1]}"
+            )
+    return failures
+
+
+def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
+    """One phrase per kind of attention whose bits are not those of the training pass.
+
+    The last tokens of a packed row are computed as the training pass does, by plain decoding in every number
+    of slots, and as a chain of draft nodes in the smallest and the largest pass of every number of nodes.
+    """
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    most = max((nodes for _, nodes in counts.passes), default=0) + 1
+    length = 2 * KEY_BLOCK
+    committed = length - most
+    q = jnp.asarray(_normal(5, 1, length, heads, dim), numerics.dtype)
+    k, v = (jnp.asarray(_normal(seed, 1, length, kv_heads, dim), numerics.dtype) for seed in (6, 7))
+
+    def prepare(q: Array, k: Array, v: Array) -> tuple[Array, kv_cache.KVCache]:
+        out = PackedAttention(jnp.ones((1, length), jnp.int32), numerics)(0, q, k, v)[0]
+        return out[0], kv_cache.from_prefill([(k, v)], kv_cache.cache_dtype(numerics))
+
+    expected, cache = _compiled(prepare, q, k, v)
+    tokens = [np.asarray(q), *(np.asarray(x).astype(cache.values[0].dtype) for x in (k, v))]
+
+    def repeated(slots: int, span: slice) -> list[np.ndarray]:
+        """Queries, keys, and values of a span of the row in as many slots, and their caches."""
+        return [
+            np.repeat(x, slots, axis=0) for x in (*(x[:, span] for x in tokens), *cache.keys, *cache.values)
+        ]
+
+    kernel = numerics.kernels.tree_attention
+
+    def decode(arguments: dict[int, list[Array]]) -> dict[int, Array]:
+        out = {}
+        for slots, (q, k, v, keys, values) in arguments.items():
+            positions = jnp.full(slots, length - 1, jnp.int32)
+            out[slots] = decode_attention(q, keys, values, positions, k, v, numerics, kernel)
+        return out
+
+    def verify(arguments: dict[tuple[int, int], list[Array]]) -> dict[tuple[int, int], Array]:
+        out = {}
+        for (slots, nodes), (q, k, v, keys, values) in arguments.items():
+            lengths = jnp.full(slots, committed, jnp.int32)
+            ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (slots, nodes, nodes))
+            depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (slots, nodes))
+            out[slots, nodes] = tree_attention(
+                q, keys, values, lengths, k, v, ancestors, depth, numerics, kernel
+            )
+        return out
+
+    failures = []
+    last = slice(length - 1, length)
+    decoded = _compiled(decode, {slots: repeated(slots, last) for slots in counts.slots})
+    differing = [slots for slots, out in decoded.items() if not (out[:, 0] == expected[last]).all()]
+    if differing:
+        phrase = _counts_phrase(differing, "slot")
+        failures.append(f"attention of one token in each of {phrase} has other bits than in training")
+    extremes = {
+        (choose(slots for slots, nodes in counts.passes if nodes == drafts), drafts + 1)
+        for _, drafts in counts.passes
+        for choose in (min, max)
+    }
+    spans = {(slots, nodes): slice(committed, committed + nodes) for slots, nodes in sorted(extremes)}
+    verified = _compiled(verify, {size: repeated(size[0], span) for size, span in spans.items()})
+    differing = [
+        slots for (slots, nodes), out in verified.items() if not (out == expected[spans[slots, nodes]]).all()
+    ]
+    if differing:
+        phrase = _counts_phrase(differing, "slot")
+        failures.append(f"attention of draft trees in {phrase} has other bits than in training")
+    return failures
+
+
+def _tiny_policy(numerics: Numerics, counts: RowCounts) -> tuple[int, bool]:
+    """The CRC-32 of the logits of `_TINY` at every row count, and whether they are equal between counts."""
+    params = cast_matrices(transformer.init_params(_TINY, seed=0), numerics.dtype)
+    rope = jnp.asarray(rope_table(_TINY, 1))
+
+    def itself(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        """Attention of a token that sees only itself; `_attention_failures` measures the rest."""
+        return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), None
+
+    def logits(params: transformer.Params, batches: dict[int, Array]) -> dict[int, Array]:
+        out = {}
+        for count, tokens in batches.items():
+            positions = jnp.zeros((count, 1), jnp.int32)
+            hidden, _ = transformer.forward(params, _TINY, tokens, positions, itself, rope, numerics)
+            out[count] = transformer.logits(params, _TINY, hidden[:, 0], numerics)
+        return out
+
+    tokens = np.arange(_LARGEST, dtype=np.int32)[:, None] % _TINY.vocab_size
+    sizes = sorted({max(count, 2) for count in counts.products})
+    results = _compiled(logits, params, {count: tokens[:count] for count in sizes})
+    crc = 0
+    for count in sizes:
+        crc = zlib.crc32(results[count].tobytes(), crc)
+    return crc, not _differing(results)

@@ -1,0 +1,129 @@
+"""Row-invariance is measured: on this processor, and on ones that misbehave."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.config import load_config
+from rljax.engine import invariance
+from rljax.engine.buckets import Buckets, make_buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.invariance import measure, measured, row_counts
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.linear import product
+from rljax.numerics.products import ProductForm, forms, unmeasured_form
+from rljax.numerics.rows import Numerics
+from rljax.training.assembly import make_numerics
+from tests.engine.test_engine import SAMPLING, ask, decode, lively_params
+from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced
+from tests.training.tiny_run import write_config
+
+POLICY = ModelConfig("qwen3", 96, 64, 1, 4, 2, 64, 96, tie_embeddings=True, qk_norm=True)
+BUCKETS = Buckets((2, 6, 18), (64,), (9, 20), 3)
+COUNTS = row_counts(BUCKETS, [33])
+ADDED = ProductForm(4, 4)  # the cheapest form without rests of one or two rows
+
+
+def test_rows_are_padded_to_the_form():
+    assert [ADDED.padded(rows) for rows in (1, 4, 5, 17)] == [4, 4, 8, 20]
+    assert [ProductForm(2, 1).padded(rows) for rows in (1, 2, 3)] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", [ProductForm(2, 1), ADDED, ProductForm(16, 16, float32=True)])
+def test_a_padded_product_is_the_product(dtype, form):
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 32), (24, 32)))
+    numerics = Numerics(compute_dtype=dtype, measured_form=form)
+    y = product(jnp.asarray(x, dtype), jnp.asarray(weight), numerics)
+    assert y.shape == (5, 24) and y.dtype == jnp.float32
+    np.testing.assert_allclose(y, x @ weight.T, atol=1e-5 if dtype == "float32" else 0.2)
+
+
+def test_row_counts_are_those_of_the_engine():
+    counts = row_counts(make_buckets(8, 200, True, verify_buckets=(16, 32), max_drafts=7), [1024, 1000])
+    assert counts.slots == (2, 4, 8)
+    assert {2, 4, 8, 16, 32, 256, 256 + 1000 % 256} <= set(counts.products)
+    assert max(counts.products) <= 512
+    assert counts.passes == ((2, 7), (4, 7), (8, 3), (8, 7))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_processor_with_lone_rows_and_rests_gets_padding(dtype):
+    with replaced(lone_rows_and_rests):
+        found = measure(POLICY, Numerics(compute_dtype=dtype), COUNTS)
+    if not found.exact:  # by a fault of its own
+        pytest.skip(found.summary(dtype))
+    assert found.form.multiple >= 4
+    assert "rows has other bits" in found.rejected[0]
+    assert "multiples of" in found.summary(dtype) and found.fingerprint in found.summary(dtype)
+
+
+def decoded(form):
+    """What two requests get in 2, 6, and 18 slots."""
+    numerics = Numerics(measured_form=form)
+    params, asked = lively_params(POLICY), ask([3, 17], [30, 20])
+    outputs = []
+    for slots in BUCKETS.batch:
+        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_visit=64)
+        outputs.append(decode(engine, engine.load_params(params), asked, order=[slots - 1, 0]))
+    return outputs
+
+
+def test_padding_makes_decoding_exact_on_such_a_processor():
+    with replaced(lone_rows_and_rests):
+        first, *others = decoded(ADDED)
+        assert all(other == first for other in others)
+        first, *others = decoded(ProductForm(2, 1))
+        assert all(other != first for other in others)  # 2 and 18 slots: as good as alone, and a rest of two
+
+
+def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
+    with replaced(every_count):
+        found = measure(POLICY, Numerics(), COUNTS)
+        assert not found.exact and len(found.rejected) == len(forms("float32"))
+        assert found.form == unmeasured_form("float32")
+        config = load_config(write_config(tmp_path))
+        with pytest.raises(ConfigError, match=r"engine.row_invariant: .* product .* other bits .* set warn"):
+            make_numerics(config, POLICY, None)
+        config = load_config(write_config(tmp_path), ["engine.row_invariant=warn"])
+        numerics, found = make_numerics(config, POLICY, None)
+        assert numerics.row_invariant and "not exact" in found.summary("float32")
+
+
+def test_row_invariance_that_is_off_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(invariance, "measure", None)
+    config = load_config(write_config(tmp_path), ["engine.row_invariant=false"])
+    numerics, found = make_numerics(config, POLICY, None)
+    assert found is None and not numerics.row_invariant
+
+
+def test_a_measurement_is_kept_until_it_is_damaged(tmp_path, monkeypatch):
+    arguments = POLICY, Numerics(), row_counts(Buckets((2,), (64,)), [48]), tmp_path
+    first = measured(*arguments)
+    calls = []
+
+    def measured_again(*_):
+        calls.append(_)
+        return dataclasses.replace(first, seconds=0.0)
+
+    monkeypatch.setattr(invariance, "_measured", measured_again)
+    assert measured(*arguments) == first and not calls
+    measured(POLICY, Numerics(compute_dtype="bfloat16"), *arguments[2:])
+    assert len(calls) == 1
+    for file in (tmp_path / "numerics").iterdir():
+        file.write_bytes(b'{"form"')
+    assert measured(*arguments).seconds == 0.0 and len(calls) == 2
+
+
+def test_a_fingerprint_is_of_the_numerics_alone():
+    counts = row_counts(Buckets((2, 4), (64,)))
+    one, again = (measure(POLICY, Numerics(), counts).fingerprint for _ in range(2))
+    wider = dataclasses.replace(POLICY, mlp_size=128)
+    assert one == again == measure(wider, Numerics(), counts).fingerprint
+    assert one != measure(POLICY, Numerics(compute_dtype="bfloat16"), counts).fingerprint
+    with replaced(every_count):
+        assert one != measure(POLICY, Numerics(), counts).fingerprint

@@ -1,0 +1,42 @@
+"""Products whose bits depend on the number of rows, as some processors' do, for tests on any processor."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+from rljax.numerics import products
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def lone_rows_and_rests(dot: Product) -> Product:
+    """As bfloat16 on an Intel processor with AMX: one or two rows, and one or two rows beyond a multiple of
+    16, have other bits than the same rows among more.
+    """
+
+    def misbehaving(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        y, rest = dot(rows, weight), rows.shape[0] % 16
+        return y if rest not in (1, 2) else y.at[-rest:].multiply(1 + 2**-12)
+
+    return misbehaving
+
+
+def every_count(dot: Product) -> Product:
+    """No two numbers of rows have the same bits."""
+
+    def misbehaving(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(rows, weight) * (1 + 2**-12 * rows.shape[0])
+
+    return misbehaving
+
+
+@contextlib.contextmanager
+def replaced(kind: Callable[[Product], Product]) -> Iterator[None]:
+    """Every product of a policy is of this kind."""
+    jax.clear_caches()  # JAX keeps what it traced with another product.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "dot", kind(products.dot))
+        yield
+    jax.clear_caches()

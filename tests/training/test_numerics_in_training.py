@@ -1,0 +1,44 @@
+"""What a run measures of its processor, says, keeps, and compares when it goes on elsewhere."""
+
+import json
+
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import ConfigError
+from rljax.training.loop import run
+from rljax.training.run_directory import RunDirectory
+from tests.misbehaving_products import every_count, replaced
+from tests.training.tiny_run import train, write_config
+
+
+def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path, capsys):
+    train(tmp_path, "training.steps=1")
+    said = capsys.readouterr().out
+    directory = RunDirectory(tmp_path / "run")
+    (session,) = directory.read_sessions()
+    assert "numerics: exact in float32 on this processor, products of" in said
+    assert f"fingerprint {session['numerics']}" in said
+
+    other = session | {"numerics": "0badf00d"}
+    directory.sessions_path.write_text(json.dumps(other) + "\n")
+    train(tmp_path, "training.steps=2")
+    said = capsys.readouterr().out
+    assert f"other bits than the last (fingerprint 0badf00d, now {session['numerics']})" in said
+    assert directory.read_sessions()[-1]["numerics"] == session["numerics"]
+    train(tmp_path, "training.steps=3")
+    assert "other bits than the last" not in capsys.readouterr().out
+
+
+def test_where_nothing_is_exact_a_run_is_refused_or_counts(tmp_path, capsys):
+    with replaced(every_count):
+        with pytest.raises(ConfigError, match="row_invariant: true does not hold here"):
+            run(load_config(write_config(tmp_path)))
+        lines = train(tmp_path, "engine.row_invariant=warn", "training.steps=1")
+    assert "numerics: not exact in float32" in capsys.readouterr().out
+    assert 0 < lines[1]["mismatch/tokens"] <= lines[1]["rollout/tokens"]
+
+
+def test_no_token_is_counted_where_all_is_exact(tmp_path):
+    lines = train(tmp_path, "training.steps=1")
+    assert lines[1]["mismatch/tokens"] == 0 and lines[1]["mismatch/logprob_abs_max"] == 0.0
