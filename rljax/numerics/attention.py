@@ -7,6 +7,7 @@ maximum; exponentials summed, and values weighted, chunk of keys after chunk of 
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -46,6 +47,27 @@ def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array,
     return row_sum(terms, numerics, ordered=True), weighted[..., :head_dim]
 
 
+def weigh_cached_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
+    """As `weigh_chunk`, but a value that is not finite does not reach rows in which its term is 0.
+
+    Terms of 0 belong to masked positions of a cache and to nodes of other branches, and 0 times NaN is NaN.
+    Zeroing such values before the product would copy the cache at every step. So, on a CPU, only a result
+    that holds NaN is computed again, from finite values; it is NaN where a term other than 0 met one that is
+    not finite.
+    """
+    sums, weighted = weigh_chunk(terms, values, numerics)
+    if jax.default_backend() != "cpu":  # A GPU's host would wait for the condition.
+        return sums, weighted
+
+    def again() -> Array:
+        finite = jnp.isfinite(values)
+        clean = weigh_chunk(terms, jnp.where(finite, values, 0.0), numerics)[1]
+        met = (terms != 0).astype(jnp.float32), (~finite).astype(jnp.float32)
+        return jnp.where(weigh_chunk(*met, numerics)[1] > 0, jnp.nan, clean)
+
+    return sums, lax.cond(jnp.isnan(weighted).any(), again, lambda: weighted)
+
+
 def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
     """Softmax-weighted mean of values, chunk after chunk of keys.
 
@@ -67,7 +89,7 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
         values = jnp.pad(values, ((0, 0), (0, 0), (0, pad), (0, 0)))
     chunked_terms = terms.reshape(batch, heads, rows, num_chunks, chunk).swapaxes(2, 3)
     chunked_values = values.reshape(batch, heads, num_chunks, chunk, values.shape[-1])
-    sums, weighted = weigh_chunk(chunked_terms, chunked_values, numerics)
+    sums, weighted = weigh_cached_chunk(chunked_terms, chunked_values, numerics)
     # One chunk after the other: chunks without a key of ours add exact zeros, so it does not matter how many
     # there are.
     sums = functools.reduce(jnp.add, [sums[:, :, c] for c in range(num_chunks)])

@@ -21,7 +21,7 @@ from rljax.numerics.attention import (
     block_scores,
     scale_queries,
     softmax_terms,
-    weigh_chunk,
+    weigh_cached_chunk,
     weighted_values,
 )
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max
@@ -129,18 +129,18 @@ def _weighted_values(
         last_values = jnp.take_along_axis(values, index, axis=2)[:, :, 0]
         before = jnp.arange(num_chunks - 1)[None] < begins_in[:, None]
         whole_terms = jnp.where(before[:, None, :, None, None], terms[:, :, :-1], 0.0)
-        sums, weighted = weigh_chunk(whole_terms, values[:, :, :-1], numerics)
+        sums, weighted = weigh_cached_chunk(whole_terms, values[:, :, :-1], numerics)
         parts = [(sums[:, :, c], weighted[:, :, c]) for c in range(num_chunks - 1)]
     here = jnp.pad(positions // chunk == begins_in[:, None], [(0, 0), (0, KEY_BLOCK - positions.shape[1])])
     here = here[:, None, None]
     parts.append(
-        weigh_chunk(
+        weigh_cached_chunk(
             jnp.concatenate([last_terms, jnp.where(here, tree_terms, 0.0)], axis=-1),
             jnp.concatenate([last_values, tree_values], axis=2),
             numerics,
         )
     )
-    parts.append(weigh_chunk(jnp.where(here, 0.0, tree_terms), tree_values, numerics))
+    parts.append(weigh_cached_chunk(jnp.where(here, 0.0, tree_terms), tree_values, numerics))
     sums = functools.reduce(jnp.add, [part[0] for part in parts])
     weighted = functools.reduce(jnp.add, [part[1] for part in parts])
     return weighted / jnp.where(sums == 0, 1.0, sums)
