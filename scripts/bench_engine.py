@@ -17,6 +17,7 @@ from engine_benchmarks.companion import companion_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
 from engine_benchmarks.pool import pool_rows
+from engine_benchmarks.price import price_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
@@ -54,6 +55,8 @@ def measurements() -> list[Measurement]:
         ),
         Measurement("companion", "95M", lambda: companion_rows("95M", POLICIES["95M"], 2, (2, 8), repeats=9)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
+        Measurement("price", "25M", lambda: price_rows("25M", small, repeats=9, num_sequences=32)),
+        Measurement("price", "95M", lambda: price_rows("95M", POLICIES["95M"], repeats=7, num_sequences=8)),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
     ]
 
@@ -70,6 +73,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
+        Measurement("price", "2M", lambda: price_rows("2M", tiny, repeats=2, num_sequences=4)),
         Measurement("pool", "2M", lambda: pool_rows("2M", tiny, (2, 4)), disturbed=False),
     ]
 

@@ -63,11 +63,14 @@ def make_engine(
     length: int,
     sampling: SamplingParams | None = None,
     cache: Path | None = None,
+    numerics: Numerics | None = None,
 ) -> DecodeEngine:
-    """A float32 engine without an end-of-sequence token: every response has the length asked for."""
+    """An engine without an end-of-sequence token: every response has the length asked for. float32 unless
+    `numerics` says otherwise.
+    """
     return DecodeEngine(
         config,
-        Numerics(row_invariant, "float32"),
+        numerics or Numerics(row_invariant, "float32"),
         SamplingParams() if sampling is None else sampling,
         make_buckets(slots, length, row_invariant),
         eos_token_ids=(),

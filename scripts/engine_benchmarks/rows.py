@@ -5,6 +5,7 @@ numbers do, for the formulation that the policy uses and for the one it avoids. 
 options, so that a new version's defaults are seen.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from engine_benchmarks.policies import POLICIES
 from rljax.benchmarking import Row
+from rljax.engine.buckets import make_buckets
+from rljax.engine.invariance import measure, row_counts
 from rljax.numerics.attention import block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
 
@@ -21,10 +25,27 @@ _INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
 
 
 def row_invariance_rows() -> list[Row]:
-    """Every formulation of `rljax/numerics/rows.py` against what it replaces."""
+    """Every formulation of `rljax/numerics/rows.py` against what it replaces, and the form of products."""
     rng = np.random.default_rng(0)
     layouts = [_layout(rng, inputs) for inputs in _INPUTS]
-    return [*layouts, _order(rng), _sum(rng), _maximum(rng), _zeros_between(rng), _rounding(rng)]
+    return [
+        *layouts,
+        _order(rng),
+        _sum(rng),
+        _maximum(rng),
+        _zeros_between(rng),
+        _rounding(rng),
+        *(_form(name, dtype) for name in ("2M", "95M") for dtype in ("float32", "bfloat16")),
+    ]
+
+
+def _form(name: str, dtype: str) -> Row:
+    """The form of products that is exact here for a policy, by the multiple to which rows are padded."""
+    buckets = make_buckets(64, 1024, True, verify_buckets=(16, 32, 64, 128), max_drafts=15)
+    found = measure(POLICIES[name], Numerics(compute_dtype=dtype), row_counts(buckets, [4096, 1000, 33]))
+    details = dataclasses.asdict(found) | {"summary": found.summary(dtype)}
+    row = f"rows/form of products/{name}/{dtype}"
+    return Row(row, found.form.multiple, "rows", "unpadded", 1, 1 / found.form.multiple, details)
 
 
 def _layout(rng: np.random.Generator, inputs: int) -> Row:

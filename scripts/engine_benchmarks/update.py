@@ -58,12 +58,13 @@ class PackedUpdates:
         params: Params,
         sequences: Sequence[TrainingSequence],
         row_invariant: bool,
+        numerics: Numerics | None = None,
     ) -> None:
         self._sequences = sequences
         optimizer = make_optimizer(**OPTIMIZER.model_dump(), total_updates=1)
         self._trainer = Trainer(
             config,
-            Numerics(row_invariant, "float32"),
+            numerics or Numerics(row_invariant, "float32"),
             SamplingParams(),
             GRPO,
             UPDATE,
