@@ -1,6 +1,6 @@
-"""The price of exactness on this processor: `engine.row_invariant` on against off, in both number types.
+"""The price of exactness here: `engine.row_invariant` on against off, in float32 and in bfloat16.
 
-Plain decode steps, verifying passes, and updates, with the form of products that is measured to be exact here.
+Plain decode steps, verifying passes, and updates, with the form of products that is exact here.
 """
 
 import dataclasses

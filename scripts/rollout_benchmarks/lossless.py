@@ -35,7 +35,7 @@ _DRAFTERS = {
     "all in turn": ("srt", "quantized", "eagle"),
     "all mixed": ("srt", "quantized", "eagle"),
 }
-_ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
+ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
 _SLOTS = (6, 24)  # of 64 requests
 _BATCHES = (2, 6, 24, 64)
 _SIZES = (16, 32, 64, 128)
@@ -83,13 +83,13 @@ def _compare(
 ) -> Row:
     params = run.engine.load_params(run.state.params)
     run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
-    drafters = {each: make_drafter(each, **_ARGUMENTS.get(each, {})) for each in _DRAFTERS[name]}
+    drafters = {each: make_drafter(each, **ARGUMENTS.get(each, {})) for each in _DRAFTERS[name]}
     engine = run.engine.handing_out(states_read(drafters, run.engine.config))
     choice = StrategyChoice(mix="mixed" in name)
     speculator = EveryPass(engine, drafters, 64, run_ahead, times, choice)
     speculator.turns = itertools.count()
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
-    _take_turns(speculator, alone="turn" in name)
+    take_turns(speculator, alone="turn" in name)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2
@@ -124,7 +124,7 @@ def _compare(
     )
 
 
-def _take_turns(speculator: EveryPass, alone: bool) -> None:
+def take_turns(speculator: EveryPass, alone: bool) -> None:
     """All drafters are asked whatever they promise: one in turn, or every one; chains of every length."""
     turns, number_of = itertools.count(), len(speculator.proposers)
     for number, proposer in enumerate(speculator.proposers):

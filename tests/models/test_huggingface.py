@@ -61,7 +61,7 @@ def our_logits(config, params):
             jnp.asarray(rope_table(config, tokens.shape[1])),
             numerics,
         )
-        return logits(params, config, hidden)
+        return logits(params, config, hidden, numerics)
 
     return np.asarray(run(params))
 

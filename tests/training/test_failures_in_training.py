@@ -56,6 +56,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, {"w": jnp.zeros(2)}
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
+    run.invariance = None
     run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
     run.compile = quiet
 

@@ -1,0 +1,253 @@
+"""Counts flips: responses whose drafted decoding leaves plain decoding, by mechanism and number type.
+
+The tokens of plain decoding at temperature 1 are the truth. Every mechanism decodes the same requests with
+the same noise, in other buckets, slots and company. A response is compared up to its first difference, since
+the tokens after it have another prefix. The work is cut into parts, a JSON line each, so that a long count
+can be stopped and goes on where it stopped.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drafters.registry import make_drafter, states_read
+from rljax.config import ExperimentConfig
+from rljax.durable_files import write_durably
+from rljax.errors import UserError
+from rljax.provenance import machine_facts
+from rljax.rollout.records import Completion, Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.speculation.managers.manager import StrategyChoice
+from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
+from rljax.training.loop import TrainingRun
+from rollout_benchmarks.lossless import ARGUMENTS, EveryPass, take_turns
+from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """One way to draft.
+
+    Attributes:
+      drafters: names of the registry.
+      choice: the manager; "every pass" asks all drafters and verifies passes of every size in turn.
+      mix: see `speculation.mix`.
+      run_ahead: idle slots decode the next step's requests.
+    """
+
+    drafters: tuple[str, ...]
+    choice: str = "every pass"
+    mix: bool = False
+    run_ahead: bool = False
+
+
+MECHANISMS = {
+    "prompt lookup": Mechanism(("prompt_lookup",)),
+    "suffix decoding": Mechanism(("suffix_decoding",)),
+    "HistoSpec": Mechanism(("histospec",)),
+    "SRT": Mechanism(("srt",)),
+    "SRT with run-ahead": Mechanism(("srt",), run_ahead=True),
+    "quantized": Mechanism(("quantized",)),
+    "small model": Mechanism(("small_model",)),
+    "EAGLE-3": Mechanism(("eagle",)),
+    "all, one in turn": Mechanism(("srt", "quantized", "eagle")),
+    "all, mixed trees": Mechanism(("srt", "quantized", "eagle"), mix=True),
+    "all, default manager": Mechanism(("srt", "quantized", "eagle"), "expected"),
+    "all, bandit": Mechanism(("srt", "quantized", "eagle"), "bandit"),
+    "all, draft ladder": Mechanism(("srt", "quantized", "eagle"), "ladder"),
+}
+BUCKET_MIXES = {
+    "a": ((2, 6, 24, 64), (16, 32, 64, 128), (6, 24)),
+    "b": ((3, 17, 64), (24, 33, 66, 96), (17, 64)),
+    "c": ((1, 5, 11, 33, 64), (18, 50, 130), (33, 5)),
+}
+"""Batch buckets, rows of verifying passes, and slots of the drafted side; plain decoding has 64."""
+
+
+@dataclasses.dataclass
+class Count:
+    """What was compared, and what differed.
+
+    Attributes:
+      tokens: compared, up to a response's first difference.
+      drafted, accepted: draft tokens that were verified, and those of them that were right.
+      flips: per response that differs, its step, request and position, the two tokens, and by how much the
+        logprobs of the 16 tokens before it differed at most: 0 says that verification chose wrongly, a drift
+        that a near-tie was decided otherwise.
+      logprobs: equal tokens whose logprobs have other bits.
+    """
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    flips: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    logprobs: int = 0
+
+    def compare(self, plain: Completion, drafted: Completion, where: Mapping[str, int]) -> None:
+        """Adds one response."""
+        length = min(len(plain.response_ids), len(drafted.response_ids))
+        different = np.flatnonzero(plain.response_ids[:length] != drafted.response_ids[:length])
+        same = int(different[0]) if len(different) else length
+        drift = np.abs(plain.logprobs[:same] - drafted.logprobs[:same])
+        self.tokens += same
+        self.logprobs += int((drift > 0).sum())
+        if len(different) or len(plain.response_ids) != len(drafted.response_ids):
+            self.tokens += 1
+            before = drift[-16:].max(initial=0.0)
+            pair = [
+                int(one.response_ids[same]) if same < len(one.response_ids) else None
+                for one in (plain, drafted)
+            ]
+            self.flips.append({**where, "position": same, "tokens": pair, "drift_before": float(before)})
+
+
+def parts(dtypes: Sequence[str], blocks: int) -> Iterator[dict[str, Any]]:
+    """The parts of the whole count, number types and bucket mixes in turn."""
+    for block, mix, dtype in itertools.product(range(blocks), BUCKET_MIXES, dtypes):
+        yield {"dtype": dtype, "buckets": mix, "block": block}
+
+
+def count_part(
+    config: ExperimentConfig, part: Mapping[str, Any], steps: int, names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """One line per mechanism: its `Count` over `steps` steps of the part's block.
+
+    Args:
+      config: the workload; temperature 1.
+      part: from `parts`.
+      steps: rollouts, of `rollout.prompts_per_step` prompts each; history drafters see prompts again if
+        `task.problems` is below `steps` times that.
+      names: of `MECHANISMS`.
+    """
+    batches, rows, slots = BUCKET_MIXES[part["buckets"]]
+    config = config.model_copy(
+        update={
+            "seed": config.seed + part["block"],
+            "policy": config.policy.model_copy(update={"compute_dtype": part["dtype"]}),
+            "engine": config.engine.model_copy(update={"max_slots": batches[-1], "batch_buckets": batches}),
+            "speculation": config.speculation.model_copy(
+                update={"drafter": "srt", "verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]}
+            ),
+        }
+    )
+    with open_run(config) as (run, progress):
+        progress.stage("count", len(names))
+        params = run.engine.load_params(run.state.params)
+        plain = []
+        for step in range(steps):
+            requests = step_requests(run, step)
+            plain.append(Scheduler(run.engine.handing_out(None), batches[-1]).run(params, requests)[0])
+        times: dict[Any, PassTimes] = {}
+        for number, name in enumerate(names):
+            count = _count(run, MECHANISMS[name], plain, slots, times)
+            fingerprint = None if run.invariance is None else run.invariance.fingerprint
+            yield {**part, "mechanism": name, "numerics": fingerprint} | dataclasses.asdict(count)
+            progress.step(number + 1, {"tokens_per_second": 0.0})
+
+
+def _count(
+    run: TrainingRun,
+    mechanism: Mechanism,
+    plain: Sequence[Sequence[Completion]],
+    slots: Sequence[int],
+    times: dict[Any, PassTimes],
+) -> Count:
+    params = run.engine.load_params(run.state.params)
+    arguments = {**ARGUMENTS}
+    if "small_model" in mechanism.drafters:
+        arguments["small_model"] = {"path": str(small_model(run))}
+    drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
+    engine = run.engine.handing_out(states_read(drafters, run.engine.config))
+    run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
+    shared = times.setdefault(engine.hidden_layers, PassTimes())
+    every_pass = mechanism.choice == "every pass"
+    by = "expected" if every_pass else mechanism.choice
+    kind = EveryPass if every_pass else Speculator
+    choice = StrategyChoice(by, mechanism.mix)
+    speculator = kind(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
+    if every_pass:
+        speculator.turns = itertools.count()
+    speculator.warm_up(params, run.config.rollout.max_prompt_length)
+    if every_pass:
+        take_turns(speculator, alone=len(drafters) > 1 and not mechanism.mix)
+    count = Count()
+    for step, expected in enumerate(plain):
+        requests: list[Request] = step_requests(run, step)
+        if run_ahead is not None:
+            run_ahead.plan(step_requests(run, step + 1))
+        scheduler = Scheduler(engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
+        drafted, statistics = scheduler.run(params, requests)
+        count.drafted, count.accepted = (
+            count.drafted + statistics.drafted,
+            count.accepted + statistics.accepted,
+        )
+        for number, (one, other) in enumerate(zip(expected, drafted, strict=True)):
+            count.compare(one, other, {"step": step, "request": number})
+        speculator.learn(unrewarded(requests, drafted))
+    return count
+
+
+class PartsFile:
+    """The lines that were counted, each written durably; started again, a count goes on behind them.
+
+    Raises:
+      UserError: the file belongs to another processor, JAX version, or workload.
+    """
+
+    def __init__(self, path: Path, workload: Mapping[str, Any]) -> None:
+        machine = machine_facts()
+        self.path, self.header = path, {"machine": machine, "workload": dict(workload)}
+        self.lines: list[dict[str, Any]] = []
+        if path.exists():
+            header, *self.lines = (json.loads(line) for line in path.read_text().splitlines())
+            known = {name: header["machine"].get(name) for name in ("cpu", "vectors", "jax")}
+            here = {name: machine[name] for name in known}
+            if known != here or header["workload"] != self.header["workload"]:
+                raise UserError(
+                    f"{path}: counted on {known} with other settings or elsewhere; give another --parts"
+                )
+            self.header = header
+
+    def missing(self, part: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        """The mechanisms that were not counted in a part."""
+        done = {line["mechanism"] for line in self.lines if part.items() <= line.items()}
+        return [name for name in names if name not in done]
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds one mechanism's count of one part."""
+        self.lines.append(line)
+        content = "".join(json.dumps(each) + "\n" for each in (self.header, *self.lines))
+        write_durably(self.path, content.encode())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens compared so far."""
+        return sum(line["tokens"] for line in self.lines)
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per number type and mechanism: tokens, drafted and accepted tokens, flips, and logprobs that differ."""
+    rows = []
+    for dtype, mechanism in sorted({(line["dtype"], line["mechanism"]) for line in lines}):
+        chosen = [line for line in lines if (line["dtype"], line["mechanism"]) == (dtype, mechanism)]
+        sums = {
+            name: sum(line[name] for line in chosen) for name in ("tokens", "drafted", "accepted", "logprobs")
+        }
+        flips = [flip for line in chosen for flip in line["flips"]]
+        rows.append({"dtype": dtype, "mechanism": mechanism, **sums, "flips": len(flips), "shown": flips[:5]})
+    return rows
+
+
+def processor_line() -> str:
+    """The processor and the JAX version, for headings."""
+    facts = machine_facts()
+    return f"{facts['cpu']} ({facts['vectors']}), {os.cpu_count()} cores, JAX {jax.__version__}"
