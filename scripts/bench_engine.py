@@ -55,7 +55,6 @@ def measurements() -> list[Measurement]:
         ),
         Measurement("companion", "95M", lambda: companion_rows("95M", POLICIES["95M"], 2, (2, 8), repeats=9)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
-        Measurement("price", "25M", lambda: price_rows("25M", small, repeats=9, num_sequences=32)),
         Measurement("price", "95M", lambda: price_rows("95M", POLICIES["95M"], repeats=7, num_sequences=8)),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
     ]
