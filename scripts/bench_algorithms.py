@@ -29,10 +29,12 @@ from rljax.reports.learning import SMOOTHING
 from rljax.reports.runs import RunData, read_run
 from rljax.rollout.collector import EVALUATION
 from rljax.training.interruption import StopRequest
-from rljax.training.loop import TrainingRun, open_checkpoints
+from rljax.training.loop import train as train_run
 from rljax.training.minibatches import completions_of, make_minibatches
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
+from rljax.training.session import open_checkpoints
+from rljax.training.training_run import TrainingRun
 
 _CONFIG = "configs/bench_algorithms.yaml"
 
@@ -66,7 +68,7 @@ def train(config: ExperimentConfig) -> Learned:
             training = TrainingRun(config, directory, checkpoints, progress, time.perf_counter(), stop)
             start = jax.tree.map(jnp.copy, training.state.params)
             with training.trackers:
-                training.train()
+                train_run(training)
             kl = kl_from(start, training)
             finished.write_text(json.dumps(kl), encoding="utf-8")
         except Interrupted as interrupted:

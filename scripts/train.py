@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         run_dir = config.run_dir
         # JAX takes seconds to import: not before the config is known to be right.
-        from rljax.training.loop import run
+        from rljax.training.session import run
 
         run(config, **({"allow_changes": True} if arguments.allow_changes else {}))
     except UserError as error:

@@ -19,7 +19,7 @@ from rljax.config import load_config
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import param_shapes
-from rljax.training import loop
+from rljax.training import loop, saving, session
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
 from tests.models.checkpoints import write_tokenizer
@@ -54,14 +54,14 @@ def world(tmp_path_factory):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         files = RunDirectory(config.run_dir)
         files.write_config(config)
-        checkpoints = loop.open_checkpoints(files, config.checkpoint)
-        run = loop.TrainingRun(config, files, checkpoints, Progress(), 0.0)
+        checkpoints = session.open_checkpoints(files, config.checkpoint)
+        run = session.TrainingRun(config, files, checkpoints, Progress(), 0.0)
         files.record_session(0)
         files.append_metrics({"step": 0})
         for run.step in (1, 2):
             files.append_metrics({"step": run.step})
             files.append_decisions(run.step, [])
-            run.save(None)
+            saving.save(run, None)
         checkpoints.close()
     return directory
 
@@ -78,7 +78,7 @@ def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
     def never(*_):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(loop.TrainingRun, "compile", never)
+    monkeypatch.setattr(session.TrainingRun, "compile", never)
     before = contents(directory)
     config = directory / "config.yaml"
     overrides = [each.replace("POLICY", str(directory / "policy")) for each in (*OVERRIDES, *arguments)]
@@ -308,8 +308,8 @@ def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monke
     write_config(tmp_path)
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert (tmp_path / "run" / "config.yaml").exists()
-    monkeypatch.setattr(loop.TrainingRun, "compile", lambda _: None)
-    monkeypatch.setattr(loop.TrainingRun, "train", lambda *_: None)
+    monkeypatch.setattr(session.TrainingRun, "compile", lambda _: None)
+    monkeypatch.setattr(session, "train", lambda *_: None)
     assert (
         load_script("train").main(
             ["--config", str(tmp_path / "config.yaml"), *OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
@@ -450,8 +450,8 @@ def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys)
 def test_the_run_is_good_until_it_is_damaged(run, tmp_path, monkeypatch):
     """What the cases above begin with does resume, with a drafter or without."""
     reached = []
-    monkeypatch.setattr(loop.TrainingRun, "compile", lambda run: reached.append(run.step))
-    monkeypatch.setattr(loop.TrainingRun, "advance", lambda run, _: setattr(run, "step", 9))
+    monkeypatch.setattr(session.TrainingRun, "compile", lambda run: reached.append(run.step))
+    monkeypatch.setattr(loop, "advance", lambda run: setattr(run, "step", 9))
     for drafter in ("srt", "null"):
         arguments = [*OVERRIDES, f"speculation.drafter={drafter}"]
         assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *arguments]) == 0

@@ -443,9 +443,9 @@ def test_help_of_the_command_line(train_script, capsys):
 
 
 def fake_loop(monkeypatch, run):
-    module = types.ModuleType("rljax.training.loop")
+    module = types.ModuleType("rljax.training.session")
     module.run = run
-    monkeypatch.setitem(sys.modules, "rljax.training.loop", module)
+    monkeypatch.setitem(sys.modules, "rljax.training.session", module)
 
 
 def test_command_line_runs_the_loop(train_script, config_file, monkeypatch):

@@ -33,9 +33,9 @@ from rljax.rollout.collector import EVALUATION, TRAINING, Group
 from rljax.tasks.base import Split
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
-from rljax.training.loop import TrainingRun
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
+from rljax.training.training_run import TrainingRun
 
 _SETTINGS, _TRAINER = "warm_up.json", "trainer.npz"
 _MAY_CHANGE = ("steps", "heldout", "engine")

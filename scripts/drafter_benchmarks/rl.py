@@ -30,7 +30,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
-from rljax.training.loop import TrainingRun
+from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run
 
 _BITS = (8, 4)

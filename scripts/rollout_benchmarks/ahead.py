@@ -15,7 +15,7 @@ from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.rollout.records import Completion, Request
-from rljax.training.loop import TrainingRun
+from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 
 _OTHER_NOISE = 1000  # a purpose that nothing samples for

@@ -21,7 +21,7 @@ from rljax.speculation.pass_choice import Candidates, PassTimes
 from rljax.speculation.proposers import SelfProposer
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculative_pass import Speculator
-from rljax.training.loop import TrainingRun
+from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 
 _DRAFTERS = {

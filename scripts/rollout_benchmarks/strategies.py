@@ -16,7 +16,7 @@ from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import most_nodes
 from rljax.speculation.pass_choice import PassTimes
 from rljax.speculation.strategies import Strategy
-from rljax.training.loop import TrainingRun
+from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
 
 _DEPTHS, _NODES, _TOP_KS = (2, 4, 6), (3, 7, 15), (1, 2, 4)

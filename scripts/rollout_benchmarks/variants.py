@@ -27,10 +27,11 @@ from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculative_pass import Speculator
 from rljax.training.assembly import warm_up
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.loop import TrainingRun, outcomes
+from rljax.training.loop import outcomes
 from rljax.training.policy import make_policy
 from rljax.training.progress import Progress
 from rljax.training.run_directory import RunDirectory
+from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 
 PLAIN = "plain"

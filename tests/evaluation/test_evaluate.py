@@ -21,8 +21,8 @@ from rljax.models.digest import weights_digest
 from rljax.models.huggingface import save_model
 from rljax.speculation.speculative_pass import Speculator
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training.loop import run as run_training
 from rljax.training.saved_policy import load_saved_policy
+from rljax.training.session import run as run_training
 from tests.scripts import load_script
 from tests.training.tiny_run import train, write_config
 

@@ -40,7 +40,7 @@ def carry_out(command: dict) -> int:
 
 
 def serve() -> None:
-    import rljax.training.loop  # noqa: F401
+    import rljax.training.session  # noqa: F401
 
     for line in sys.stdin:
         process = os.fork()

@@ -27,7 +27,7 @@ POOL = ExecutablePool()  # what the runs share, such as the engine, is compiled 
 @pytest.fixture(autouse=True, scope="module")
 def _one_pool():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rljax.training.loop.ExecutablePool", lambda *_: POOL)
+        patch.setattr("rljax.training.training_run.ExecutablePool", lambda *_: POOL)
         yield
 
 

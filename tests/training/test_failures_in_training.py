@@ -11,11 +11,12 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import Interrupted, RunDirectoryError, UserError
-from rljax.training import loop, run_directory
+from rljax.training import loop, reporting, run_directory, session
 from rljax.training.interruption import StopRequest
 from rljax.training.run_directory import RunDirectory
 from tests.training.tiny_run import write_config
 
+EVALUATE = loop.evaluate  # which the fixture replaces
 LOST = UserError("task.rewards.0: took more than 10 seconds")
 
 
@@ -48,7 +49,7 @@ class Checkpoints:
 
 def make_run(directory, checkpoints, said, *overrides, evaluate):
     """A run whose steps are made up, as `train` finds it."""
-    run = object.__new__(loop.TrainingRun)
+    run = object.__new__(session.TrainingRun)
     run.config = load_config(write_config(directory), ["tracking.report=true", *overrides])
     run.directory, run.checkpoints, checkpoints.run = RunDirectory(directory / "run"), checkpoints, run
     quiet = lambda *_, **__: None  # noqa: E731
@@ -62,7 +63,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
 
     def training_step():
         run.data_position += 2
-        run.keep_for_report(run.directory.append_rollout, run.step + 1, {})
+        reporting.keep_for_report(run, run.directory.append_rollout, run.step + 1, {})
         names = ("reward/mean", "rollout/tokens_per_second", "response_length/mean")
         return dict.fromkeys(names, 0.5)
 
@@ -70,10 +71,17 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     return run
 
 
+@pytest.fixture(autouse=True)
+def _made_up(monkeypatch):
+    """Steps and evaluations are those of `make_run`."""
+    monkeypatch.setattr(loop, "training_step", lambda run: run.training_step())
+    monkeypatch.setattr(loop, "evaluate", lambda run: run.evaluate())
+
+
 @pytest.fixture
 def reports(monkeypatch):
     written = []
-    monkeypatch.setattr(loop, "write_report_of_run", lambda path, say: written.append(path))
+    monkeypatch.setattr(reporting, "write_report_of_run", lambda path, say: written.append(path))
     return written
 
 
@@ -87,14 +95,14 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, rep
 
     run = make_run(tmp_path, checkpoints, said, "checkpoint.every=0", evaluate=failing)
     with pytest.raises(UserError) as error:
-        run.train()
+        loop.train(run)
     assert error.value is LOST and said[-1] == "step 2 is saved"
     assert checkpoints.saved[2]["owes_evaluation"] and reports == [run.directory.path]
     before = run.directory.read_metrics()
     assert [line["step"] for line in before] == [0, 1, 2] and "evaluation/reward" not in before[2]
 
     again = make_run(tmp_path, checkpoints, said, evaluate=lambda step: {"evaluation/reward": 0.25 * step})
-    again.train()
+    loop.train(again)
     after = again.directory.read_metrics()
     assert after == [*before[:2], before[2] | {"evaluation/reward": 0.5}]
 
@@ -115,7 +123,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
     monkeypatch.setattr(run_directory, "_append_line", append_line)
     overrides = ("training.steps=4", "evaluation.every=1", "checkpoint.on_failure=go_on")
     run = make_run(tmp_path, checkpoints, said, *overrides, evaluate=evaluate)
-    run.train()
+    loop.train(run)
     assert [line["step"] for line in run.directory.read_metrics()] == [0, 1, 2, 3, 4]
     assert sorted(checkpoints.saved) == [3, 4]
     warnings = [line for line in said if line.startswith("warning: ")]
@@ -129,7 +137,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
         evaluate = lambda now, step=step: full.extend([True] * (now == step)) or {}  # noqa: E731
         run = make_run(tmp_path / option, Checkpoints(), said, *overrides, option, evaluate=evaluate)
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: cannot be written"):
-            run.train()
+            loop.train(run)
         assert run.step == step
 
 
@@ -145,8 +153,7 @@ def test_an_evaluation_asks_each_problem_once(tmp_path):
     run.engine = SimpleNamespace(load_params=lambda params: params)
     run.collector = SimpleNamespace(collect=collect, task=None, tokenizer=None)
     run.heldout = [0, 1, 4]  # of four that are wanted, the last ones having come before
-    del run.evaluate
-    assert run.evaluate()["evaluation/reward"] == 0.5 and asked == run.heldout
+    assert EVALUATE(run)["evaluation/reward"] == 0.5 and asked == run.heldout
 
 
 def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):
@@ -155,8 +162,8 @@ def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "TrainingRun", stopped)
-    monkeypatch.setattr(loop, "enable_compilation_cache", lambda _: None)
+    monkeypatch.setattr(session, "TrainingRun", stopped)
+    monkeypatch.setattr(session, "enable_compilation_cache", lambda _: None)
     with pytest.raises(Interrupted, match="stopped at once") as error:
-        loop.run(load_config(write_config(tmp_path)))
+        session.run(load_config(write_config(tmp_path)))
     assert error.value.signal == signal.SIGTERM

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.errors import Interrupted
 from rljax.rollout.collector import Collector
-from rljax.training import loop, warm_start
+from rljax.training import session, warm_start
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from tests.training.tiny_run import train
@@ -65,7 +65,7 @@ def test_a_third_signal_ends_the_process(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _production(monkeypatch):
-    monkeypatch.setattr(loop, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
+    monkeypatch.setattr(session, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -93,7 +93,7 @@ def no_further(monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop.TrainingRun, "compile", stop)
+    monkeypatch.setattr(session.TrainingRun, "compile", stop)
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):
     """Before the first step at once, with the checkpoint that is resumed named; and in a step after it."""
     options = ("training.steps=2", "evaluation.every=1", f"engine.compilation_cache={tmp_path}/programs")
-    compile_all = loop.TrainingRun.compile
+    compile_all = session.TrainingRun.compile
     with monkeypatch.context() as patch:
-        patch.setattr(loop.TrainingRun, "compile", signalling(compile_all, 1, signal.SIGINT))
+        patch.setattr(session.TrainingRun, "compile", signalling(compile_all, 1, signal.SIGINT))
         with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint$") as stopped:
             train(tmp_path, *options)
     assert stopped.value.signal == signal.SIGINT
@@ -140,7 +140,7 @@ def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypa
         with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
             train(tmp_path, *options)
     with monkeypatch.context() as patch:
-        patch.setattr(loop.TrainingRun, "compile", signalling(compile_all, 1))
+        patch.setattr(session.TrainingRun, "compile", signalling(compile_all, 1))
         with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
             train(tmp_path, *options)
     lines = train(tmp_path, *options)

@@ -6,7 +6,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import UserError
-from rljax.training.loop import run
+from rljax.training.session import run
 
 from .tiny_run import train, write_config
 
@@ -71,7 +71,9 @@ def refused(directory, *overrides):
 
 
 def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, monkeypatch, capsys):
-    monkeypatch.setattr("rljax.training.loop.TrainingRun.compile", lambda self: pytest.fail("it compiles"))
+    monkeypatch.setattr(
+        "rljax.training.training_run.TrainingRun.compile", lambda self: pytest.fail("it compiles")
+    )
     long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "task.problems=5")
     assert long.startswith("rollout.max_prompt_length: 8, but ") and "sums.jsonl:" in long
     dataset = {"name": "dataset", "args": {"path": str(problems)}}

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import load_config
-from rljax.training.loop import run
 from rljax.training.run_directory import RunDirectory
+from rljax.training.session import run
 
 _CONFIG = """
 run_dir: {directory}/run

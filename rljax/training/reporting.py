@@ -1,0 +1,76 @@
+"""Reporting a run: the live display, the files that reports read, and the report at the end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rljax.errors import RunDirectoryError
+from rljax.reports import write_report_of_run
+from rljax.rollout.collector import Group
+from rljax.rollout.records import DecodeStatistics
+from rljax.rollout.summary import summarize_rollout
+from rljax.training.training_run import TrainingRun
+
+
+def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> None:
+    """Shows sampled tokens and finished responses, of `total`."""
+    run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")
+
+
+def show_update(run: TrainingRun, number: int) -> None:
+    """Shows the number of the current update, from 1."""
+    run.progress.update("update", f"{number}")
+
+
+def show_step(run: TrainingRun, metrics: Mapping[str, Any]) -> None:
+    """Shows that step `run.step` is finished."""
+    run.progress.step(
+        run.step,
+        {
+            "reward": metrics["reward/mean"],
+            "tokens_per_second": metrics["rollout/tokens_per_second"],
+            "length": metrics["response_length/mean"],
+        },
+    )
+
+
+def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: DecodeStatistics) -> None:
+    """Appends the current step's rollout and decisions of the rollout manager to the files for reports."""
+    summary = summarize_rollout(
+        sampled,
+        statistics.running,
+        run.config.rollout.max_response_length,
+        run.config.tracking.samples_per_step,
+        run.collector.tokenizer.decode,
+    )
+    keep_for_report(run, run.directory.append_rollout, run.step + 1, summary)
+    if run.speculator is not None:
+        decisions = run.speculator.decisions.take()
+        keep_for_report(run, run.directory.append_decisions, run.step + 1, decisions)
+
+
+def keep_for_report(run: TrainingRun, append: Callable[..., None], step: int, content: Any) -> None:
+    """Appends content that only reports read: a full disk is a warning, and the run goes on."""
+    try:
+        append(step, content)
+    except RunDirectoryError as error:
+        run.progress.message(f"warning: {error}; for now it goes on, and the report will lack it")
+
+
+def report(run: TrainingRun) -> None:
+    """Shows the held-out reward before and after, writes the report, and says where the files are."""
+    lines = run.directory.read_metrics()
+    before = next((line for line in lines if "evaluation/reward" in line), None)
+    after = next((line for line in reversed(lines) if "evaluation/reward" in line), None)
+    if before is not None and after is not None:
+        run.progress.message(
+            f"held-out reward: {before['evaluation/reward']:.3f} at step {before['step']}, "
+            f"{after['evaluation/reward']:.3f} at step {after['step']}"
+        )
+    show_report(run)
+    run.progress.message(f"results: {run.directory.path} (config.yaml, metrics.jsonl, checkpoints/)")
+
+
+def show_report(run: TrainingRun) -> None:
+    """Writes the report, if `tracking.report` is on."""
+    if run.config.tracking.report:
+        write_report_of_run(run.directory.path, run.progress.message)

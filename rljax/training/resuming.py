@@ -1,0 +1,88 @@
+"""Resuming a run from its newest checkpoint."""
+
+from typing import Any
+
+from rljax.errors import CheckpointError
+from rljax.training.checkpoint import template_of
+from rljax.training.training_run import TrainingRun
+
+
+def begin_session(run: TrainingRun, allow_changes: bool = False) -> None:
+    """Restores the newest checkpoint, if there is one, and records that this process works on the run.
+
+    Raises:
+      CheckpointError: see `resume`.
+      RunDirectoryError: a file of the run cannot be written.
+    """
+    resume(run, allow_changes)
+    record_session(run)
+    run.directory.write_config(run.config, allow_changes=True)  # `session.run` has compared it
+    run.trackers.begin()
+
+
+def resume(run: TrainingRun, allow_changes: bool = False) -> None:
+    """Restores the newest checkpoint, if there is one, and removes later lines from the run's files.
+
+    Raises:
+      CheckpointError: the checkpoint is unreadable or not a training run's; or the KL penalty's reference or
+        the task's data have changed since, and `allow_changes` is False.
+    """
+    if run.checkpoints.latest_step() is None:
+        run.directory.truncate_after(-1)
+        return
+
+    # The state is replaced by its template first: there may be no room for two states.
+    template, run.state = template_of(run.state), None
+    run.step, run.state, host_state = run.checkpoints.restore(template)
+    if "data_position" not in host_state:
+        path = run.checkpoints.directory / str(run.step)
+        raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
+
+    # Compare the inputs that only the checkpoint knows.
+    changes = _changes(run, host_state)
+    if changes and not allow_changes:
+        raise CheckpointError(f"{'; '.join(changes)}; --allow-changes goes on all the same")
+    for change in changes:
+        run.progress.message(f"changed since the last start: {change}")
+
+    # Restore the state on the host.
+    run.data_position = host_state["data_position"]
+    run.owes_evaluation = host_state.get("owes_evaluation", False)
+    drafter_state = run.checkpoints.host_arrays(run.step)
+    if run.speculator is None:
+        run.drafter_state = drafter_state
+    else:
+        run.speculator.load_state(drafter_state)
+    run.directory.truncate_after(run.step)
+    seed = host_state.get("seed", run.config.seed)
+    before = "" if seed == run.config.seed else f", which was reached with seed {seed}"
+    run.progress.message(f"resumed from step {run.step}{before}")
+
+
+def _changes(run: TrainingRun, host_state: dict[str, Any]) -> list[str]:
+    """Descriptions of data sets and reference weights that differ from those of the checkpoint."""
+    saved_digests = host_state.get("data", {})
+    changes = [
+        f"{name} holds other data than when the run was at step {run.step}"
+        for name, digest in run.data_digests.items()
+        if saved_digests.get(name, digest) != digest
+    ]
+    reference = run.learner.reference_digest
+    if None not in (reference, host_state.get("reference")) and reference != host_state["reference"]:
+        changes.append(
+            "the reference of the KL penalty, the policy as the run began, has other weights than before:"
+            " policy.path holds something else now, or the warm start is another one"
+        )
+    return changes
+
+
+def record_session(run: TrainingRun) -> None:
+    """Adds this process to sessions.jsonl, and warns if its numerics differ from the last session's."""
+    fingerprint = None if run.invariance is None else run.invariance.fingerprint
+    known = [line["numerics"] for line in run.directory.read_sessions() if "numerics" in line]
+    if fingerprint is not None and known and fingerprint != known[-1]:
+        run.progress.message(
+            f"numerics: this machine computes other bits than the last (fingerprint {known[-1]}, now"
+            f" {fingerprint}): tokens after step {run.step} may be others, nothing else changes"
+        )
+    run.directory.record_session(run.step, fingerprint)

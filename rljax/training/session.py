@@ -1,0 +1,59 @@
+"""One process that works on a run: from a config to `loop.train`, under the run's lock and with signals."""
+
+import time
+
+import jax
+
+from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
+from rljax.engine.executables import enable_compilation_cache
+from rljax.errors import Interrupted
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
+from rljax.training.loop import train
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+from rljax.training.training_run import TrainingRun
+
+
+def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
+    """Trains as `config` says, and resumes `config.run_dir` if it holds a checkpoint.
+
+    Args:
+      config: the experiment.
+      allow_changes: go on although the config differs from that of the run that is resumed.
+
+    Raises:
+      UserError: the user can correct the cause; the message is one line.
+      Interrupted: a signal asked to stop; every finished step is saved.
+    """
+    check_devices(config.mesh, jax.device_count())
+    if config.engine.compilation_cache is not None:
+        enable_compilation_cache(config.engine.compilation_cache)
+    start = time.perf_counter()
+    progress, directory = Progress(), RunDirectory(config.run_dir)
+    with directory.locked(), StopRequest(progress.message, first=None) as stop:
+        changes = directory.begin(config, allow_changes)
+        checkpoints = open_checkpoints(directory, config.checkpoint)
+        try:
+            with progress:
+                for change in changes:
+                    progress.message(f"changed since the last start: {change}")
+                training = TrainingRun(config, directory, checkpoints, progress, start, stop)
+                with training.trackers:
+                    train(training, allow_changes)
+        except KeyboardInterrupt:
+            if stop.signal is None:
+                raise
+            if stop.insisted:
+                raise Interrupted("stopped at once", stop.signal) from None
+            step = checkpoints.latest_step()
+            where = "before the first checkpoint" if step is None else f"at step {step}, which is saved"
+            raise Interrupted(f"stopped {where}", stop.signal) from None
+        finally:
+            checkpoints.close()
+
+
+def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCheckpoints:
+    """Returns the checkpoints of a run, with the retention that its config asks for."""
+    retention = (config.keep, config.keep_every, config.keep_best)
+    return RunCheckpoints(directory.checkpoints_path, *retention)

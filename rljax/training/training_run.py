@@ -1,0 +1,139 @@
+"""Everything a training run holds between steps, built from a config."""
+
+import numpy as np
+
+from drafters.registry import make_drafters
+from rljax.config import ExperimentConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.evaluation.judging import check_success
+from rljax.evaluation.problems import distinct_problems
+from rljax.learning.optimizer import make_optimizer
+from rljax.models.transformer import num_params
+from rljax.rollout.collector import Collector, check_prompts
+from rljax.sharding import make_mesh
+from rljax.tasks.registry import checked_task
+from rljax.tasks.wrapper import fingerprint
+from rljax.tracking import Trackers
+from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
+from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.interruption import StopRequest
+from rljax.training.learner import Learner
+from rljax.training.policy import check_policy, grown_policy, make_policy
+from rljax.training.progress import Progress
+from rljax.training.run_directory import RunDirectory
+from rljax.training.update import Trainer
+from rljax.training.warm_start import warm_start
+
+
+class TrainingRun:
+    """The parts and the state of a run. `loop.train` advances it; `resuming.py` and `saving.py` read and
+    write its checkpoints.
+
+    Args:
+      config: the experiment.
+      directory: the run's files.
+      checkpoints: the run's checkpoints.
+      progress: shows messages and steps to the user.
+      start: `time.perf_counter()` when the process began to work on the run; `time/elapsed` counts from it.
+      stop: requests by signals to stop; None makes one that reacts only while a step runs.
+
+    Attributes:
+      state: weights, optimizer state and critic.
+      step: number of finished steps.
+      data_position: index of the next training problem.
+      owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      heldout: indices of the held-out problems that evaluations ask.
+      data_digests: digest of each data set of the task; resuming compares them.
+      drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
+      speculator: the speculative part of the scheduler, or None.
+      run_ahead: the speculator's run-ahead, or None.
+      invariance: the measured row-invariance of the policy, or None where it is not measured.
+
+    Raises:
+      UserError: the config cannot be trained. Nothing is compiled by then except for a warm start.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        directory: RunDirectory,
+        checkpoints: RunCheckpoints,
+        progress: Progress,
+        start: float,
+        stop: StopRequest | None = None,
+    ) -> None:
+        # What the run is about: config, files, task.
+        self.config, self.directory, self.start = config, directory, start
+        self.stop = StopRequest(progress.message) if stop is None else stop
+        self.checkpoints, self.progress = checkpoints, progress
+        self.trackers = Trackers(config, directory, progress.message)
+        rollout, engine = config.rollout, config.engine
+        mesh = make_mesh(config.mesh)
+        self.pool = ExecutablePool(bool(engine.row_invariant), engine.compilation_cache)
+        task = checked_task(config, progress.message)
+        check_success(task, "heldout", config.evaluation)
+        num_heldout = config.evaluation.problems
+        self.heldout = list(distinct_problems(task, "heldout", num_heldout, progress.message))
+
+        # The policy that step 0 starts from.
+        drafters = make_drafters(config.speculation)
+        policy = make_policy(config, task, directory.path / "tokenizer")
+        check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
+        progress.message(f"policy: {num_params(policy.config):,} parameters")
+        progress.message(f"algorithm: {config.algorithm.describe(rollout.max_response_length)}")
+        check_policy(config, policy, task)
+        self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
+        if config.warm_start is not None:
+            shared = (self.numerics, self.pool, mesh, progress)
+            policy = warm_start(config, policy, task, *shared, directory.warm_start_path, self.stop)
+        if config.policy.growth is not None:
+            policy = grown_policy(policy, config.policy.growth, config.seed)
+            progress.message(f"grown to {num_params(policy.config):,} parameters")
+            self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
+        progress.message(numerics_line(config, self.invariance))
+
+        # What rolls out.
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        self.engine, self.speculator = scheduler.engine, scheduler.speculator
+        self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
+        self.collector = Collector(
+            task,
+            policy.tokenizer,
+            scheduler,
+            config.seed,
+            rollout.max_prompt_length,
+            rollout.max_response_length,
+        )
+
+        # What learns.
+        updates_per_step = config.training.minibatches_per_step * config.training.epochs_per_step
+        optimizer = make_optimizer(
+            **config.optimizer.model_dump(), total_updates=config.training.steps * updates_per_step
+        )
+        self.trainer = Trainer(
+            policy.config,
+            self.numerics,
+            sampling_params(config),
+            config.algorithm,
+            config.training,
+            optimizer,
+            self.pool,
+            mesh,
+        )
+        self.learner = Learner(config, policy.config, self.numerics, self.trainer, self.pool, policy.params)
+
+        # What changes from step to step.
+        self.state = self.learner.init(policy.params)
+        self.step = 0
+        self.data_position = 0
+        self.owes_evaluation = False
+        self.data_digests: dict[str, str] = fingerprint(task)
+        self.drafter_state: dict[str, np.ndarray] = {}
+
+    def compile(self) -> None:
+        """Compiles every program that the run needs."""
+        self.progress.message("compiling")
+        params = self.engine.load_params(self.state.params)
+        warm_up(self.collector.scheduler, params, self.config)
+        self.learner.warm_up(self.state)
+        self.progress.message(self.pool.summary())
