@@ -24,15 +24,15 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import Interrupted, UserError
 from rljax.models.transformer import Params
+from rljax.progress import Progress
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.reports.learning import SMOOTHING
 from rljax.reports.runs import RunData, read_run
 from rljax.rollout.collector import EVALUATION
+from rljax.run_directory import RunDirectory
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train as train_run
 from rljax.training.minibatches import completions_of, make_minibatches
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from rljax.training.session import open_checkpoints
 from rljax.training.training_run import TrainingRun
 

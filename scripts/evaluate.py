@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rljax.evaluation.evaluator import Evaluator
         from rljax.evaluation.records import default_output
         from rljax.evaluation.table import print_table
-        from rljax.training.progress import Progress
+        from rljax.progress import Progress
         from rljax.training.saved_policy import load_saved_policy
 
         saved = load_saved_policy(arguments.policy, arguments.step)

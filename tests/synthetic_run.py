@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from rljax.rollout.running import RunningRequests
+from rljax.run_directory import RunDirectory
 from rljax.speculation.decision_log import PLAIN, Decision
-from rljax.training.run_directory import RunDirectory
 
 CONFIG = """
 seed: {seed}

@@ -19,9 +19,9 @@ from rljax.config import load_config
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import param_shapes
+from rljax.progress import Progress
+from rljax.run_directory import RunDirectory
 from rljax.training import loop, saving, session
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -433,7 +433,7 @@ def test_a_run(run, tmp_path, monkeypatch, capsys, case):
 
 def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys):
     code = (
-        "import sys; from rljax.training.run_directory import RunDirectory\n"
+        "import sys; from rljax.run_directory import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('locked', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -33,6 +33,7 @@ from rljax.evaluation.problems import asked_digest, distinct_problems, judging_d
 from rljax.evaluation.records import EvaluationDirectory, ResponseKey
 from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
+from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.rollout.collector import EVALUATION, Collector
 from rljax.rollout.records import Completion
@@ -42,7 +43,6 @@ from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
 from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, warm_up
-from rljax.training.progress import Progress
 from rljax.training.saved_policy import SavedPolicy
 
 _JUDGED_TOGETHER = 64  # tasks may judge many responses in parallel

@@ -19,8 +19,8 @@ import numpy as np
 
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, new_figure, save
+from rljax.run_directory import RunDirectory
 from rljax.speculation.decision_log import PLAIN, Decision
-from rljax.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from rljax.config.yaml_dialect import parse_yaml
 from rljax.errors import UserError
 from rljax.reports.decisions import RunDecisions, read_decisions
 from rljax.reports.figures import COLORS
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 
 # Keys in which repetitions of one experiment differ.
 _OF_A_REPETITION = ("seed", "run_dir", "tracking", "checkpoint", "engine.compilation_cache")

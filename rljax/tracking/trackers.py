@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from rljax.config import ExperimentConfig
 from rljax.errors import Interrupted
+from rljax.run_directory import RunDirectory
 from rljax.tracking.tensorboard import TensorBoard
 from rljax.tracking.weights_and_biases import WeightsAndBiases, check_installed
-from rljax.training.run_directory import RunDirectory
 
 
 class Tracker(Protocol):

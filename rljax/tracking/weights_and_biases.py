@@ -10,7 +10,7 @@ from typing import Any
 from rljax.config import ExperimentConfig
 from rljax.durable_files import write_durably
 from rljax.errors import ConfigError
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 
 _SECONDS_TO_START, _SECONDS_TO_FINISH = 60, 300
 

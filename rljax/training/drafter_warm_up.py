@@ -29,12 +29,12 @@ from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import Interrupted, UserError
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.progress import Progress
 from rljax.rollout.collector import EVALUATION, TRAINING, Group
+from rljax.run_directory import RunDirectory
 from rljax.tasks.base import Split
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from rljax.training.training_run import TrainingRun
 
 _SETTINGS, _TRAINER = "warm_up.json", "trainer.npz"

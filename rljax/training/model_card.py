@@ -16,7 +16,7 @@ from rljax.evaluation.records import default_output
 from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
 from rljax.provenance import git_commit
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from rljax.training.saved_policy import SavedPolicy
 
 

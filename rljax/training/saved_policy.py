@@ -20,9 +20,9 @@ from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import param_shapes
+from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import Policy, policy_parts
-from rljax.training.run_directory import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,11 @@ import jax
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import Interrupted
+from rljax.progress import Progress
+from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from rljax.training.training_run import TrainingRun
 
 

@@ -9,7 +9,9 @@ from rljax.evaluation.judging import check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import num_params
+from rljax.progress import Progress
 from rljax.rollout.collector import Collector, check_prompts
+from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
 from rljax.tasks.wrapper import fingerprint
@@ -19,8 +21,6 @@ from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
 from rljax.training.policy import check_policy, grown_policy, make_policy
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 

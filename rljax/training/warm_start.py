@@ -21,6 +21,7 @@ from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
 from rljax.numerics.rows import Numerics
+from rljax.progress import Progress
 from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Task
 from rljax.tasks.wrapper import fingerprint
@@ -28,7 +29,6 @@ from rljax.tools.use import make_tool_use
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.policy import Policy
-from rljax.training.progress import Progress
 from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale

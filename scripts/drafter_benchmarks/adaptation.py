@@ -15,8 +15,8 @@ from drafters.eagle.spot_trainer import HeadTrainer
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.models.transformer import Params
+from rljax.progress import Progress
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
-from rljax.training.progress import Progress
 from rollout_benchmarks.variants import collect_step, open_run
 
 

@@ -28,7 +28,7 @@ from rljax.speculation.managers.manager import StrategyChoice
 from rljax.speculation.pass_choice import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculative_pass import Speculator
-from rljax.training.loop import TrainingRun
+from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.lossless import ARGUMENTS, EveryPass, take_turns
 from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded
 

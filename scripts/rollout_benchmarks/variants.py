@@ -17,9 +17,11 @@ from rljax.config import ExperimentConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
+from rljax.progress import Progress
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
+from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.manager import strategy_choice
 from rljax.speculation.managers.papers.calibration import calibrate
 from rljax.speculation.pass_choice import PassTimes
@@ -29,8 +31,6 @@ from rljax.training.assembly import warm_up
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.loop import outcomes
 from rljax.training.policy import make_policy
-from rljax.training.progress import Progress
-from rljax.training.run_directory import RunDirectory
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 

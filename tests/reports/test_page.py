@@ -20,7 +20,7 @@ from rljax.reports.runs import (
     series_of,
     t_interval,
 )
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from tests.synthetic_run import write_full_run
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from rljax.run_directory import RunDirectory
 from rljax.tracking.tensorboard import TensorBoard
-from rljax.training.run_directory import RunDirectory
 
 
 def events(directory):

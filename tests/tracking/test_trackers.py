@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from rljax.errors import ConfigError, Interrupted
+from rljax.run_directory import RunDirectory
 from rljax.tracking import Trackers
-from rljax.training.run_directory import RunDirectory
-from tests.training.test_run_directory import make_config
+from tests.test_run_directory import make_config
 
 
 class Failing:

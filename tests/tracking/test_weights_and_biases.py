@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from rljax.run_directory import RunDirectory
 from rljax.tracking import Trackers
-from rljax.training.run_directory import RunDirectory
-from tests.training.test_run_directory import make_config
+from tests.test_run_directory import make_config
 
 wandb = pytest.importorskip("wandb", reason="the wandb extra is not installed")
 pytestmark = pytest.mark.slow  # each session starts a process of its own

@@ -20,9 +20,9 @@ from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
+from rljax.run_directory import RunDirectory
 from rljax.training import export
 from rljax.training.model_card import model_card
-from rljax.training.run_directory import RunDirectory
 from rljax.training.saved_policy import load_saved_policy
 from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits, reload
 from tests.scripts import load_script

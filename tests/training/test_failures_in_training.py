@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rljax import run_directory
 from rljax.config import load_config
 from rljax.errors import Interrupted, RunDirectoryError, UserError
-from rljax.training import loop, reporting, run_directory, session
+from rljax.run_directory import RunDirectory
+from rljax.training import loop, reporting, session
 from rljax.training.interruption import StopRequest
-from rljax.training.run_directory import RunDirectory
 from tests.training.tiny_run import write_config
 
 EVALUATE = loop.evaluate  # which the fixture replaces

@@ -13,8 +13,8 @@ import rljax.training.learner
 from rljax.algorithms.dynamic_sampling import DynamicSamplingError
 from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
+from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training.run_directory import RunDirectory
 from tests.training.tiny_run import train
 
 # Times differ between runs, and a resumed run compiles again.

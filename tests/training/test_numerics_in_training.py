@@ -6,7 +6,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import ConfigError
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from rljax.training.session import run
 from tests.misbehaving_products import every_count, replaced
 from tests.training.tiny_run import train, write_config

@@ -16,10 +16,10 @@ from rljax.learning.accumulation import TrainState
 from rljax.models.growth import grow
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
+from rljax.run_directory import RunDirectory
 from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import make_policy
-from rljax.training.run_directory import RunDirectory
 from rljax.training.saved_policy import load_saved_policy, saved_steps
 from tests.training.tiny_run import write_config
 

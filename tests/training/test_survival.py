@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from tests.training.tiny_run import write_config
 
 pytestmark = pytest.mark.slow
@@ -261,7 +261,7 @@ import sys
 import jax.numpy as jnp
 from rljax.errors import UserError
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 
 def state(value):
     return {"weight": jnp.full((100_000,), float(value))}

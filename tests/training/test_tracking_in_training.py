@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from tests.tracking.test_tensorboard import scalars
 from tests.training.tiny_run import train
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import load_config
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 from rljax.training.session import run
 
 _CONFIG = """

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import ConfigError, UserError
-from rljax.training.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory
 
 
 def make_config(**sections) -> ExperimentConfig:

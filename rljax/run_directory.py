@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import ExperimentConfig, load_config, to_yaml
+from rljax.config.changes import Change, config_changes
 from rljax.durable_files import locked, write_durably, writing
 from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
-from rljax.training.config_changes import Change, config_changes
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
 _BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rljax.progress import Progress
 from rljax.training.interruption import StopRequest
-from rljax.training.progress import Progress
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -219,7 +219,7 @@ def test_steps_need_a_stage(clock):
 _STEP = """
 import signal, sys
 from rljax.training.interruption import StopRequest
-from rljax.training.progress import Progress
+from rljax.progress import Progress
 
 with Progress() as progress, StopRequest(progress.message) as stop:
     progress.stage("train", 1)
@@ -232,7 +232,7 @@ print(stop.signal.name, "saved", file=sys.stderr)
 
 
 def _finish_a_step(stdout):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", _STEP]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True

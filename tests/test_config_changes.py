@@ -3,10 +3,10 @@
 import pytest
 
 from rljax.config import load_config
+from rljax.config.changes import config_changes
 from rljax.errors import ConfigError
-from rljax.training.config_changes import config_changes
-from rljax.training.run_directory import RunDirectory
-from tests.training.test_run_directory import make_config
+from rljax.run_directory import RunDirectory
+from tests.test_run_directory import make_config
 
 
 def harmless(**sections):
