@@ -36,6 +36,7 @@ from rljax.models.transformer import num_params
 from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.rollout.collector import EVALUATION, Collector
+from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.records import Completion
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
@@ -162,7 +163,7 @@ class Evaluator:
         def show(tokens: int, finished: int) -> None:
             nonlocal shown
             if finished - shown >= burst or shown < finished == len(missing):
-                rate = tokens / (time.perf_counter() - start)
+                rate = tokens_per_second(tokens, time.perf_counter() - start)
                 self.progress.step(done + finished, {"tokens_per_second": rate})
                 shown = finished
             self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(wanted):,} done")

@@ -9,6 +9,11 @@ from rljax.rollout.collector import Group, Timing
 from rljax.rollout.records import DecodeStatistics
 
 
+def tokens_per_second(tokens: int, seconds: float) -> float:
+    """Rate of decoding."""
+    return tokens / seconds
+
+
 def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
     """How far rewards scatter, and how sure their mean is.
 
@@ -52,7 +57,7 @@ def rollout_metrics(
         ),
         "rollout/groups_sampled": len(sampled),
         "rollout/tokens": statistics.tokens,
-        "rollout/tokens_per_second": statistics.tokens / timing.decode,
+        "rollout/tokens_per_second": tokens_per_second(statistics.tokens, timing.decode),
         "rollout/occupancy": statistics.occupancy,
         "rollout/decode_steps": statistics.steps,
     }

@@ -158,7 +158,7 @@ def open_policy(
     )
     if compile_first or speculator is not None:
         say("compiling")
-        warm_up(scheduler, params, config, late_inserts=True, widens=True)
+        warm_up(scheduler, params, config, requests_join=True)
         _tell_untrained(drafters, say)
     worker = EngineWorker(
         engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look, learned_together

@@ -164,29 +164,28 @@ def warm_up(
     scheduler: Scheduler,
     params: Params,
     config: ExperimentConfig,
-    late_inserts: bool = False,
-    widens: bool = False,
+    requests_join: bool = False,
 ) -> None:
-    """Compiles all that decoding the config's prompts and responses needs.
+    """Compiles every program that decoding the config's prompts and responses needs.
 
     Args:
       scheduler: from `make_scheduler`.
       params: weights from `engine.load_params`.
       config: as given to `make_scheduler`.
-      late_inserts: see `DecodeEngine.warm_up`.
-      widens: also what states of fewer slots need to become wider.
+      requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
+        states of any size, and decode states grow to more slots.
     """
     prompt_length, speculator = config.rollout.max_prompt_length, scheduler.speculator
-    late = late_inserts or (speculator is not None and speculator.run_ahead is not None)
-    scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late)
+    late_inserts = requests_join or (speculator is not None and speculator.run_ahead is not None)
+    scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late_inserts)
     if config.tools is not None:
         scheduler.engine.warm_up_append(params, scheduler.max_slots)
-    if widens:
+    if requests_join:
         for length in scheduler.engine.buckets.cache:
             scheduler.engine.widen(scheduler.engine.init_state(1, length), scheduler.max_slots)
     if speculator is not None:
         rehearse_drafters(config.speculation)
-        speculator.warm_up(params, prompt_length, widens)
+        speculator.warm_up(params, prompt_length, requests_join)
 
 
 def _roofline(
