@@ -11,7 +11,7 @@ import pytest
 from drafters.registry import DRAFTERS
 from rljax.speculation import proposers, speculative_pass
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training import loop
+from rljax.training import session
 from tests.training.tiny_run import train
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def world(tmp_path_factory):
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", luck)
-        patch.setattr(loop, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
+        patch.setattr(session, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             yield directory
 
