@@ -1,12 +1,11 @@
-"""What decodes a policy as a config says: engine, drafters and scheduler, for training and for what comes
-after it.
+"""Builds engine, drafters and scheduler from a config, for training, evaluation and serving.
 
-    numerics, invariance = make_numerics(config, policy.config, mesh)
-    pool = ExecutablePool(...)
-    scheduler = make_scheduler(config, policy, make_drafters(config.speculation), numerics, pool, mesh)
-    params = scheduler.engine.load_params(policy.params)
-    warm_up(scheduler, params, config)
-    completions, statistics = scheduler.run(params, requests)
+numerics, invariance = make_numerics(config, policy.config, mesh)
+pool = ExecutablePool(...)
+scheduler = make_scheduler(config, policy, make_drafters(config.speculation), numerics, pool, mesh)
+params = scheduler.engine.load_params(policy.params)
+warm_up(scheduler, params, config)
+completions, statistics = scheduler.run(params, requests)
 """
 
 import dataclasses
@@ -43,10 +42,11 @@ from rljax.training.policy import Policy
 def make_numerics(
     config: ExperimentConfig, policy: ModelConfig, mesh: Mesh | None
 ) -> tuple[Numerics, Invariance | None]:
-    """How the policy computes, and what was measured for it: None without row-invariance, or on a mesh.
+    """Returns the numerics of the policy, and the row-invariance measured for them (None without
+    row-invariance, or on a mesh).
 
     Raises:
-      ConfigError: `engine.row_invariant` is true, and it does not hold on this device.
+      ConfigError: `engine.row_invariant` is true, but row-invariance does not hold on this device.
     """
     kernels = KernelChoice(**config.kernels.model_dump())
     if mesh is not None:
@@ -66,7 +66,7 @@ def make_numerics(
 
 
 def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> str:
-    """One line that says whether bits depend on the batch."""
+    """Returns one line for the user on whether bits depend on the batch."""
     if invariance is not None:
         return invariance.summary(config.policy.compute_dtype)
     if config.engine.row_invariant:
@@ -75,7 +75,7 @@ def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> st
 
 
 def _training_rows(training: TrainingConfig) -> tuple[int, ...]:
-    """Rows of the products of an update: of the layers, and of the LM head."""
+    """Numbers of rows in an update's matrix products: in the layers, and in the LM head."""
     rows = training.rows_per_microbatch
     columns = chunk_columns(rows, training.pack_length, training.logprob_chunk)
     return rows * training.pack_length, rows * columns
@@ -96,7 +96,7 @@ def _buckets(config: ExperimentConfig, mesh: Mesh | None, speculative: bool) -> 
 
 
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
-    """The distribution that is sampled, and trained."""
+    """Returns the distribution that rollouts sample from and training scores."""
     rollout = config.rollout
     return SamplingParams(
         rollout.temperature,
@@ -117,18 +117,18 @@ def make_scheduler(
     pool: ExecutablePool,
     mesh: Mesh | None,
 ) -> Scheduler:
-    """A scheduler with its engine and, with drafters, its speculator.
+    """Returns a scheduler with its engine and, if there are drafters, its speculator.
 
     Args:
-      config: the experiment; of the speculation section, what says how drafts are used.
-      policy: whose tokens; its weights are given to `Scheduler.run`.
-      drafters: by name, from `make_drafters`; empty decodes plainly.
-      numerics: see `make_numerics`.
-      pool: for compiled programs.
-      mesh: see `rljax.sharding.make_mesh`.
+      config: the experiment. Its speculation section says how drafts are used, not which drafters exist.
+      policy: the policy to decode. `Scheduler.run` takes its weights separately.
+      drafters: drafters by name, from `make_drafters`; without any, decoding is plain.
+      numerics: from `make_numerics`.
+      pool: pool of compiled programs.
+      mesh: from `rljax.sharding.make_mesh`.
 
     Raises:
-      UserError: drafters and policy, or drafters and the way to choose among them, do not go together.
+      UserError: a drafter does not fit the policy, or the drafters do not fit the manager.
     """
     rollout, speculation = config.rollout, config.speculation
     engine = DecodeEngine(
@@ -191,7 +191,7 @@ def warm_up(
 def _roofline(
     config: ExperimentConfig, engine: DecodeEngine, drafters: dict[str, Drafter]
 ) -> Roofline | None:
-    """The device's constants, where the rollout manager predicts from them."""
+    """Returns the device's measured constants if the rollout manager predicts from them, else None."""
     speculation = config.speculation
     if speculation.choice != "roofline":
         return None

@@ -1,13 +1,13 @@
-"""The checkpoints of a run: written while training goes on, complete or invisible, checked on reading.
+"""The checkpoints of a run: written in the background, complete or invisible, checked when they are read.
 
     checkpoints/20/arrays/           the train state, as Orbax writes it
     checkpoints/20/host_arrays.npz   arrays of the host, if there are any
-    checkpoints/20/checkpoint.json   written last: leaves, host state, score, and every file's size and CRC-32
+    checkpoints/20/checkpoint.json   the seal, written last: leaves, host state, score, sizes, CRC-32s
 
-A checkpoint without its `checkpoint.json` was never finished (the process was killed, the disk was full): it
-does not count and is cleared away by the next save. What Orbax alone would not notice, `restore` does before
-it reads an array: a flipped bit comes back as a wrong weight without a word, and a cut file as pages of
-TensorStore's internals. Older checkpoints are deleted only after a newer one is complete, and only those that
+A checkpoint without its `checkpoint.json` was never finished, because the process was killed or the disk was
+full. It is ignored, and deleted by the next save. `restore` verifies sizes and checksums before it reads an
+array, because Orbax alone would return a wrong weight for a flipped bit, and pages of TensorStore's internals
+for a truncated file. Older checkpoints are deleted only after a newer one is complete, and only those that
 `rljax/training/retention.py` does not keep.
 """
 
@@ -39,11 +39,12 @@ _CRC_BLOCK = 1 << 22
 
 
 class RunCheckpoints:
-    """The checkpoints of one run, in one directory that only one process writes to.
+    """The checkpoints of one run, in a directory that only one process writes to.
 
     Args:
-      directory: created by the first save.
-      keep, keep_every, keep_best: which complete ones are left after a save; see `Retention`.
+      directory: path of the checkpoints; created by the first save.
+      keep, keep_every, keep_best: number of newest checkpoints, interval, and number of best checkpoints that
+        a save keeps; see `Retention`.
     """
 
     def __init__(
@@ -65,21 +66,22 @@ class RunCheckpoints:
         host_arrays: Mapping[str, np.ndarray] | None = None,
         score: float | None = None,
     ) -> None:
-        """Starts saving and returns as soon as the caller may change or donate the arrays.
+        """Starts a save, and returns as soon as the caller may change or donate the arrays.
 
-        The transfer from an accelerator is waited for. On a CPU nothing is copied: Orbax writes from views,
-        and while those live JAX does not give the buffers to a donating computation, which takes new ones.
-        NumPy leaves are copied. One save runs at a time: the call first waits for the last one.
+        The call waits for the transfer from an accelerator. On a CPU nothing is copied: Orbax writes from
+        views, and while they live JAX gives a donating computation new buffers instead. NumPy leaves are
+        copied. One save runs at a time: the call first waits for the previous one.
 
         Args:
-          step: greater than that of the newest checkpoint; a step that is already there is left as it is.
-          train_state: any pytree of arrays; names of leaves are their paths in it.
-          host_state: what else the run needs to go on (data position, counters), as JSON values; read now.
-          host_arrays: arrays of any size by name, such as a drafter's history; not to be changed afterwards.
-          score: how good the policy is, larger is better, for `keep_best`; None is not known.
+          step: step of the checkpoint, not before the newest one. A save of the newest step does nothing.
+          train_state: any pytree of arrays; a leaf is named by its path.
+          host_state: other state needed to resume (data position, counters), as JSON values; read by this
+            call.
+          host_arrays: arrays of any size by name, such as a drafter's history; must not change afterwards.
+          score: quality of the policy for `keep_best`, larger is better; None if unknown.
 
         Raises:
-          CheckpointError: this or the last save could not be written; older checkpoints stay usable.
+          CheckpointError: this or the previous save could not be written; older checkpoints stay usable.
         """
         leaves = _named_leaves(train_state)
         host_json = json.dumps(dict(host_state))
@@ -120,7 +122,7 @@ class RunCheckpoints:
         self._thread.start()
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Returns the steps of the complete checkpoints, oldest first."""
         try:
             entries = list(self.directory.iterdir())
         except FileNotFoundError:
@@ -130,26 +132,28 @@ class RunCheckpoints:
         return sorted(int(e.name) for e in entries if e.name.isdecimal() and (e / _SEAL).is_file())
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint; None when there is none."""
+        """Returns the step of the newest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def restore(
         self, template_state: Any, step: int | None = None, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads a checkpoint, bit for bit, into the template's tree.
+        """Reads a checkpoint, bit for bit, into the structure of a template.
 
         Args:
-          template_state: a tree with the saved one's leaves, arrays or `jax.ShapeDtypeStruct`s (as from
-            `jax.eval_shape`, which takes no memory). Leaves with a sharding come back with it, whatever mesh
-            they were saved from; uncommitted ones on the default device, uncommitted; NumPy ones as NumPy.
-          step: which one; None is the newest complete.
-          partial: the template may lack leaves, which are not read.
+          template_state: a pytree with the saved leaves, as arrays or `jax.ShapeDtypeStruct`s (from
+            `jax.eval_shape`, for example, which takes no memory). Leaves with a sharding are restored to it,
+            whatever mesh they were saved from; uncommitted leaves to the default device, uncommitted; NumPy
+            leaves as NumPy arrays.
+          step: step of the checkpoint; None reads the newest complete one.
+          partial: whether the template may lack leaves; those are not read.
 
         Returns:
           (step, state, host_state).
 
         Raises:
-          CheckpointError: there is none, its leaves are not the template's, or a file is damaged.
+          CheckpointError: there is no such checkpoint, its leaves differ from the template's, or a file is
+            damaged.
         """
         if step is None:
             step = self.latest_step()
@@ -182,11 +186,13 @@ class RunCheckpoints:
         return step, state, seal["host_state"]
 
     def host_state(self, step: int) -> dict[str, Any]:
-        """What `restore` gives last, without reading an array; a CheckpointError if it is damaged."""
+        """Returns the host state saved at `step`, without reading an array. Raises a CheckpointError if it is
+        damaged.
+        """
         return self._read_seal(self.directory / str(step))["host_state"]
 
     def host_arrays(self, step: int) -> dict[str, np.ndarray]:
-        """The host arrays saved at `step`, whose files `restore` has checked."""
+        """Returns the host arrays saved at `step`. Their file is checked by `restore`, not here."""
         path = self.directory / str(step) / _HOST_ARRAYS
         if not path.is_file():
             return {}
@@ -194,19 +200,19 @@ class RunCheckpoints:
             return dict(arrays)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; a CheckpointError when it failed."""
+        """Waits until the last save is on disk. Raises a CheckpointError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._raise_failure()
 
     def check(self) -> None:
-        """A CheckpointError when the last save has failed; does not wait for one that is under way."""
+        """Raises a CheckpointError if the last save has failed. Does not wait for a save in progress."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def close(self) -> None:
-        """Waits as `wait` does and gives Orbax's threads back."""
+        """Waits as `wait` does, and ends Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -219,7 +225,7 @@ class RunCheckpoints:
         seal: dict[str, Any],
         host_arrays: dict[str, np.ndarray],
     ) -> None:
-        """The background part of a save: the arrays' end, the seal, and only then older ones' deletion."""
+        """The background part of a save: waits for the arrays, seals, and only then deletes older ones."""
         try:
             if host_arrays:
                 with open(path / _HOST_ARRAYS, "wb") as file:
@@ -227,7 +233,7 @@ class RunCheckpoints:
             checkpointer.wait_until_finished()
             files = sorted(file for file in path.rglob("*") if file.is_file())
             seal["files"] = {str(file.relative_to(path)): _fingerprint(file, sync=True) for file in files}
-            # The seal stands for all that is below: it must not be on disk before any of it.
+            # The seal vouches for every file, so all of them must be on disk before it.
             for directory in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
                 sync_directory(directory)
             write_durably(path / _SEAL, json.dumps(seal, indent=1).encode())
@@ -243,7 +249,7 @@ class RunCheckpoints:
         if self._failure is None:
             return
         error, self._failure = self._failure, None
-        with contextlib.suppress(Exception):  # what else of Orbax's failed by the same cause
+        with contextlib.suppress(Exception):  # further failures of Orbax by the same cause
             self._drop_checkpointer()
         self._clear_unfinished()  # on a full disk the space is needed: metrics must still be written
         newest = self.latest_step()
@@ -277,7 +283,7 @@ class RunCheckpoints:
         try:
             return json.loads((self.directory / str(step) / _SEAL).read_bytes()).get("score")
         except (OSError, ValueError, AttributeError):
-            return None  # damaged: `restore` says so to whoever asks for it
+            return None  # damaged; `restore` raises for it
 
     def _check_files(self, path: Path, files: dict[str, list[int]]) -> None:
         for name, (size, crc) in files.items():
@@ -302,7 +308,7 @@ class RunCheckpoints:
 
 
 def template_of(state: Any) -> Any:
-    """What `RunCheckpoints.restore` has to know of a state: shapes and shardings, without its arrays."""
+    """Returns shapes, dtypes and shardings of a state as a template for `RunCheckpoints.restore`."""
 
     def described(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
         if not isinstance(leaf, jax.Array):
@@ -314,7 +320,7 @@ def template_of(state: Any) -> Any:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by their path, such as `params.layers.query.weight`, in the tree's order."""
+    """Returns the leaves by path, such as `params.layers.query.weight`, in the order of the pytree."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -343,7 +349,9 @@ def _check_leaves(path: Path, saved: Mapping[str, str], template: Mapping[str, s
 
 
 def _is_uncommitted(leaf: Any) -> bool:
-    """Whether a leaf is JAX's but bound to no device; jit compiles apart for such, so it must stay so."""
+    """Whether a leaf is a JAX array bound to no device. It must be restored that way: jit compiles separate
+    programs for committed and uncommitted arguments.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
     return isinstance(leaf, jax.Array) and not leaf.committed
@@ -356,7 +364,7 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
 
 
 def _fingerprint(file: Path, sync: bool = False) -> tuple[int, int]:
-    """Size and CRC-32; with `sync` it is also on disk, by whomever it was written."""
+    """Returns size and CRC-32 of a file. `sync` first flushes it to disk, whichever process wrote it."""
     size = crc = 0
     with open(file, "rb") as stream:
         if sync:
@@ -368,14 +376,14 @@ def _fingerprint(file: Path, sync: bool = False) -> tuple[int, int]:
 
 
 def _delete(path: Path) -> None:
-    """The seal goes first: killed in between, what is left is an unfinished checkpoint, not a damaged one."""
-    with contextlib.suppress(OSError):  # what has to stay (a reader on NFS) is no failure of the newer one
+    """Deletes a checkpoint, its seal first: killed in between, it is unfinished rather than damaged."""
+    with contextlib.suppress(OSError):  # a file held open (by a reader on NFS) is no failure of the newer one
         (path / _SEAL).unlink()
         shutil.rmtree(path)
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in a few words; TensorStore's messages go on for pages and end with the system's error."""
+    """Returns the cause in a few words; TensorStore's messages are pages long, the system's error last."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if code := re.search(r"os_error_code='(\d+)'", str(error)):

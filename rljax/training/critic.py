@@ -1,8 +1,8 @@
 """The critic of PPO: a copy of the policy's trunk with a value head, trained beside the policy.
 
-V[t] is what the critic expects the rest of the response to earn, before token t: like a logit it is computed
-at the position before the token (`PackedBatch`). The trunk is the critic's own, so that its loss cannot reach
-the policy. Its head starts at 0, and with it all values.
+V[t] is the expected return of the rest of the response before token t. Like a logit, it is computed at the
+position before the token (`PackedBatch`). The critic has a separate trunk, so that its loss cannot reach the
+policy. The value head starts at 0, so all values do.
 
 Ouyang et al., arXiv 2203.02155, section 3.5 and appendix C (there the critic starts from the reward model).
 """
@@ -33,11 +33,12 @@ from rljax.training.scoring import packed_hidden
 
 @flax.struct.dataclass
 class ValueTargets:
-    """What the values of a packed batch are trained on, float32 [R, T] each, 0 outside its response mask.
+    """Targets of the values of a packed batch; 0 outside its response mask.
 
     Attributes:
-      returns: what they should have been.
-      old_values: what they were when the advantages were estimated.
+      returns: float32 [R, T], returns to regress on.
+      old_values: float32 [R, T], values from which the advantages were estimated; `value_loss` clips around
+        them.
     """
 
     returns: Array | np.ndarray
@@ -45,9 +46,9 @@ class ValueTargets:
 
 
 def critic_params(policy_params: Params) -> Params:
-    """A critic's params from a policy's: its trunk (arrays shared, not copied), and a head of zeros.
+    """Returns a critic's params: the policy's trunk (arrays shared, not copied) and a value head of zeros.
 
-    `{"trunk": all but the LM head, "head": {"weight": [d], "bias": []}}`
+    `{"trunk": policy_params without the LM head, "head": {"weight": [d], "bias": []}}`
     """
     trunk = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
     width = policy_params["final_norm"].shape[0]
@@ -64,7 +65,7 @@ def packed_values(
     remat: bool = False,
     mesh: Mesh | None = None,
 ) -> Array:
-    """Values at every position of packed rows, float32 [R, T]; arguments as of `score_packed`."""
+    """Returns the values at every position of packed rows, float32 [R, T]. Arguments as in `score_packed`."""
     hidden = packed_hidden(params["trunk"], config, batch, rope, numerics, remat, mesh)
     head = params["head"]
     return jnp.einsum("rtd,d->rt", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
@@ -73,7 +74,7 @@ def packed_values(
 def value_objective(
     values: Array, batch: PackedBatch, targets: ValueTargets, clip: float
 ) -> tuple[Array, Metrics]:
-    """`value_loss` of a micro-batch, and metrics that add over micro-batches."""
+    """Returns `value_loss` of a micro-batch, and metrics to sum over micro-batches."""
     mask = batch.response_mask
     loss, metrics = value_loss(values, targets.old_values, targets.returns, mask, batch.weights, clip)
     return loss, {"loss": loss} | metrics
@@ -87,12 +88,12 @@ class Critic:
         state, metrics = critic.update(state, batches, targets)
 
     Args:
-      config: the policy's architecture, and so the trunk's.
-      numerics: shared with the trainer.
+      config: architecture of the policy and of the trunk.
+      numerics: numerics of the trainer.
       training: pack_length, rows_per_microbatch and remat are read.
-      value_clip: see `value_loss`.
-      optimizer: the critic's own, from `make_optimizer`.
-      pool: compiled programs; may be shared.
+      value_clip: clip range; see `value_loss`.
+      optimizer: optimizer of the critic, from `make_optimizer`.
+      pool: pool of compiled programs; may be shared.
       mesh: devices to use; None for one.
     """
 
@@ -128,14 +129,14 @@ class Critic:
         self._accumulation = Accumulation(optimizer, pool, self._key, (), self._shardings, self._replicated)
 
     def init(self, policy_params: Params) -> TrainState:
-        """The state of the first update; `policy_params` are copied, and stay valid."""
+        """Returns the state before the first update. `policy_params` are copied, and stay valid."""
         params = critic_params(policy_params)
         if self._shardings is not None:
             params = jax.device_put(params, self._shardings)
         return self._accumulation.init(params)
 
     def warm_up(self, state: TrainState) -> None:
-        """Compiles, without running, all that `values` and `update` will need."""
+        """Compiles every program that `values` and `update` need, without running any."""
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self._row_multiple:  # the sizes that `Packing.microbatches` cuts
             batch = self._put(build_batch([], nothing, range(rows)))
@@ -145,7 +146,7 @@ class Critic:
             rows = rows // self._row_multiple // 2 * self._row_multiple
 
     def values(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """The value before each target, float32 [R, T] a batch; meaningless outside its response mask."""
+        """Returns values before each target, float32 [R, T] per batch; undefined outside `response_mask`."""
         args = [(params, self._put(batch), self._rope) for batch in batches]
         values = [self._values_program(each)(*each) for each in args]
         return [np.asarray(each) for each in values]
@@ -156,9 +157,9 @@ class Critic:
         """One update on a mini-batch. Consumes `state`.
 
         Args:
-          state: from `init` or an earlier update.
-          microbatches: the mini-batch, cut, with the token weights of the policy's update.
-          targets: for every micro-batch.
+          state: state from `init` or an earlier update.
+          microbatches: micro-batches of the mini-batch, with the token weights of the policy's update.
+          targets: targets of every micro-batch.
 
         Returns:
           The new state and metrics: `loss`, `clip_fraction`, `gradient_norm` before clipping.
@@ -171,7 +172,7 @@ class Critic:
         return state, {name: float(value) for name, value in metrics.items()}
 
     def _put(self, tree):
-        """On the mesh, and without what only the policy's update reads."""
+        """Puts a batch or targets on the mesh, without the logprobs that only the policy's update reads."""
         if isinstance(tree, PackedBatch):
             tree = tree.replace(old_logprobs=None)
         return tree if self._mesh is None else jax.device_put(tree, batch_sharding(self._mesh))

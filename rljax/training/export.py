@@ -1,4 +1,4 @@
-"""A run's policy as a Hugging Face directory, and its EAGLE head as a draft model of serving engines."""
+"""Exports a run's policy as a Hugging Face directory, and its EAGLE head for serving engines."""
 
 import contextlib
 import os
@@ -20,15 +20,15 @@ from rljax.models.transformer import Params
 from rljax.training.model_card import model_card
 from rljax.training.saved_policy import SavedPolicy
 
-_HEAD = "eagle/train.params."  # of the drafters' state in a checkpoint
+_HEAD = "eagle/train.params."  # prefix of the head's weights in a checkpoint's drafter state
 
 
 def check_destination(destination: str | os.PathLike[str], force: bool) -> Path:
-    """The destination, if an export may go there.
+    """Returns the resolved destination if an export may be written there.
 
     Raises:
-      CheckpointError: something is there already, and `force` is False; or it is no model directory, which
-        is not replaced by force either.
+      CheckpointError: the destination holds a model and `force` is False, or it holds something that is not
+        a model directory, which `force` does not replace either.
     """
     path = Path(destination).resolve()
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -45,17 +45,20 @@ def check_destination(destination: str | os.PathLike[str], force: bool) -> Path:
 def export_policy(
     saved: SavedPolicy, destination: str | os.PathLike[str], dtype: str = "float32", force: bool = False
 ) -> Path:
-    """Writes a directory that `transformers` loads: weights, configs, tokenizer with its chat template, and a
-    model card. It is written beside the destination and renamed when it is whole.
+    """Writes a directory for `transformers`: weights, configs, tokenizer with its chat template, and a model
+    card. It is written beside the destination and renamed when it is complete.
 
     Args:
       saved: a policy of a run.
-      destination: see `check_destination`.
-      dtype: of the weights: "float32", "bfloat16" or "float16".
-      force: replace a model that is there.
+      destination: directory to write; see `check_destination`.
+      dtype: dtype of the weights: "float32", "bfloat16" or "float16".
+      force: whether to replace an existing model.
 
     Returns:
       The directory.
+
+    Raises:
+      CheckpointError: the policy is not a run's, or the destination cannot be written.
     """
     if saved.experiment is None:
         raise CheckpointError(f"{saved.path} is a Hugging Face directory already; give a run directory")
@@ -73,13 +76,13 @@ def export_head(
     engine: ServingEngine = "sglang",
     force: bool = False,
 ) -> Path:
-    """Writes the EAGLE head that was trained beside the policy; arguments as for `export_policy`.
+    """Writes the EAGLE head that was trained beside the policy. Other arguments as in `export_policy`.
 
     Args:
-      engine: whose layout (`drafters/eagle/checkpoint.py`).
+      engine: serving engine that will load the head (`drafters/eagle/checkpoint.py`).
 
     Raises:
-      CheckpointError: the run has no such head.
+      CheckpointError: the run has no EAGLE head, or the destination cannot be written.
     """
     state = saved.drafter_state()
     tensors = {name.removeprefix(_HEAD): array for name, array in state.items() if name.startswith(_HEAD)}
@@ -101,7 +104,7 @@ def _drafters_of(saved: SavedPolicy) -> str:
 
 
 def _nested(tensors: dict[str, np.ndarray]) -> Params:
-    """From names such as `layer.q` to the params pytree."""
+    """Converts tensors named `layer.q` and the like to the params pytree."""
     params: dict[str, Any] = {}
     for name, array in tensors.items():
         *parents, last = name.split(".")
@@ -114,8 +117,8 @@ def _nested(tensors: dict[str, np.ndarray]) -> Params:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Around the making of a directory: gives a place beside it, and renames that when it is whole. What was
-    there before goes only then; after an error everything is as it was.
+    """Context that yields a new directory beside `path`, and renames it to `path` at the end. A previous
+    directory is deleted only then; after an error it is unchanged.
     """
     beside = None
     try:

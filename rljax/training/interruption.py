@@ -1,4 +1,4 @@
-"""Stopping a run from outside: what is worth finishing is finished and saved first, unless one insists."""
+"""Stopping a run by a signal: the current step is finished and saved first, a second signal stops at once."""
 
 import contextlib
 import os
@@ -11,23 +11,24 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Listens for SIGINT and SIGTERM while it is entered.
+    """Context manager that listens for SIGINT and SIGTERM.
 
         with StopRequest(print) as stop:
             while work_is_left and stop.signal is None: ...
 
-    A first signal is only noted where something is to be finished first; elsewhere it raises
-    KeyboardInterrupt where the program stands, as a second one does anywhere. A third one ends the process on
-    the spot. Outside the main thread, where Python delivers no signals, it does nothing. Python looks for
-    signals between two of its own steps: a program that is being compiled or run by the device ends first.
+    While some work should be finished first, the first signal is only recorded. Otherwise it raises
+    KeyboardInterrupt at once, as a second signal always does. A third signal ends the process. Outside the
+    main thread, where Python delivers no signals, the context does nothing. Python handles signals between
+    two bytecodes, so a running compilation or device program ends first.
 
     Args:
-      say: called with a line for the user when the first signal is noted.
-      first: what is finished first, such as "this step"; None for nothing, but see `finish_first`.
+      say: called with a line for the user when the first signal is recorded.
+      first: name of the work to finish first, such as "this step". With None, only work inside `finish_first`
+        is finished.
 
     Attributes:
-      signal: the first signal; None until it comes.
-      insisted: whether a second one has come.
+      signal: the first signal; None before it.
+      insisted: whether a second signal has come.
     """
 
     def __init__(self, say: Callable[[str], None], first: str | None = "this step") -> None:
@@ -47,8 +48,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def finish_first(self, what: str) -> Iterator[None]:
-        """A first signal is only noted in here: whoever works looks at `signal` once `what` is done, and
-        saves.
+        """Context in which the first signal is only recorded. The caller checks `signal` when `what` is done,
+        and saves.
         """
         before, self._first = self._first, what
         try:
@@ -57,7 +58,7 @@ class StopRequest:
             self._first = before
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt of a signal that was noted."""
+        """Raises KeyboardInterrupt if a signal has been recorded."""
         if self.signal is not None:
             raise KeyboardInterrupt
 
@@ -71,5 +72,5 @@ class StopRequest:
         self.signal = signal.Signals(number)
         if self._first is None:
             raise KeyboardInterrupt
-        with contextlib.suppress(RuntimeError):  # it may have come in the middle of writing another line
+        with contextlib.suppress(RuntimeError):  # the signal may interrupt the writing of another line
             self._say(f"{self.signal.name}: stopping after {self._first}; again to stop at once")

@@ -1,9 +1,10 @@
-"""What a step learns from its rollouts: from rewarded groups to the updates of policy and critic.
+"""Learning from a step's rollouts: from rewarded groups to the updates of policy and critic.
 
-Packing comes first. Then what must be known before the first update is scored with the weights of the
-rollout: the reference's logprobs (KL), the policy's own (rollout correction), the critic's values. From these
-come the advantage and the weight of every token, on the host and for the whole step, and only then the
-updates, mini-batch by mini-batch. What an algorithm does not need is not scored.
+1. Pack the responses into mini-batches.
+2. Score them with the weights of the rollout: logprobs of the reference (for a KL penalty) and of the policy
+   (for rollout correction), and values of the critic. Scores that the algorithm does not need are left out.
+3. Prepare the advantage and the weight of every token, on the host and for the whole step.
+4. Update policy and critic, mini-batch by mini-batch.
 """
 
 import time
@@ -35,21 +36,21 @@ from rljax.training.update import WEIGHT, Trainer
 
 
 class Learner:
-    """Updates of policy and critic as `config.algorithm` says.
+    """Updates policy and critic as `config.algorithm` says.
 
         state = learner.init(policy_params)
         state, metrics = learner.learn(state, groups, step=0)
 
     Args:
       config: the experiment.
-      model_config: the policy's architecture.
-      numerics: shared with the engine.
-      trainer: of the policy.
-      pool: compiled programs.
-      policy_params: what the run starts from; copied where a reference is needed.
+      model_config: architecture of the policy.
+      numerics: numerics of the engine.
+      trainer: trainer of the policy.
+      pool: pool of compiled programs.
+      policy_params: weights that the run starts from; copied if a reference is needed.
 
     Attributes:
-      reference_digest: of the reference's weights; None without one.
+      reference_digest: digest of the reference's weights; None without a reference.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class Learner:
         return self._reference is not None and self._algorithm.kl_in == "loss"
 
     def init(self, policy_params: Params) -> TrainState:
-        """The state before the first step, the critic's included. `policy_params` stay valid."""
+        """Returns the state before the first step, including the critic's. `policy_params` stay valid."""
         critic = None if self._critic is None else self._critic.init(policy_params)
         return self._trainer.init(policy_params).replace(critic=critic)
 
     def warm_up(self, state: TrainState) -> None:
-        """Compiles, without running, all that `learn` will need."""
+        """Compiles every program that `learn` needs, without running any."""
         policy_state = state.replace(critic=None)
         self._trainer.warm_up(policy_state, self._kl_in_loss, score=self._reference is not None)
         if self._critic is not None:
@@ -101,19 +102,19 @@ class Learner:
         step: int,
         on_update: Callable[[int], None] = lambda number: None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """All updates of one step. Consumes `state`.
+        """Runs all updates of one step. Consumes `state`.
 
         Args:
-          state: the weights that the groups were sampled with.
+          state: the state whose weights sampled the groups.
           groups: P prompts with G responses each, and their rewards.
-          step: its number, from 0; with the seed it orders the mini-batches.
-          on_update: told the number of each update, from 1, before it begins.
+          step: number of the step, from 0; with the seed it determines the order of the mini-batches.
+          on_update: called with the number of each update, from 1, before it begins.
 
         Returns:
-          The new state and metrics, averaged over the updates (see `Trainer.update`), with `update/padding`,
+          The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`,
           `time/logprobs` and `time/update`; `correction/...` with a rollout correction (see
-          `rollout_correction`), `reward/kl_penalty` (the mean of what the KL took from a reward) with kl_in:
-          reward, `critic/...` with a critic.
+          `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
+          `critic/...` with a critic.
         """
         minibatches, padding = self._pack(groups, step)
         scoring_start = time.perf_counter()
@@ -137,7 +138,7 @@ class Learner:
         return make_minibatches(groups, self._config.training, seed, multiple)
 
     def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
-        """What must be known before the first update, with the weights before it."""
+        """Computes logprobs and values with the weights before the first update."""
         for minibatch in minibatches:
             if self._reference is not None:
                 minibatch.reference_logprobs = self._trainer.score_reference(
@@ -149,7 +150,7 @@ class Learner:
                 minibatch.old_values = self._critic.values(state.critic.params, minibatch.batches)
 
     def _prepare(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> dict[str, float]:
-        """Fills in advantages, weights and what else the updates need; metrics of what was found."""
+        """Fills advantages, weights and value targets into the mini-batches. Returns metrics."""
         config, algorithm = self._config, self._algorithm
         longest = config.rollout.max_response_length
         rewards = np.stack([group.reward for group in groups])  # [P, G]
@@ -214,7 +215,7 @@ class Learner:
     def _kl_penalties(
         self, logprobs: np.ndarray, reference_logprobs: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:
-        """What the KL takes from the reward at each token, [N, L]."""
+        """Returns the KL penalty on the reward of each token, [N, L]."""
         algorithm = self._algorithm
         both = [jnp.asarray(np.where(mask, each, 0.0)) for each in (logprobs, reference_logprobs)]
         return algorithm.kl_coefficient * np.asarray(kl_estimate(*both, algorithm.kl_estimator))
@@ -225,7 +226,7 @@ class Learner:
         algorithm, longest = self._algorithm, self._config.rollout.max_response_length
         lengths = kept[minibatch.members].sum(axis=1)
         weights = np.zeros(kept.shape, np.float32)
-        if lengths.any():  # else all is left out, and the gradient 0
+        if lengths.any():  # otherwise every token is masked, and the gradient is 0
             of_members = aggregation_weights(lengths, algorithm.aggregation, longest)
             weights[minibatch.members] = np.where(kept[minibatch.members], of_members[:, None], 0.0)
         olds = minibatch.old_logprobs or [None] * len(minibatch.batches)
@@ -233,7 +234,7 @@ class Learner:
             batch.replace(
                 advantages=advantage,
                 weights=weight,
-                # What is left out is in no ratio either: that of a response (GSPO) would pass gradient on.
+                # A masked token is in no ratio either: a sequence ratio (GSPO) would pass gradient on to it.
                 old_logprobs=None if old is None else np.where(weight > 0, old, np.float32(-np.inf)),
             )
             for batch, advantage, weight, old in zip(
@@ -253,8 +254,8 @@ class Learner:
     def _update(
         self, state: TrainState, minibatches: Sequence[Minibatch], on_update: Callable[[int], None]
     ) -> tuple[TrainState, dict[str, float]]:
-        """All of the step's updates; metrics averaged over them, but the mismatch is the first one's: only
-        that one still has the weights of the rollout, where a row-invariant engine shows 0.
+        """Runs the updates. Metrics are averaged over them, except for the mismatch, which is the first
+        update's: only that one still has the weights of the rollout, where a row-invariant engine shows 0.
         """
         collected: list[dict[str, float]] = []
         policy, critic = state.replace(critic=None), state.critic
@@ -267,7 +268,9 @@ class Learner:
                 if self._critic is not None:
                     critic, more = self._critic.update(critic, minibatch.batches, minibatch.value_targets)
                     _check_gradient("critic", more, "algorithm.critic.learning_rate")
-                    more["clip_fraction"] /= metrics.get(WEIGHT, 1.0) or 1.0  # a mean, as those of the policy
+                    more["clip_fraction"] /= (
+                        metrics.get(WEIGHT, 1.0) or 1.0
+                    )  # a mean, like the policy's metrics
                     metrics |= {f"critic/{name}": value for name, value in more.items()}
                 collected.append(metrics)
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
@@ -276,7 +279,7 @@ class Learner:
 
 
 def _check_gradient(of: str, metrics: dict[str, float], key: str) -> None:
-    """Before a checkpoint keeps weights that no run can go on from."""
+    """Raises a UserError if the gradient is not finite, before a checkpoint keeps the lost weights."""
     norm = metrics["gradient_norm"]
     if not np.isfinite(norm):
         raise UserError(
