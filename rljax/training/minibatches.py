@@ -1,4 +1,4 @@
-"""The responses of a step as mini-batches, packed and cut, and the way between responses and packed rows."""
+"""Mini-batches of a step's responses, packed and cut into micro-batches, and the mapping back to responses."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from rljax.training.critic import ValueTargets
 
 @dataclasses.dataclass
 class Minibatch:
-    """Responses of one update, packed and cut.
+    """Responses of one update, packed and cut into micro-batches.
 
     Attributes:
-      members: int [n], which of the step's responses.
-      packing: where each lies.
-      places: the row and positions of each one's predictions.
-      batches: the micro-batches. They come with an advantage of 0 and a weight of 1, to be filled in.
-      reference_logprobs: [R, T] for each, if the algorithm has a KL penalty.
-      old_logprobs: [R, T] for each, if it corrects for the rollout.
-      old_values: [R, T] for each, if it has a critic.
-      value_targets: for each, likewise.
+      members: int [n], indices of its responses among the step's N.
+      packing: position of each response in the packed rows.
+      places: row and positions of each response's predictions.
+      batches: the micro-batches, built with an advantage of 0 and a weight of 1 for the learner to replace.
+      reference_logprobs: float32 [R, T] per micro-batch, if the algorithm has a KL penalty.
+      old_logprobs: float32 [R, T] per micro-batch, if the algorithm corrects for the rollout.
+      old_values: float32 [R, T] per micro-batch, if the algorithm has a critic.
+      value_targets: targets per micro-batch, if the algorithm has a critic.
     """
 
     members: np.ndarray
@@ -44,14 +44,16 @@ class Minibatch:
     value_targets: list[ValueTargets] | None = None
 
     def gather(self, arrays: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Takes what stands at the members' predictions in arrays [R, T], one a micro-batch: into [N, L]."""
+        """Copies the members' predictions from arrays [R, T], one per micro-batch, to their rows in [N, L]."""
         rows = np.concatenate(arrays)
         for member, (row, positions) in zip(self.members, self.places, strict=True):
             found = rows[row, positions]
             into[member, : len(found)] = found
 
     def lay_out(self, values: np.ndarray) -> list[np.ndarray]:
-        """The inverse: values [N, L] at the members' predictions, 0 elsewhere; [R, T] a micro-batch."""
+        """The inverse of `gather`: places values [N, L] at the members' predictions in arrays [R, T], one per
+        micro-batch, and 0 elsewhere.
+        """
         sizes = [len(batch.tokens) for batch in self.batches]
         rows = np.zeros((sum(sizes), self.packing.pack_length), np.float32)
         for member, (row, positions) in zip(self.members, self.places, strict=True):
@@ -60,7 +62,7 @@ class Minibatch:
 
 
 def completions_of(groups: Sequence[Group]) -> list[Completion]:
-    """The N = P * G responses of a step, in the order of its groups."""
+    """Returns the N = P * G responses of a step, in the order of its groups."""
     return [completion for group in groups for completion in group.completions]
 
 
@@ -70,13 +72,13 @@ def make_minibatches(
     """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
 
     Args:
-      groups: the step's.
+      groups: groups of the step.
       training: minibatches_per_step, pack_length and rows_per_microbatch are read.
-      seed: of the order, such as the run's and the step's number.
+      seed: seed of the order, such as the run's seed and the step's number.
       row_multiple: see `Packing.microbatches`.
 
     Returns:
-      The mini-batches, and the share of padding in them.
+      The mini-batches, and their share of padding.
     """
     prompts = [group.prompt_ids for group in groups for _ in group.completions]
     completions = completions_of(groups)

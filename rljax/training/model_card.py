@@ -1,4 +1,4 @@
-"""The README.md of an exported policy: what it is, what was measured, and the config that made it."""
+"""The README.md of an exported policy: description, measurements, and the config of the run."""
 
 import importlib.metadata
 import json
@@ -21,12 +21,12 @@ from rljax.training.saved_policy import SavedPolicy
 
 
 def model_card(saved: SavedPolicy, dtype: str, name: str) -> str:
-    """Markdown with a YAML header, as model hubs read it.
+    """Returns Markdown with the YAML header that model hubs read.
 
     Args:
       saved: a policy of a run.
-      dtype: of the exported weights.
-      name: of the exported directory.
+      dtype: dtype of the exported weights.
+      name: name of the exported directory.
     """
     config, policy = saved.experiment, saved.policy.config
     directory = RunDirectory(saved.path)
@@ -69,7 +69,7 @@ print(tokenizer.decode(model.generate(**prompt, do_sample=True)[0]))
 
 
 def _metrics(directory: RunDirectory, step: int) -> Iterator[str]:
-    """Rewards in training and on held-out problems, before and at this step."""
+    """A table of rewards and response lengths: first measured, and at this step."""
     lines = [line for line in directory.read_metrics() if line["step"] <= step]
     rows = []
     for label, key in (
@@ -89,14 +89,14 @@ def _metrics(directory: RunDirectory, step: int) -> Iterator[str]:
 
 
 def _evaluation(saved: SavedPolicy) -> Iterator[str]:
-    """What scripts/evaluate.py has found of this checkpoint, if it has been at it."""
+    """A table of the results of scripts/evaluate.py for this checkpoint, if there are any."""
     file = default_output(saved.path, saved.step, "heldout") / "results.json"
     if not file.is_file():
         return
     try:
         results = json.loads(file.read_bytes())
         if results["settings"]["policy"] != weights_digest(saved.policy.params):
-            return  # of a checkpoint of this step that was deleted, to train again from an earlier one
+            return  # the step was trained again after this evaluation
         rows = [f"| {name} | {_with_interval(each)} |" for name, each in results["overall"].items()]
         problems, samples = int(results["problems"]), int(results["samples"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +117,7 @@ def _with_interval(estimate: Mapping[str, float | None]) -> str:
 
 
 def _provenance(directory: RunDirectory) -> Iterator[str]:
-    """Who trained, on what, and with which code it was exported."""
+    """Version and commit of the export, and a table of the sessions that trained the policy."""
     try:
         version = importlib.metadata.version("rljax")
     except importlib.metadata.PackageNotFoundError:
@@ -135,7 +135,9 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 
 def _config_text(config: ExperimentConfig) -> str:
-    """The config, with file names in the place of absolute paths: the folders of a machine say nothing."""
+    """Returns the config as YAML, absolute paths reduced to file names: a machine's folders mean nothing
+    elsewhere.
+    """
 
     def shortened(node: Any, key: str = "") -> Any:
         if isinstance(node, dict):
@@ -149,7 +151,7 @@ def _config_text(config: ExperimentConfig) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A code block that no backticks in the text can end."""
+    """Returns a code block whose fence is longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

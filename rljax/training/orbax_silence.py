@@ -1,9 +1,9 @@
-"""What Orbax and those below it say besides the one `CheckpointError` that a failed save is.
+"""Silences messages of Orbax and its dependencies: a failed save is one `CheckpointError`, and nothing else.
 
-Of arrays that fail together, as on a full disk, Orbax waits for the first and closes its event loop. The
-others end in one of three ways, by the moment that finds them: they have failed, and asyncio prints a
-traceback of each; TensorStore tells a loop that is gone, and Python prints one; or they have not begun, and
-Python warns that they never will.
+When several arrays fail together, as on a full disk, Orbax waits for the first one and closes its event loop.
+Depending on their progress, the others print a message in one of three ways: asyncio prints a traceback for a
+write that has failed; Python prints one when TensorStore calls the closed loop; or Python warns of a
+coroutine that was never awaited.
 """
 
 import logging
@@ -12,12 +12,15 @@ import sys
 import warnings
 from typing import Any
 
-_OF_ORBAX = (f"{os.sep}orbax{os.sep}", ".orbax-checkpoint-tmp")  # its files, and what it is writing
+_OF_ORBAX = (
+    f"{os.sep}orbax{os.sep}",
+    ".orbax-checkpoint-tmp",
+)  # its source files, and the directories it is writing
 _NOT_BEGUN = r"coroutine '(async_serialize_from_host|Store\.write)\b.*' was never awaited"
 
 
 def silence_orbax() -> None:
-    """Until the process ends; it may be called any number of times."""
+    """Filters the messages until the process ends. May be called repeatedly."""
     logging.getLogger("absl").addFilter(_is_not_narrated)
     logging.getLogger("asyncio").addFilter(_is_not_left_behind)
     warnings.filterwarnings("ignore", _NOT_BEGUN, RuntimeWarning)
@@ -26,7 +29,7 @@ def silence_orbax() -> None:
 
 
 def _is_not_narrated(record: logging.LogRecord) -> bool:
-    """Orbax tells of every save through absl, and of failures with their traceback."""
+    """Drops Orbax's log records, which narrate every save, and failures with their traceback."""
     return _OF_ORBAX[0] not in record.pathname
 
 
@@ -38,10 +41,10 @@ def _is_not_left_behind(record: logging.LogRecord) -> bool:
 
 
 class _LostCallbacks:
-    """A hook that leaves out what TensorStore tells a closed loop.
+    """An unraisable hook that drops TensorStore's calls of a closed event loop.
 
     Args:
-      say: the hook of before.
+      say: the hook to call for everything else.
     """
 
     def __init__(self, say: Any) -> None:

@@ -1,4 +1,4 @@
-"""The policy a run starts from: a Hugging Face checkpoint, or one made on the spot."""
+"""The policy that a run starts from: a Hugging Face checkpoint, or a new one with random weights."""
 
 import dataclasses
 import datetime
@@ -21,13 +21,13 @@ _VOCAB_MULTIPLE = 64  # rows of the embedding are rounded up: even shapes for ke
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy with all that is needed to talk to it.
+    """A policy with its tokenizer.
 
     Attributes:
-      config: its architecture.
+      config: architecture.
       params: float32 weights.
-      tokenizer: its tokenizer.
-      tokenizer_directory: where that is kept.
+      tokenizer: tokenizer.
+      tokenizer_directory: directory of the tokenizer's files.
       eos_token_ids: tokens that end a response.
     """
 
@@ -39,12 +39,12 @@ class Policy:
 
 
 def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy:
-    """Loads `policy.path`, or makes a policy of `policy.shape` with a tokenizer for the task's own texts.
+    """Loads `policy.path`, or creates a policy of `policy.shape` and trains a tokenizer on the task's texts.
 
     Args:
       config: the experiment.
-      task: whose texts the tokenizer is trained on.
-      directory: where a tokenizer that is made is kept.
+      task: task whose texts a new tokenizer is trained on.
+      directory: directory to save a new tokenizer in.
     """
     if config.policy.path is None and not (directory / "tokenizer.json").exists():
         problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
@@ -65,8 +65,8 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
 def policy_parts(
     config: ExperimentConfig, directory: Path
 ) -> tuple[ModelConfig, Tokenizer, Path, tuple[int, ...]]:
-    """`make_policy`'s policy without its weights, in the order of `Policy`'s attributes. The tokenizer must
-    be there already.
+    """Returns the policy of `make_policy` without its weights, in the order of `Policy`'s attributes. The
+    tokenizer must exist.
     """
     if config.policy.path is not None:
         path = Path(config.policy.path)
@@ -90,7 +90,7 @@ def _tokenizer(directory: Path, config: PolicyConfig) -> Tokenizer:
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
-    """The same function at another size; a ConfigError if that is smaller."""
+    """Returns a larger policy that computes the same function. Raises a ConfigError if it would be smaller."""
     try:
         params, config = grow(policy.params, policy.config, **growth.model_dump(), seed=seed)
     except ValueError as error:
@@ -99,11 +99,11 @@ def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
 
 
 def check_policy(config: ExperimentConfig, policy: Policy, task: Task) -> None:
-    """What would otherwise turn up only when everything is compiled.
+    """Checks that policy and task fit together, before anything is compiled.
 
     Raises:
-      UserError: the policy is not made for sequences as long as the config's, its tokenizer has no chat
-        template that takes the task's prompts, or the first of these is too long.
+      UserError: the config's sequences are longer than the policy's maximum, the tokenizer has no chat
+        template for the task's prompts, or the first prompt is too long.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the newest, one every so many steps, and those with the best policies."""
+"""Retention of checkpoints: the newest ones, one every so many steps, and the best ones."""
 
 import dataclasses
 import math
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """What stays after a save; a checkpoint that one of the rules wants stays.
+    """Checkpoints to keep after a save. A checkpoint is kept if any rule keeps it.
 
     Attributes:
-      newest: how many of the newest, at least 1: a run resumes from them.
-      every: those of steps that it divides; 0 is none.
-      best: how many of those with the highest scores; of equals, the newer. 0 is none.
+      newest: number of newest checkpoints to keep, at least 1, because a run resumes from them.
+      every: interval; checkpoints of its multiples are kept. 0 keeps none.
+      best: number of checkpoints with the highest scores to keep, newer ones first among equals. 0 keeps
+        none.
     """
 
     newest: int
@@ -26,10 +27,10 @@ class Retention:
             raise ValueError(f"keep_every {self.every}, keep_best {self.best}: must not be negative")
 
     def kept(self, scores: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay.
+        """Returns the steps of the checkpoints to keep.
 
         Args:
-          scores: of all complete checkpoints, by step: larger is better, None (or NaN) is not scored.
+          scores: score of each complete checkpoint by step; larger is better, None or NaN is unscored.
         """
         kept = set(sorted(scores)[-self.newest :])
         if self.every:

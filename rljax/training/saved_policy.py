@@ -1,9 +1,9 @@
-"""A trained policy, to be used: the newest checkpoint of a run, or a Hugging Face directory.
+"""Loads a saved policy: a checkpoint of a run, or a Hugging Face directory.
 
     saved = load_saved_policy("runs/quickstart")            # or step=20, or "models/Qwen2.5-0.5B-Instruct"
     saved.policy.params, saved.policy.tokenizer, ...
 
-What evaluates, exports, generates and serves begins here. Of the optimizer only the checksum is read.
+Evaluation, export, generation and serving begin here. Files of the optimizer state are verified, not loaded.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from rljax.training.policy import Policy, policy_parts
 
 @dataclasses.dataclass(frozen=True)
 class SavedPolicy:
-    """A policy as it was saved.
+    """A policy that was loaded from disk.
 
     Attributes:
-      path: the directory it came from.
-      policy: with float32 weights.
-      experiment: the run's config, its `run_dir` being `path`; None for a Hugging Face directory.
-      step: the checkpoint's, in training steps; None for a Hugging Face directory.
+      path: directory of the run or of the model.
+      policy: the policy, with float32 weights.
+      experiment: config of the run, with `path` as `run_dir`; None for a Hugging Face directory.
+      step: training step of the checkpoint; None for a Hugging Face directory.
     """
 
     path: Path
@@ -42,8 +42,8 @@ class SavedPolicy:
     step: int | None
 
     def drafter_state(self) -> dict[str, np.ndarray]:
-        """What the run's drafters had learned at this step, as `Speculator.load_state` takes it; empty where
-        there was none. Histories may be large: they are read by this call.
+        """Reads the state of the run's drafters at this step for `Speculator.load_state`; empty without
+        drafters. It may be large (a history), so only this call reads it.
         """
         if self.experiment is None:
             return {}
@@ -55,11 +55,11 @@ def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> 
 
     Args:
       path: a run directory or a Hugging Face model directory.
-      step: of a run, which checkpoint; None is the newest.
+      step: step of the run's checkpoint; None loads the newest.
 
     Raises:
-      UserError: there is no such directory, it is neither of the two, it has no checkpoint (of that step),
-        or something in it cannot be read.
+      UserError: the directory does not exist or is neither of the two, the run has no such checkpoint, or a
+        file cannot be read.
     """
     path = Path(path)
     if not path.is_dir():
@@ -78,12 +78,14 @@ def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is that of a run, which holds its config."""
+    """Whether a directory is a run's, which contains its config."""
     return (Path(path) / "config.yaml").is_file()
 
 
 def run_config(path: str | os.PathLike[str]) -> ExperimentConfig:
-    """The resolved config of the run in a directory, with `run_dir` as the directory is called now."""
+    """Returns the resolved config of the run in a directory, with `run_dir` set to the directory's present
+    path.
+    """
     path = Path(path)
     try:
         config = load_config(RunDirectory(path).config_path)
@@ -93,7 +95,7 @@ def run_config(path: str | os.PathLike[str]) -> ExperimentConfig:
 
 
 def saved_steps(path: str | os.PathLike[str]) -> list[int]:
-    """Steps of a run's complete checkpoints, oldest first."""
+    """Returns the steps of a run's complete checkpoints, oldest first."""
     return _checkpoints(Path(path)).steps()
 
 
@@ -144,7 +146,9 @@ def _from_huggingface(path: Path) -> SavedPolicy:
 
 
 def _nearby(path: Path) -> str:
-    """For a message: the run that a directory is inside of, as one easily gives its checkpoints instead."""
+    """Returns a hint for an error message if a parent directory is a run: its checkpoints are often given
+    instead.
+    """
     for parent in path.resolve().parents[:2]:
         if is_run(parent):
             return f"; the run is {parent}, and --step chooses a checkpoint"

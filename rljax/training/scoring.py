@@ -1,9 +1,10 @@
-"""Log-probabilities of packed sequences under the policy, without ever holding all their logits.
+"""Log-probabilities of packed sequences under the policy, without holding all their logits at once.
 
-The same forward pass, logits transform and log-softmax as decoding (`rljax/sampling/distribution.py`), so
-that the trainer's logprobs can be compared with the rollout's number by number, and on a CPU bit by bit.
+Scoring uses the forward pass, logits transform and log-softmax of decoding
+(`rljax/sampling/distribution.py`), so that the trainer's logprobs can be compared with the rollout's number
+by number, and on a CPU bit by bit.
 
-The LM head and what follows it are an operation of their own (`rljax/kernels/token_logprobs`).
+The LM head and the log-softmax are one operation (`rljax/kernels/token_logprobs`).
 """
 
 from jax import Array
@@ -32,25 +33,26 @@ def score_packed(
     mesh: Mesh | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
-    """How likely the targets of packed rows are under the sampling distribution, and its entropy.
+    """Returns the logprobs of the targets of packed rows, and the entropy of the sampling distribution.
 
     Args:
-      params: the policy's weights.
-      config: its architecture.
+      params: weights of the policy.
+      config: architecture of the policy.
       batch: R rows of T tokens.
       rope: `rope_table(config, length)`, float32 [at least T, 2, D/2].
-      numerics: shared with the engine.
-      sampling: the distribution that the rollout samples from.
-      remat: recompute the layers' activations in the backward pass.
-      logprob_chunk: tokens, over all rows, whose logits exist at once (in effect at least R, and at least 2:
-        a lone row would be multiplied by another kernel, with other bits).
-      mesh: devices that the arrays lie on; None for one.
-      entropy_gradient: make the entropy differentiable.
+      numerics: numerics of the engine.
+      sampling: distribution that the rollout samples from.
+      remat: whether the backward pass recomputes the layers' activations.
+      logprob_chunk: number of tokens, over all rows, whose logits exist at once. At least R and at least 2
+        are used, because a single row would be multiplied by another kernel, with other bits.
+      mesh: devices of the arrays; None for one.
+      entropy_gradient: whether the entropy is differentiable.
 
     Returns:
-      logprobs of the targets, float32 [R, T]: -inf where a filter excludes the target; meaningless outside
-      `batch.response_mask`. And the entropy in nats of the distribution at each position, float32 [R, T],
-      which is not differentiated unless it is asked for.
+      logprobs: float32 [R, T], logprobs of the targets; -inf where a filter excludes the target, undefined
+        outside `batch.response_mask`.
+      entropy: float32 [R, T], entropy in nats of the distribution at each position; not differentiated unless
+        `entropy_gradient`.
     """
     hidden = packed_hidden(params, config, batch, rope, numerics, remat, mesh)
     lm_head = transformer.lm_head(params, config)
@@ -69,7 +71,7 @@ def packed_hidden(
     remat: bool = False,
     mesh: Mesh | None = None,
 ) -> Array:
-    """Hidden states of packed rows after the final norm, [R, T, d]. Arguments as of `score_packed`."""
+    """Returns hidden states of packed rows after the final norm, [R, T, d]. Arguments as in `score_packed`."""
     attention = PackedAttention(batch.segment_ids, numerics)
     if mesh is not None:
         attention = ShardedAttention(attention, config, mesh)

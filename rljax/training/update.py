@@ -1,10 +1,10 @@
-"""The update step of the policy: loss, gradients added up over micro-batches, optimizer.
+"""The update of the policy: loss, gradients summed over micro-batches, optimizer.
 
-The policy gradients of `rljax/algorithms` and the supervised warm start, on one machinery
-(`accumulation.py`). Every token carries its weight in the mini-batch, so losses, gradients and metrics are
-plain sums: micro-batches add up to the mini-batch however it was cut.
+The policy gradients of `rljax/algorithms` and the supervised warm start share one implementation
+(`rljax/learning/accumulation.py`). Every token carries its weight in the mini-batch, so losses, gradients and
+metrics are plain sums: micro-batches add up to the mini-batch however it was cut.
 
-Weights and optimizer state are float32; `Numerics.compute_dtype` says what the products are computed in.
+Weights and optimizer state are float32; matrix products are computed in `Numerics.compute_dtype`.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Met
 
 TOKENS = "update/tokens"
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
-_MAXIMA = ("mismatch/logprob_abs_max",)  # at least 0; everything else is added up
-WEIGHT = "update/weight"  # of all tokens, where that is not 1: means over tokens are divided by it at the end
+_MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
+WEIGHT = "update/weight"  # sum of the token weights if not 1: means over tokens are divided by it at the end
 
 
 def policy_objective(
@@ -52,24 +52,23 @@ def policy_objective(
     reference_logprobs: Array | None,
     algorithm: AlgorithmConfig,
 ) -> tuple[Array, Metrics]:
-    """The loss on a micro-batch.
+    """Returns the loss on a micro-batch.
 
         loss = policy_loss + kl_coefficient * sum_t w[t] KL[t] - entropy_coefficient * sum_t w[t] H[t]
 
     Args:
-      logprobs, entropy: float32 [R, T], of the policy being trained.
-      batch: the micro-batch. With `old_logprobs` the ratio is to these, and not to the rollout's; a token
-        that a sampling filter excludes there (-inf) is not learned from.
-      reference_logprobs: float32 [R, T], without sampling filters; None leaves out the KL term. A token that
-        a filter excludes under the policy by now has no estimate and does not count.
+      logprobs, entropy: float32 [R, T], results of `score_packed` for the policy in training.
+      batch: the micro-batch. With `old_logprobs`, ratios are relative to these instead of the rollout's, and
+        tokens that a sampling filter excludes there (-inf) are not learned from.
+      reference_logprobs: float32 [R, T], logprobs without sampling filters; None leaves out the KL term. A
+        token that a filter now excludes under the policy has no estimate and is not counted.
       algorithm: ratio, clip range, coefficients and estimator.
 
     Returns:
-      The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens,
-      to be divided by `update/tokens`, `mismatch/logprob_abs_max` is a maximum over them, and
-      `mismatch/tokens` the number of those whose logprob is not the rollout's; everything else is weighted
-      like the loss, and where the weights do not sum to 1 over the mini-batch, `update/weight` is what
-      `policy/...` are to be divided by.
+      The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens, to
+      be divided by `update/tokens`; `mismatch/logprob_abs_max` is their maximum; `mismatch/tokens` counts the
+      tokens whose logprob differs from the rollout's. Everything else is weighted like the loss. If the
+      weights do not sum to 1 over the mini-batch, `policy/...` are to be divided by `update/weight`.
     """
     mask = learned = batch.response_mask
     proximal_logprobs = batch.rollout_logprobs
@@ -115,7 +114,9 @@ def policy_objective(
 def supervised_objective(
     logprobs: Array, entropy: Array, batch: PackedBatch, reference_logprobs: Array | None
 ) -> tuple[Array, Metrics]:
-    """Cross entropy of the response tokens, weighted: the warm start's loss. Arguments as above."""
+    """Returns the weighted cross entropy of the response tokens, the loss of the warm start. Arguments as in
+    `policy_objective`.
+    """
     del reference_logprobs
     mask = batch.response_mask
     loss = -jnp.sum(jnp.where(mask, batch.weights * logprobs, 0.0))
@@ -133,7 +134,7 @@ def gradients(
     score: Score,
     objective: Objective,
 ) -> tuple[Params, Metrics]:
-    """Gradients and metrics of one micro-batch."""
+    """Returns gradients and metrics of one micro-batch."""
 
     def loss(params: Params) -> tuple[Array, Metrics]:
         return objective(*score(params, batch), batch, reference_logprobs)
@@ -148,22 +149,21 @@ class Trainer:
         logprobs = trainer.score(state.params, batches)
         state, metrics = trainer.update(state, batches)
 
-    A state is consumed by an update: its arrays are overwritten in place. Whoever else holds its params (a
-    decode engine may) must take those of the new state, or have copied them.
+    An update consumes the state: its arrays are overwritten in place. Other holders of its params, such as a
+    decode engine, must take those of the new state, or have copied them.
 
     Args:
-      config: the policy's architecture.
-      numerics: shared with the engine.
-      sampling: the distribution that rollouts sample from. The supervised loss is unfiltered, at
-        temperature 1.
+      config: architecture of the policy.
+      numerics: numerics of the engine.
+      sampling: distribution that rollouts sample from. The supervised loss is unfiltered, at temperature 1.
       algorithm: the policy gradient.
       training: pack_length, rows_per_microbatch, remat and logprob_chunk are read.
       optimizer: from `make_optimizer`.
-      pool: compiled programs; may be shared with engines and other trainers.
+      pool: pool of compiled programs; may be shared with engines and other trainers.
       mesh: devices to use; None for one.
 
     Attributes:
-      row_multiple: what the rows of every batch must be a multiple of (`Packing.microbatches` takes it).
+      row_multiple: number that divides the rows of every batch; an argument of `Packing.microbatches`.
     """
 
     def __init__(
@@ -222,20 +222,20 @@ class Trainer:
     # -- what the loop calls ---------------------------------------------------------------------------------
 
     def place(self, params: Params) -> Params:
-        """Params where this trainer computes: a no-op without a mesh."""
+        """Puts params on the trainer's mesh; without a mesh, returns them unchanged."""
         return shard_params(params, self.config, self.mesh)
 
     def init(self, params: Params) -> TrainState:
-        """The state of the first update. `params` (any float dtype) are copied, and stay valid."""
+        """Returns the state before the first update. `params` (any float dtype) are copied, and stay valid."""
         return self._accumulation.init(self.place(params))
 
     def warm_up(self, state: TrainState, reference: bool = False, score: bool = False) -> None:
-        """Compiles, without running, all that `update` will need: nothing compiles after it.
+        """Compiles every program that `update` needs, without running any. Nothing is compiled later.
 
         Args:
-          state: from `init`; not consumed.
-          reference: whether updates will come with reference_logprobs; `score_reference` is compiled.
-          score: compile it anyway.
+          state: state from `init`; not consumed.
+          reference: whether updates have reference_logprobs; then `score_reference` is compiled too.
+          score: whether to compile `score_reference` in any case.
         """
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
@@ -252,12 +252,12 @@ class Trainer:
             rows = rows // self.row_multiple // 2 * self.row_multiple
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """Logprobs of the targets under the sampling distribution, float32 [R, T] a batch."""
+        """Returns logprobs of the targets under the sampling distribution, float32 [R, T] per batch."""
         return self._scores(params, batches, unfiltered=False)
 
     def score_reference(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """As `score`, but without top-k, top-p and min-p: a reference's own filter would give -inf to a token
-        that the policy has come to like, and a KL could not say how far that is.
+        """As `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
+        the policy now samples, and the KL of a logprob of -inf is infinite.
         """
         return self._scores(params, batches, unfiltered=True)
 
@@ -275,14 +275,14 @@ class Trainer:
         """One policy-gradient update on a mini-batch. Consumes `state`.
 
         Args:
-          state: from `init` or an earlier update.
-          microbatches: the mini-batch, cut. Token weights must sum to 1 over all of them, unless the
-            algorithm's aggregation is "constant".
-          reference_logprobs: [R, T] for every micro-batch, from `score_reference` of the reference;
+          state: state from `init` or an earlier update.
+          microbatches: micro-batches of the mini-batch. Token weights must sum to 1 over all of them, unless
+            the algorithm's aggregation is "constant".
+          reference_logprobs: [R, T] per micro-batch, from `score_reference` with the reference's weights;
             None leaves out the KL term.
 
         Returns:
-          The new state and the metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
+          The new state, and metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
           `loss/entropy` (with an entropy bonus), `update/weight` (with aggregation "constant"), `entropy` as
           the mean over response tokens, `mismatch/logprob_abs_mean` and `_max` (|policy - rollout logprob|),
           `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`, `policy/rollout_kl`,
@@ -297,8 +297,8 @@ class Trainer:
     def supervised_update(
         self, state: TrainState, microbatches: Sequence[PackedBatch]
     ) -> tuple[TrainState, dict[str, float]]:
-        """One update of the warm start. Consumes `state`. Metrics: `loss/supervised`, `entropy`,
-        `gradient_norm`, `update/tokens`.
+        """One update of the warm start. Consumes `state`. Returns the new state, and the metrics
+        `loss/supervised`, `entropy`, `gradient_norm` and `update/tokens`.
         """
         return self._update(state, microbatches, None, self._supervised_step, "supervised")
 
@@ -333,7 +333,7 @@ class Trainer:
     def _score_program(self, args: tuple, unfiltered: bool = False) -> Callable[..., Array]:
         params, batch, _ = args
         name, scoring = "score", self._scoring
-        if unfiltered and self._filters:  # else it is the same program
+        if unfiltered and self._filters:  # otherwise it is the same program
             name, scoring = "score without filters", self._unfiltered_scoring
         return self.pool.get((name, batch.tokens.shape, _dtype(params), *self._key), scoring, args)
 
@@ -365,13 +365,13 @@ def _dtype(params: Params) -> str:
 
 
 def _kind(name: str, inputs: tuple) -> tuple:
-    """Names a step function and which of its inputs (batch, reference, RoPE table) are there."""
+    """Returns a key of a step function by name and by which optional inputs are present."""
     batch, reference, _ = inputs
     return name, reference is not None, batch.old_logprobs is not None
 
 
 def _finished(metrics: dict[str, np.ndarray]) -> dict[str, float]:
-    """Metrics combined over the mini-batch, as the numbers to report."""
+    """Turns the metrics summed over a mini-batch into the numbers to report."""
     tokens, weight = max(float(metrics[TOKENS]), 1.0), float(metrics.get(WEIGHT, 1.0))
 
     def finished(name: str, value: float) -> float:

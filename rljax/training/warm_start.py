@@ -1,6 +1,7 @@
-"""Supervised training on the task's own worked solutions before RL: the "cold start" of DeepSeek-R1
-(arXiv 2501.12948, section 2.3). The warmed-up policy is cached, so only the first run waits for it. A warm
-start that is stopped or killed goes on from its last checkpoint in the run directory."""
+"""Supervised training on the task's worked solutions before RL: the "cold start" of DeepSeek-R1 (arXiv
+2501.12948, section 2.3). The trained policy is cached, so only the first run waits for it. A warm start that
+is stopped or killed resumes from its last checkpoint in the run directory.
+"""
 
 import contextlib
 import dataclasses
@@ -52,16 +53,18 @@ def warm_start(
     directory: Path,
     stop: StopRequest,
 ) -> Policy:
-    """The policy after `config.warm_start`, trained or taken from the cache.
+    """Returns the policy after `config.warm_start`, trained or from the cache.
 
     Args:
       config: the experiment.
-      policy: to begin with.
-      task: whose worked solutions are learned.
-      numerics, pool, mesh: as of the run.
-      progress: shows it.
-      directory: for checkpoints while it is under way; gone after it.
-      stop: a signal lets the update end and be saved, and then stops.
+      policy: policy to begin with.
+      task: task with worked solutions.
+      numerics: numerics of the run.
+      pool: pool of compiled programs.
+      mesh: devices to use; None for one.
+      progress: shows steps and messages to the user.
+      directory: directory for checkpoints during the warm start; deleted at the end.
+      stop: requests by signals to stop; the current update is finished and saved first.
     """
     settings = config.warm_start
     key = _cache_key(config, policy, task)
@@ -109,7 +112,7 @@ def warm_start(
             _put_into_cache(cached, policy, state)
         except CheckpointError:
             if done > (checkpoints.latest_step() or 0):
-                with contextlib.suppress(CheckpointError):  # what it raises would hide the first one
+                with contextlib.suppress(CheckpointError):  # a second error would hide the first
                     checkpoints.save(done, state, {"next_problem": next_problem, "key": key})
                     checkpoints.wait()
             raise
@@ -126,7 +129,7 @@ def _put_into_cache(cached: Path, policy: Policy, state: TrainState) -> None:
         save_model(cached, policy.config, state.params, "float32", tokenizer_source=source)
     except (OSError, safetensors.SafetensorError, CheckpointError) as error:
         if (cached / "config.json").is_file():
-            return  # another run has made the same one meanwhile
+            return  # another run has written the same policy meanwhile
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -146,9 +149,8 @@ def _update(
 def _demonstrations(
     config: ExperimentConfig, policy: Policy, task: Task, first: int
 ) -> tuple[list[TrainingSequence], int]:
-    """Worked solutions of about `tokens_per_step` tokens from problem `first` on, and the next problem.
-
-    Tools' answers in them are read, not learned.
+    """Returns worked solutions of about `tokens_per_step` tokens from problem `first` on, and the index of
+    the next problem. Tools' answers in the solutions are read, but not learned.
     """
     pairs, tokens, index = [], 0, first
     markup = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer).markup
@@ -179,7 +181,7 @@ def _demonstrations(
 
 
 def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
-    """Names everything that the warmed-up weights depend on: what is in files by its content."""
+    """Returns a digest of everything that the trained weights depend on, including the contents of files."""
     parts = {
         "version": _CACHE_VERSION,
         "seed": config.seed,
