@@ -1,4 +1,4 @@
-"""Mini-batches of a step's responses, packed and cut into micro-batches, and the mapping back to responses."""
+"""Mini-batches of a step's responses, packed and cut into micro-batches, and the way back to responses."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Minibatch:
     value_targets: list[ValueTargets] | None = None
 
     def gather(self, arrays: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Copies the members' predictions from arrays [R, T], one per micro-batch, to their rows in [N, L]."""
+        """Copies members' predictions from arrays [R, T], one per micro-batch, to their rows in [N, L]."""
         rows = np.concatenate(arrays)
         for member, (row, positions) in zip(self.members, self.places, strict=True):
             found = rows[row, positions]

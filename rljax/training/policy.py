@@ -90,7 +90,7 @@ def _tokenizer(directory: Path, config: PolicyConfig) -> Tokenizer:
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
-    """Returns a larger policy that computes the same function. Raises a ConfigError if it would be smaller."""
+    """Returns a larger policy that computes the same function; a smaller one is a ConfigError."""
     try:
         params, config = grow(policy.params, policy.config, **growth.model_dump(), seed=seed)
     except ValueError as error:

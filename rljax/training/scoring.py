@@ -71,7 +71,7 @@ def packed_hidden(
     remat: bool = False,
     mesh: Mesh | None = None,
 ) -> Array:
-    """Returns hidden states of packed rows after the final norm, [R, T, d]. Arguments as in `score_packed`."""
+    """Returns features of packed rows after the final norm, [R, T, d]. Arguments as in `score_packed`."""
     attention = PackedAttention(batch.segment_ids, numerics)
     if mesh is not None:
         attention = ShardedAttention(attention, config, mesh)

@@ -226,7 +226,7 @@ class Trainer:
         return shard_params(params, self.config, self.mesh)
 
     def init(self, params: Params) -> TrainState:
-        """Returns the state before the first update. `params` (any float dtype) are copied, and stay valid."""
+        """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
         return self._accumulation.init(self.place(params))
 
     def warm_up(self, state: TrainState, reference: bool = False, score: bool = False) -> None:
