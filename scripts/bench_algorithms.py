@@ -89,7 +89,7 @@ def kl_from(start: Params, training: TrainingRun) -> float:
         training.engine.load_params(training.state.params), "heldout", training.heldout, 1, EVALUATION, 0
     )
     settings = training.config.training.model_copy(update={"minibatches_per_step": 1})
-    (minibatch,), _ = make_minibatches(groups, settings, (0,), trainer.row_multiple)
+    (minibatch,) = make_minibatches(groups, settings, (0,), trainer.row_multiple)
     total = 0.0
     for batch, reference in zip(
         minibatch.batches, trainer.score_reference(start, minibatch.batches), strict=True

@@ -148,6 +148,11 @@ class AlgorithmConfig(Section):
         description="Rounds of rollouts before dynamic sampling gives up with an error. Raise for very"
         " hard or very easy tasks.",
     )
+    skip_zero_advantages: bool = Field(
+        True,
+        description="Leave responses whose advantage is 0 (all of a group right, or all wrong) out of"
+        " updates: they have no gradient. Set false to measure entropy and mismatch on them too.",
+    )
     critic: CriticConfig = CriticConfig()
 
     @property
@@ -159,6 +164,19 @@ class AlgorithmConfig(Section):
     def corrects_rollout(self) -> bool:
         """Whether the training pass scores the responses before the first update, to correct them."""
         return self.correction_cap is not None or self.correction_mask != "none"
+
+    @property
+    def advantages_alone(self) -> bool:
+        """Whether a response without advantage has no gradient: neither KL nor entropy is in the loss, and no
+        critic learns from the responses.
+        """
+        kl_in_loss = self.kl_coefficient > 0 and self.kl_in == "loss"
+        return not kl_in_loss and self.entropy_coefficient == 0 and self.advantage_baseline != "critic"
+
+    @property
+    def skips_responses(self) -> bool:
+        """Whether updates leave out responses whose advantage is 0."""
+        return self.skip_zero_advantages and self.advantages_alone
 
     def describe(self, max_response_length: int) -> str:
         """The name, and where the settings are not its paper's for responses of up to so many tokens."""

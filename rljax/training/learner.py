@@ -3,7 +3,8 @@
 1. Pack the responses into mini-batches.
 2. Score them with the weights of the rollout: logprobs of the reference (for a KL penalty) and of the policy
    (for rollout correction), and values of the critic. Scores that the algorithm does not need are left out.
-3. Prepare the advantage and the weight of every token, on the host and for the whole step.
+3. Prepare the advantage and the weight of every token, on the host and for the whole step. Leave out the
+   responses without advantage where nothing else in the loss has a gradient on them.
 4. Update policy and critic, mini-batch by mini-batch.
 """
 
@@ -31,7 +32,14 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Group
 from rljax.training.critic import Critic, ValueTargets
-from rljax.training.minibatches import Minibatch, completions_of, make_minibatches
+from rljax.training.minibatches import (
+    Minibatch,
+    completions_of,
+    make_minibatches,
+    members_with_gradient,
+    pack_minibatch,
+    padding_share,
+)
 from rljax.training.update import WEIGHT, Trainer
 
 
@@ -112,28 +120,29 @@ class Learner:
 
         Returns:
           The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`,
-          `time/logprobs` and `time/update`; `correction/...` with a rollout correction (see
-          `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
-          `critic/...` with a critic.
+          `time/logprobs` and `time/update`; `update/skipped`, the share of response tokens whose responses
+          were left out because their advantage is 0 (entropy, mismatch and `policy/...` are measured on the
+          others); `correction/...` with a rollout correction (see `rollout_correction`), `reward/kl_penalty`
+          (mean KL penalty per response) with kl_in: reward, `critic/...` with a critic.
         """
-        minibatches, padding = self._pack(groups, step)
+        minibatches = self._pack(groups, step)
         scoring_start = time.perf_counter()
         self._score(state, minibatches)
         update_start = time.perf_counter()
-        prepared = self._prepare(groups, minibatches)
+        minibatches, prepared = self._prepare(groups, minibatches)
         state, updated = self._update(state, minibatches, on_update)
         end = time.perf_counter()
         return state, {
             **updated,
             **prepared,
-            "update/padding": padding,
+            "update/padding": padding_share(minibatches),
             "time/logprobs": update_start - scoring_start,
             "time/update": end - update_start,
         }
 
     # -- in this order ---------------------------------------------------------------------------------------
 
-    def _pack(self, groups: Sequence[Group], step: int) -> tuple[list[Minibatch], float]:
+    def _pack(self, groups: Sequence[Group], step: int) -> list[Minibatch]:
         seed, multiple = (self._config.seed, step), self._trainer.row_multiple
         return make_minibatches(groups, self._config.training, seed, multiple)
 
@@ -149,8 +158,10 @@ class Learner:
             if self._critic is not None:
                 minibatch.old_values = self._critic.values(state.critic.params, minibatch.batches)
 
-    def _prepare(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> dict[str, float]:
-        """Fills advantages, weights and value targets into the mini-batches. Returns metrics."""
+    def _prepare(
+        self, groups: Sequence[Group], minibatches: Sequence[Minibatch]
+    ) -> tuple[list[Minibatch], dict[str, float]]:
+        """Returns mini-batches with advantages, weights and value targets, and metrics."""
         config, algorithm = self._config, self._algorithm
         longest = config.rollout.max_response_length
         rewards = np.stack([group.reward for group in groups])  # [P, G]
@@ -208,9 +219,31 @@ class Learner:
                 "critic/explained_variance": float(explained),
                 "critic/value_mean": float(values[mask].mean()),
             }
+        prepared = []
         for minibatch in minibatches:
-            self._fill_in(minibatch, advantages, kept, estimate)
-        return metrics
+            weights = self._token_weights(minibatch, kept)
+            if algorithm.skips_responses:
+                minibatch = self._without_zero_advantages(groups, minibatch, advantages, kept)
+            self._fill_in(minibatch, advantages, weights, estimate)
+            prepared.append(minibatch)
+        if algorithm.skips_responses:
+            learned = np.concatenate([minibatch.members for minibatch in prepared])
+            metrics["update/skipped"] = 1.0 - float(mask[learned].sum() / mask.sum())
+        return prepared, metrics
+
+    def _without_zero_advantages(
+        self, groups: Sequence[Group], minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray
+    ) -> Minibatch:
+        """Returns the mini-batch packed again without the responses that have no gradient."""
+        members = members_with_gradient(minibatch, advantages, kept)
+        if len(members) == len(minibatch.members):
+            return minibatch
+        packed = pack_minibatch(groups, members, self._config.training, self._trainer.row_multiple)
+        if minibatch.old_logprobs is not None:
+            old_logprobs = np.zeros(kept.shape, np.float32)
+            minibatch.gather(minibatch.old_logprobs, old_logprobs)
+            packed.old_logprobs = packed.lay_out(old_logprobs)
+        return packed
 
     def _kl_penalties(
         self, logprobs: np.ndarray, reference_logprobs: np.ndarray, mask: np.ndarray
@@ -220,15 +253,20 @@ class Learner:
         both = [jnp.asarray(np.where(mask, each, 0.0)) for each in (logprobs, reference_logprobs)]
         return algorithm.kl_coefficient * np.asarray(kl_estimate(*both, algorithm.kl_estimator))
 
-    def _fill_in(
-        self, minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray, estimate: Estimate
-    ) -> None:
-        algorithm, longest = self._algorithm, self._config.rollout.max_response_length
+    def _token_weights(self, minibatch: Minibatch, kept: np.ndarray) -> np.ndarray:
+        """Returns the weight of each token in the loss, float32 [N, L], averaged over all members."""
         lengths = kept[minibatch.members].sum(axis=1)
         weights = np.zeros(kept.shape, np.float32)
         if lengths.any():  # otherwise every token is masked, and the gradient is 0
-            of_members = aggregation_weights(lengths, algorithm.aggregation, longest)
-            weights[minibatch.members] = np.where(kept[minibatch.members], of_members[:, None], 0.0)
+            longest = self._config.rollout.max_response_length
+            response_weights = aggregation_weights(lengths, self._algorithm.aggregation, longest)
+            weights[minibatch.members] = np.where(kept[minibatch.members], response_weights[:, None], 0.0)
+        return weights
+
+    def _fill_in(
+        self, minibatch: Minibatch, advantages: np.ndarray, weights: np.ndarray, estimate: Estimate
+    ) -> None:
+        """Sets advantages, weights, old logprobs and value targets of a packed mini-batch."""
         olds = minibatch.old_logprobs or [None] * len(minibatch.batches)
         minibatch.batches = [
             batch.replace(

@@ -68,7 +68,7 @@ def completions_of(groups: Sequence[Group]) -> list[Completion]:
 
 def make_minibatches(
     groups: Sequence[Group], training: TrainingConfig, seed: tuple[int, ...], row_multiple: int
-) -> tuple[list[Minibatch], float]:
+) -> list[Minibatch]:
     """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
 
     Args:
@@ -76,23 +76,51 @@ def make_minibatches(
       training: minibatches_per_step, pack_length and rows_per_microbatch are read.
       seed: seed of the order, such as the run's seed and the step's number.
       row_multiple: see `Packing.microbatches`.
+    """
+    count = sum(len(group.completions) for group in groups)
+    order = np.random.default_rng(seed).permutation(count)
+    parts = np.array_split(order, training.minibatches_per_step)
+    return [pack_minibatch(groups, members, training, row_multiple) for members in parts]
 
-    Returns:
-      The mini-batches, and their share of padding.
+
+def pack_minibatch(
+    groups: Sequence[Group], members: np.ndarray, training: TrainingConfig, row_multiple: int
+) -> Minibatch:
+    """Packs some of a step's responses and cuts them into micro-batches. Arguments as in `make_minibatches`;
+    `members` is int [n], indices among the step's N responses.
     """
     prompts = [group.prompt_ids for group in groups for _ in group.completions]
     completions = completions_of(groups)
-    order = np.random.default_rng(seed).permutation(len(completions))
-    minibatches, tokens, positions = [], 0, 0
-    for members in np.array_split(order, training.minibatches_per_step):
-        sequences = [
-            TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.own)
-            for i, each in ((i, completions[i]) for i in members)
-        ]
-        packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
-        ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
-        batches = [build_batch(sequences, packing, rows) for rows in ranges]
-        minibatches.append(Minibatch(members, packing, response_places(sequences, packing), batches))
-        tokens += int(packing.lengths.sum())
-        positions += ranges[-1].stop * training.pack_length
-    return minibatches, 1.0 - tokens / positions
+    sequences = [
+        TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.own)
+        for i, each in ((i, completions[i]) for i in members)
+    ]
+    packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
+    ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
+    batches = [build_batch(sequences, packing, rows) for rows in ranges]
+    return Minibatch(members, packing, response_places(sequences, packing), batches)
+
+
+def padding_share(minibatches: Sequence[Minibatch]) -> float:
+    """Returns the share of padding in the micro-batches of a step."""
+    tokens = sum(int(minibatch.packing.lengths.sum()) for minibatch in minibatches)
+    positions = sum(batch.tokens.size for minibatch in minibatches for batch in minibatch.batches)
+    return 1.0 - tokens / positions
+
+
+def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Returns the members of a mini-batch that have an advantage, int [m] in their order.
+
+    At least one member is returned, the shortest if none has an advantage: an update without gradient still
+    decays the optimizer's moments, and its metrics need tokens.
+
+    Args:
+      minibatch: the mini-batch.
+      advantages: float [N, L], advantages of the step's responses.
+      kept: bool [N, L], tokens that are learned from.
+    """
+    members = minibatch.members
+    learned = (kept[members] & (advantages[members] != 0.0)).any(axis=1)
+    if not learned.any():
+        learned[np.argmin(minibatch.packing.lengths)] = True
+    return members[learned]

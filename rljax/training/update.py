@@ -86,7 +86,7 @@ def policy_objective(
         batch.segment_ids if algorithm.ratio == "sequence" else None,
     )
     metrics = {"loss/policy": loss} | {f"policy/{name}": value for name, value in policy_metrics.items()}
-    if algorithm.aggregation == "constant":
+    if algorithm.aggregation == "constant" or algorithm.skips_responses:
         metrics[WEIGHT] = jnp.sum(jnp.where(mask, batch.weights, 0.0))
     if reference_logprobs is not None:
         counts = mask & jnp.isfinite(logprobs) & jnp.isfinite(reference_logprobs)
@@ -277,13 +277,13 @@ class Trainer:
         Args:
           state: state from `init` or an earlier update.
           microbatches: micro-batches of the mini-batch. Token weights must sum to 1 over all of them, unless
-            the algorithm's aggregation is "constant".
+            the algorithm's aggregation is "constant" or responses without advantage were left out.
           reference_logprobs: [R, T] per micro-batch, from `score_reference` with the reference's weights;
             None leaves out the KL term.
 
         Returns:
           The new state, and metrics of the mini-batch: `loss/policy`, `loss/kl` (with a reference),
-          `loss/entropy` (with an entropy bonus), `update/weight` (with aggregation "constant"), `entropy` as
+          `loss/entropy` (with an entropy bonus), `update/weight` (if they do not sum to 1), `entropy` as
           the mean over response tokens, `mismatch/logprob_abs_mean` and `_max` (|policy - rollout logprob|),
           `policy/ratio_mean`, `policy/clip_fraction_low`, `policy/clip_fraction_high`, `policy/rollout_kl`,
           `gradient_norm` before clipping, `update/tokens`.

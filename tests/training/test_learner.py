@@ -34,6 +34,7 @@ CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_n
 PROBLEM = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
 POOL = ExecutablePool()  # programs are compiled once for the module
 LONGEST = 12
+RATIOS = np.random.default_rng(3).choice([0.2, 0.7, 1.0, 1.4, 5.0], 6 * LONGEST)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def experiment(algorithm, **training):
                 "max_prompt_length": 8,
                 "max_response_length": LONGEST,
             },
-            "algorithm": algorithm,
+            "algorithm": {"skip_zero_advantages": False} | algorithm,
             "optimizer": {"learning_rate": 1e-2},
             "training": {"pack_length": 32, "rows_per_microbatch": 2} | training,
         }
@@ -118,9 +119,9 @@ def disturbed(groups, ratios):
 def prepared(learner, params, groups):
     """Mini-batches ready for their updates, with their metrics."""
     state = learner.init(params)
-    minibatches, _ = learner._pack(groups, 0)
+    minibatches = learner._pack(groups, 0)
     learner._score(state, minibatches)
-    return minibatches, learner._prepare(groups, minibatches)
+    return learner._prepare(groups, minibatches)
 
 
 def tokens_of(minibatches, field):
@@ -168,7 +169,7 @@ def test_the_batches_of_grpo_and_dapo_are_those_of_their_equations(params, group
 
 def test_tokens_come_back_from_where_they_were_laid(params, groups):
     learner = make_learner(params, {"name": "dapo"}, minibatches_per_step=2)
-    minibatches, _ = learner._pack(groups, 0)
+    minibatches = learner._pack(groups, 0)
     lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
     values = np.arange(6 * LONGEST, dtype=np.float32).reshape(6, LONGEST) + 1
     found = np.zeros_like(values)
@@ -178,6 +179,73 @@ def test_tokens_come_back_from_where_they_were_laid(params, groups):
             np.testing.assert_array_equal(array != 0, batch.response_mask)
         minibatch.gather(arrays, found)
     np.testing.assert_array_equal(found, np.where(np.arange(LONGEST) < np.array(lengths)[:, None], values, 0))
+
+
+SKIPPING = [
+    {"name": "grpo", "kl_coefficient": 0.0},
+    {"name": "dapo", "dynamic_sampling": False},
+    {"name": "dr_grpo", "kl_coefficient": 0.0},
+    {"name": "gspo", "kl_coefficient": 0.0},
+    {"name": "dapo", "dynamic_sampling": False, "correction_cap": 2.0, "correction_mask": "token"},
+]
+
+
+@pytest.mark.parametrize("algorithm", SKIPPING, ids=lambda keys: f"{keys['name']}-{len(keys)}")
+def test_responses_without_advantage_are_left_out_and_nothing_else_changes(params, groups, algorithm):
+    """The third prompt's responses have one reward: the updates are the same without them."""
+    found = []
+    for skips in (False, True):
+        learner = make_learner(params, algorithm | {"skip_zero_advantages": skips}, minibatches_per_step=2)
+        minibatches, _ = prepared(learner, params, disturbed(groups, RATIOS))
+        state, metrics = learner.learn(learner.init(params), disturbed(groups, RATIOS), 0)
+        found.append((minibatches, jax.device_get(state.params), metrics))
+    (whole, expected, before), (learned, same, after) = found
+    for one, other in zip(whole, learned, strict=True):
+        rows = np.flatnonzero(np.isin(one.members, other.members))
+        np.testing.assert_array_equal(one.members[rows], other.members)
+        for field in ("advantages", "weights", "rollout_logprobs", "tokens"):
+            arrays = []
+            for each in (one, other):
+                values = np.zeros((6, LONGEST), np.float32)
+                each.gather([np.asarray(getattr(batch, field)) for batch in each.batches], values)
+                arrays.append(values[other.members])
+            np.testing.assert_array_equal(*arrays)
+    lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
+    left_out = set(range(6)) - set(np.concatenate([each.members for each in learned]).tolist())
+    assert left_out and left_out <= {4, 5}
+    skipped = sum(lengths[i] for i in left_out) / sum(lengths)
+    assert after["update/skipped"] == pytest.approx(skipped)
+    assert after["update/tokens"] < before["update/tokens"]
+    assert after["gradient_norm"] == pytest.approx(before["gradient_norm"], rel=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), expected, same)
+    if "correction_cap" not in algorithm:
+        assert 0 < after["update/weight"] < before.get("update/weight", 1.0)
+
+
+def test_a_step_without_any_advantage_is_an_update_without_gradient(params, groups):
+    equal = [dataclasses.replace(group, rewards=[{"reward": 1.0}] * 2) for group in groups]
+    keys = {"name": "dapo", "dynamic_sampling": False, "overlong_buffer": 0}
+    learner = make_learner(params, keys | {"skip_zero_advantages": True})
+    state, metrics = learner.learn(learner.init(params), equal, 0)
+    assert metrics["gradient_norm"] == 0.0
+    assert 0 < metrics["update/tokens"] <= LONGEST
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(params))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"name": "grpo", "kl_coefficient": 0.1},
+        {"name": "dapo", "dynamic_sampling": False, "entropy_coefficient": 0.1},
+        {"name": "ppo"},
+    ],
+    ids=["kl", "entropy", "critic"],
+)
+def test_nothing_is_left_out_where_the_loss_has_other_terms(params, groups, keys):
+    learner = make_learner(params, keys | {"skip_zero_advantages": True})
+    minibatches, metrics = prepared(learner, params, groups)
+    assert sorted(np.concatenate([each.members for each in minibatches])) == list(range(6))
+    assert "update/skipped" not in metrics
 
 
 def test_an_undisturbed_rollout_needs_no_correction(params, groups):
@@ -196,9 +264,6 @@ def test_an_undisturbed_rollout_needs_no_correction(params, groups):
         if not name.startswith("time/"):
             assert after[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, same)
-
-
-RATIOS = np.random.default_rng(3).choice([0.2, 0.7, 1.0, 1.4, 5.0], 6 * LONGEST)
 
 
 def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
@@ -293,7 +358,7 @@ def test_the_reference_is_scored_without_filters(params, groups):
     arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training, optimizer)
     filtered = Trainer(*arguments, POOL)
     learner = make_learner(params, {"name": "grpo"})
-    (minibatch,), _ = learner._pack(groups, 0)
+    (minibatch,) = learner._pack(groups, 0)
     expected = learner._trainer.score(params, minibatch.batches)
     found = filtered.score_reference(params, minibatch.batches)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
