@@ -66,7 +66,12 @@ class ChainArithmetic:
         its end, from 0 to 0.95. None gets more steps than the longest chain has.
       format_weight: share of the reward given for a well-formed response, right or wrong; the answer earns
         the rest.
+
+    Attributes:
+      well_formed: pattern of a response in the right format.
     """
+
+    well_formed = _WELL_FORMED
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class ChainArithmetic:
         return Problem(
             id=f"{split}/{index}",
             messages=({"role": "user", "content": prompt},),
-            answer=_total_text(first + sum(terms)),
+            answer=total_text(first + sum(terms)),
             difficulty=num_terms,
             solution=self._solution(first, terms, source, imperfect=split == "warm_start"),
         )
@@ -119,7 +124,7 @@ class ChainArithmetic:
         """
         text = response_text.rstrip()
         correct = self.extracted_answer(problem, text) == problem.answer
-        well_formed = _WELL_FORMED.fullmatch(text) is not None
+        well_formed = self.well_formed.fullmatch(text) is not None
         reward = (1.0 - self.format_weight) * correct + self.format_weight * well_formed
         return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
 
@@ -130,7 +135,7 @@ class ChainArithmetic:
 
     def _prompt(self, first: int, terms: Sequence[int]) -> str:
         named = (f"{name}{self._term_text(term)}" for name, term in zip(TERM_NAMES, terms, strict=False))
-        return _total_text(first) + "".join(named) + "="
+        return total_text(first) + "".join(named) + "="
 
     def _solution(self, first: int, terms: Sequence[int], source: Random, imperfect: bool) -> str:
         """Writes one step a term, round after round, then the marker and the last total. Imperfect solutions
@@ -141,7 +146,7 @@ class ChainArithmetic:
             steps, total = self._steps(first, terms, source, self.demonstration_noise if imperfect else 0.0)
             rounds.append(steps)
             if len(rounds) >= most or source.random() >= self.rechecks:
-                return RECHECK_MARKER.join(rounds) + ANSWER_MARKER + _total_text(total)
+                return RECHECK_MARKER.join(rounds) + ANSWER_MARKER + total_text(total)
 
     def _steps(self, first: int, terms: Sequence[int], source: Random, noise: float) -> tuple[str, int]:
         """The steps of a chain, slips at the rate `noise`, and the last total."""
@@ -150,7 +155,7 @@ class ChainArithmetic:
             result = total + term
             if source.random() < noise:
                 result += SLIPS[int(source.random() * len(SLIPS))]
-            steps.append(f"{name}{self._term_text(term)}+{_total_text(total)}={_total_text(result)}")
+            steps.append(f"{name}{self._term_text(term)}+{total_text(total)}={total_text(result)}")
             total = result
         return "".join(steps), total
 
@@ -158,5 +163,6 @@ class ChainArithmetic:
         return f"{term:0{self._term_width}d}"
 
 
-def _total_text(total: int) -> str:
+def total_text(total: int) -> str:
+    """Returns a total as two digits."""
     return f"{total % MODULUS:02d}"

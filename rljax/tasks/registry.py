@@ -14,12 +14,14 @@ from rljax.tasks.mixture import Mixture
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards.combined import RewardedTask
 from rljax.tasks.tool_arithmetic import ToolArithmetic
+from rljax.tasks.worded_arithmetic import WordedArithmetic
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
     "dataset": Dataset,
     "reasoning_gym": ReasoningGym,
     "tool_arithmetic": ToolArithmetic,
+    "worded_arithmetic": WordedArithmetic,
 }
 
 Report = Callable[[str], None]
