@@ -58,16 +58,15 @@ def test_every_wording_comes_at_its_rate():
     steps = len(results_of(text))
     for opener, rate in OPENERS.items():
         if opener:
-            assert len(re.findall(rf"{opener} [A-Za-z][0-9][+ ]", text)) / steps == pytest.approx(
-                rate, abs=0.01
-            )
+            count = len(re.findall(rf"{opener} [A-Za-z][0-9][+ ]", text))
+            assert count / steps == pytest.approx(rate, abs=0.01)
     assert text.count(" to ") / steps == pytest.approx(0.24, abs=0.01)
     remarks = sum(text.count(remark) for remark in DIGRESSIONS)
     assert remarks / steps == pytest.approx(0.08, abs=0.005)
 
 
 def test_lengths_have_a_long_tail():
-    """Steps of a group of 64: the longest has over five times those of three quarters, and the limit holds."""
+    """Of 64 responses, the longest has over five times the steps of three quarters; the limit holds."""
     steps = np.asarray([len(results_of(problem.solution)) for problem in demonstrations(64 * 40)])
     batches = steps.reshape(-1, 64)
     assert np.median(batches.max(axis=1) / np.percentile(batches, 75, axis=1)) > 5
