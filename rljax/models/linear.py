@@ -11,14 +11,17 @@ from rljax.numerics.rows import Numerics
 
 def linear(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
-    y = product(x, weight, numerics)
+    y = product(x, weight, numerics, rounded=True)
     if bias is not None:
         y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(x.ndim - 1)))
     return y.astype(x.dtype)
 
 
-def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics) -> Array:
+def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, rounded: bool = False) -> Array:
     """x [..., in] times weight [out, in], cast to x's dtype: float32 [..., out].
+
+    `rounded` says that the result is rounded to x's dtype next, which makes the gradient cheaper
+    (`products.rounded_dot`).
 
     Computed as a product of matrices: the gradient of the weight then sums over one axis, not several, for
     which a CPU would first write out the transpose of the activations.
@@ -27,7 +30,7 @@ def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics) -> Ar
     if isinstance(weight, QuantizedWeight):
         y = quantized_product(rows, weight, weight.implementation)
     elif numerics.row_invariant:
-        y = products.padded_dot(rows, weight.astype(x.dtype), numerics.product_form)
+        y = products.padded_dot(rows, weight, numerics.product_form, rounded)
     else:
-        y = products.dot(rows, weight.astype(x.dtype))
+        y = products.chosen_dot(rows, weight, rounded)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,64 @@
+"""The products of a policy: the bits of `rounded_dot`, and its gradients in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from rljax.models.linear import linear
+from rljax.numerics import products
+from rljax.numerics.rows import Numerics
+
+
+def factors(rows: int, inputs: int = 48, outputs: int = 80):
+    source = np.random.default_rng(rows)
+    x = jnp.asarray(source.standard_normal((rows, inputs)), jnp.bfloat16)
+    weight = jnp.asarray(source.standard_normal((outputs, inputs)), jnp.float32)
+    cotangent = jnp.asarray(source.standard_normal((rows, outputs)), jnp.bfloat16)
+    return x, weight, cotangent.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [2, 7, 64])
+def test_rounded_dot_has_the_bits_of_dot(rows):
+    x, weight, _ = factors(rows)
+    for form in products.forms("bfloat16"):
+        plain = products.padded_dot(x, weight.astype(jnp.bfloat16), form)
+        np.testing.assert_array_equal(products.padded_dot(x, weight, form, rounded=True), plain)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 129])
+def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
+    """An odd number of rows is among them: it is contracted as an even one with a row of zeros."""
+    x, weight, cotangent = factors(rows)
+    _, backward = jax.vjp(products.rounded_dot, x, weight)
+    d_x, d_weight = backward(cotangent)
+    assert d_x.dtype == jnp.bfloat16 and d_weight.dtype == jnp.float32
+    exact = np.asarray(cotangent, np.float64)
+    x, weight = np.asarray(x, np.float64), np.asarray(weight.astype(jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(np.asarray(d_x, np.float64), exact @ weight, rtol=2**-8, atol=1e-2)
+    np.testing.assert_allclose(np.asarray(d_weight, np.float64), exact.T @ x, rtol=1e-4, atol=1e-4)
+
+
+def factor_types(jaxpr) -> list[tuple[str, str]]:
+    """The types of both factors of every product, in calls too."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(tuple(str(factor.aval.dtype) for factor in equation.invars))
+        for inner in jaxprs_in_params(equation.params):
+            found += factor_types(inner)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_layer_learns_in_the_type_that_it_computes_in(dtype):
+    """Without `rounded_dot` both products of the backward pass have a float32 factor."""
+    x, weight, _ = factors(8)
+    numerics = Numerics(compute_dtype=dtype)
+
+    def loss(x, weight):
+        return jnp.sum(linear(x, weight, numerics).astype(jnp.float32) ** 2)
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x.astype(dtype), weight)
+    assert factor_types(jaxpr.jaxpr) == [(dtype, dtype)] * 3
