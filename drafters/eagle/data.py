@@ -70,7 +70,7 @@ class DataBuffer:
         self._dtype = np.dtype(dtype)
         self._step = 0
         self._added = 0
-        self._sequences: list[HeadSequence] = []
+        self._replace([])
         self._reserved = 0
         self.refused = 0
         """Sequences that were larger than all that the buffer may hold."""
@@ -81,7 +81,11 @@ class DataBuffer:
     @property
     def bytes(self) -> int:
         """Held now; never more than `max_bytes` without what is reserved."""
-        return sum(sequence.bytes for sequence in self._sequences)
+        return self._bytes
+
+    def _replace(self, sequences: list[HeadSequence]) -> None:
+        self._sequences = sequences
+        self._bytes = sum(sequence.bytes for sequence in sequences)  # kept: `reserve` comes with every pass
 
     def reserve(self, size: int) -> None:
         """Leaves `size` of `max_bytes` to whoever collects what is not finished yet."""
@@ -91,7 +95,7 @@ class DataBuffer:
     def begin_step(self, step: int) -> None:
         """RL step `step` begins: what is older than the one before is dropped."""
         self._step = step
-        self._sequences = [sequence for sequence in self._sequences if sequence.step >= step - 1]
+        self._replace([sequence for sequence in self._sequences if sequence.step >= step - 1])
 
     def add(self, tokens: np.ndarray, states: np.ndarray, response_mask: np.ndarray) -> None:
         """Keeps a finished sequence of the current step.
@@ -119,6 +123,7 @@ class DataBuffer:
             return
         self._added += 1
         self._sequences.append(sequence)
+        self._bytes += sequence.bytes
         self._make_room()
 
     def _make_room(self) -> None:
@@ -135,7 +140,7 @@ class DataBuffer:
                 break
             dropped.add(index)
             excess -= self._sequences[index].bytes
-        self._sequences = [each for index, each in enumerate(self._sequences) if index not in dropped]
+        self._replace([each for index, each in enumerate(self._sequences) if index not in dropped])
 
     def draw(self, seed: int) -> list[HeadSequence]:
         """All sequences in the order to train on them: a function of what is held and of the seed.
@@ -192,12 +197,12 @@ class DataBuffer:
         states = stored.view(self._dtype).reshape(-1, *self._state_shape)
         self._step, self.refused = int(state["step"]), int(state["refused"])
         self._added = int(state["added"])
-        self._sequences = []
+        sequences = []
         start = 0
         each = (lengths.tolist(), np.asarray(state["steps"]).tolist(), np.asarray(state["numbers"]).tolist())
         for length, step, number in zip(*each, strict=True):
             here = slice(start, start + length)
-            self._sequences.append(
+            sequences.append(
                 HeadSequence(
                     np.array(state["tokens"][here]),
                     np.array(states[here]),
@@ -207,6 +212,7 @@ class DataBuffer:
                 )
             )
             start += length
+        self._replace(sequences)
 
 
 @dataclasses.dataclass(frozen=True)
