@@ -171,7 +171,7 @@ def warm_up(
     Args:
       scheduler: from `make_scheduler`.
       params: weights from `engine.load_params`.
-      config: as given to `make_scheduler`.
+      config: the config of `make_scheduler`.
       requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
         states of any size, and decode states grow to more slots.
     """
@@ -198,10 +198,10 @@ def _roofline(
     key = calibration_key(
         engine.config, engine.numerics, drafters["quantized"].format, config.mesh.num_devices
     )
-    found = load_calibration(speculation.calibration_dir, key)
-    if found is None:
+    calibration = load_calibration(speculation.calibration_dir, key)
+    if calibration is None:
         raise ConfigError(
             f"speculation.choice: roofline finds no constants of this policy and device in"
             f" {speculation.calibration_dir}; run scripts/calibrate.py with this config first"
         )
-    return found.roofline
+    return calibration.roofline

@@ -1,9 +1,9 @@
-"""Training a head before RL: on the policy's own rollouts of the training prompts, until it is worth drafting
-with (TLT, section 6.4, "after initial warm-up").
+"""Trains a draft head before RL, on the policy's rollouts of the training prompts (TLT, section 6.4, "after
+initial warm-up").
 
-Rounds of rollouts by the real engine, their states from one packed forward pass, then updates; the next round
-when `slices_per_round` are done. DIR.partial holds what an interrupted run needs to go on with the same bits,
-DIR in the end what SGLang or vLLM load.
+Each round samples rollouts with the real engine, computes their features in one packed forward pass, and runs
+`slices_per_round` updates. DIR.partial holds the state of an interrupted run, which resumes with the same
+bits; at the end DIR holds the head in the layout that SGLang or vLLM loads.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ _MAY_CHANGE = ("steps", "heldout", "engine")
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
-    """What to train and for how long.
+    """Settings of a warm-up.
 
     Attributes:
-      variant: of the head.
-      training: its losses and unrolled steps; None for the published ones.
-      steps: updates in all.
-      slices_per_round: updates on a step's rollouts before the next are sampled.
+      variant: variant of the head.
+      training: losses and unrolled steps; None for the published ones.
+      steps: total number of updates.
+      slices_per_round: number of updates on the rollouts of a step before the next are sampled.
       learning_rate: see `head_optimizer`.
-      heldout: held-out problems that acceptance is measured on.
-      depth: drafted tokens in that measurement.
-      engine: whose layout the head is saved in.
-      buffer: what is kept to train on.
+      heldout: number of held-out problems to measure acceptance on.
+      depth: number of drafted tokens in that measurement.
+      engine: serving engine whose layout the head is saved in.
+      buffer: bounds of the training data in memory.
     """
 
     variant: Variant = "eagle3"
@@ -69,11 +69,11 @@ class WarmUp:
 
 
 class PolicyRollouts:
-    """Rollouts of a run's policy as it is now, with their states.
+    """Rollouts of a run's present policy, with their features.
 
     Args:
-      run: whose policy, prompts and engine.
-      head: which states.
+      run: run with the policy, the prompts and the engine.
+      head: head that reads the features.
     """
 
     def __init__(self, run: TrainingRun, head: HeadConfig) -> None:
@@ -82,7 +82,7 @@ class PolicyRollouts:
         self._reader = StateReader(head, run.numerics, training.pack_length, training.rows_per_microbatch)
 
     def training(self, step: int) -> Iterator[States]:
-        """Rollouts of an RL step's prompts."""
+        """Samples the prompts of an RL step and yields their features."""
         rollout = self.run.config.rollout
         first = step * rollout.prompts_per_step
         return self.read(
@@ -96,11 +96,11 @@ class PolicyRollouts:
         )
 
     def heldout(self, problems: int) -> list[States]:
-        """Rollouts of held-out prompts."""
+        """Samples held-out prompts and returns their features."""
         return list(self.read(self._collect("heldout", range(problems), 1, EVALUATION, 0)))
 
     def read(self, groups: Sequence[Group]) -> Iterator[States]:
-        """The states of groups that the policy as it is now has sampled."""
+        """Yields the features of groups that the present policy has sampled."""
         pairs = [(group.prompt_ids, each.response_ids) for group in groups for each in group.completions]
         return self._reader.read(self.run.state.params, pairs)
 
@@ -110,11 +110,11 @@ class PolicyRollouts:
 
 
 def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTrainer:
-    """A new head of the run's policy, to be trained on rows like the policy's.
+    """Returns the trainer of a new head, on packed rows of the same size as the policy's.
 
     Args:
-      run: whose policy.
-      head: its shape.
+      run: run with the policy.
+      head: shape of the head.
       settings: objective, learning rate and buffer are read.
     """
     training = published_training(head.variant) if settings.training is None else settings.training
@@ -124,7 +124,7 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
         training,
         head_optimizer(settings.learning_rate),
         rope_table(head.policy, pack_length + training.steps),
-        # A head is not asked for the decoder's bits: what is fastest will do.
+        # A head decides no token, so its bits need not be the decoder's.
         dataclasses.replace(run.numerics, row_invariant=False),
         settings.buffer,
         pack_length,
@@ -142,7 +142,9 @@ def measure(
     heldout: Sequence[States],
     depth: int,
 ) -> Acceptance:
-    """`evaluate_head` on rows like the policy's; `shared` of the policy that `heldout` is from."""
+    """Returns the acceptance of a head by `evaluate_head`. `shared` are weights of the policy that sampled
+    `heldout`.
+    """
     training = run.config.training
     return evaluate_head(
         params,
@@ -158,19 +160,19 @@ def measure(
 
 
 def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> tuple[Acceptance, Acceptance]:
-    """Trains a head for the config's policy and saves it; goes on where an interrupted call stopped.
+    """Trains a head for the config's policy and saves it. Resumes an interrupted call.
 
     Args:
-      config: the experiment; its drafter is left out.
-      settings: the head.
-      output: the directory that will hold it; must not exist, or be empty.
+      config: the experiment; its drafter is ignored.
+      settings: settings of the head and its training.
+      output: directory to write; must not exist, or be empty.
 
     Returns:
-      what its drafts were worth before and after, on held-out rollouts.
+      Acceptance on held-out rollouts before and after the training.
 
     Raises:
-      UserError: the output is taken, the settings are not those of the interrupted call, or the head could
-        not be served.
+      UserError: the output exists, the settings differ from those of the interrupted call, or the serving
+        engine could not load such a head.
       Interrupted: a signal asked to stop; the state is saved.
     """
     training = settings.training or published_training(settings.variant)
@@ -185,7 +187,7 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     partial = output.with_name(f"{output.name}.partial")
-    # Rollouts are the same tokens with any drafter, and the one that is configured may be this head.
+    # Any drafter gives the same rollouts, and the configured one may be the head that is to be trained.
     speculation = config.speculation.model_copy(update={"drafter": None, "run_ahead_below": 0})
     config = config.model_copy(update={"run_dir": str(partial), "speculation": speculation})
     directory = RunDirectory(partial)
@@ -208,11 +210,13 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
 def _train(
     run: TrainingRun, head: HeadConfig, settings: WarmUp, file: Path, output: Path
 ) -> tuple[Acceptance, Acceptance]:
+    """Trains the head, and returns its acceptance before and after."""
     progress, rollouts = run.progress, PolicyRollouts(run, head)
     trainer = make_trainer(run, head, settings)
     shared = shared_params(run.state.params, head.policy)
     heldout = rollouts.heldout(settings.heldout)
 
+    # Measure the new head, then resume.
     before = measure(run, head, trainer.params, shared, heldout, settings.depth)
     progress.message(f"before: {describe(before)}")
     done = 0
@@ -222,6 +226,8 @@ def _train(
         done = int(state.pop("done"))
         trainer.load_state(state)
         progress.message(f"resumed after {done} updates")
+
+    # Update by update; new rollouts at the start of each round.
     progress.stage("head", settings.steps, completed=done, sparse=True)
     with StopRequest(progress.message) as stop:
         while done < settings.steps:
@@ -251,6 +257,8 @@ def _train(
             if stop.signal is not None and done < settings.steps:
                 _save(file, trainer, done)
                 raise Interrupted(f"stopped after {done} updates, which are saved", stop.signal)
+
+    # Measure again and save.
     _save(file, trainer, done)
     after = measure(run, head, trainer.params, shared, heldout, settings.depth)
     progress.message(f"after:  {describe(after)}")
@@ -260,7 +268,7 @@ def _train(
 
 
 def _check_settings(file: Path, settings: WarmUp) -> None:
-    """Keeps the settings, or compares them with those of the call that is gone on with."""
+    """Writes the settings, or compares them with those of the call to be resumed."""
     new = json.loads(json.dumps(dataclasses.asdict(settings)))
     if file.exists():
         old = json.loads(file.read_text(encoding="utf-8"))
@@ -274,7 +282,7 @@ def _check_settings(file: Path, settings: WarmUp) -> None:
 
 
 def _save(file: Path, trainer: HeadTrainer, done: int) -> None:
-    """Replaces the trainer's state on disk in one step."""
+    """Replaces the file with the trainer's state atomically."""
     temporary = file.with_name(f".{file.name}.tmp")
     with open(temporary, "wb") as stream:
         np.savez(stream, done=np.asarray(done), **trainer.state())

@@ -173,16 +173,16 @@ class Learner:
             ).reshape(rewards.shape)
         mask = np.arange(longest) < lengths[:, None]  # [N, L]
         rollout_logprobs = np.zeros(mask.shape, np.float32)
-        for logprobs, own, completion in zip(rollout_logprobs, mask, completions, strict=True):
+        for logprobs, sampled, completion in zip(rollout_logprobs, mask, completions, strict=True):
             logprobs[: len(completion.logprobs)] = completion.logprobs
             if completion.own is not None:
-                own[: len(completion.own)] = completion.own
+                sampled[: len(completion.own)] = completion.own
 
         def gathered(name: str) -> np.ndarray:
-            found = np.zeros(mask.shape, np.float32)
+            values = np.zeros(mask.shape, np.float32)
             for minibatch in minibatches:
-                minibatch.gather(getattr(minibatch, name), found)
-            return found
+                minibatch.gather(getattr(minibatch, name), values)
+            return values
 
         metrics: dict[str, float] = {}
         penalties = None

@@ -47,8 +47,8 @@ class Minibatch:
         """Copies members' predictions from arrays [R, T], one per micro-batch, to their rows in [N, L]."""
         rows = np.concatenate(arrays)
         for member, (row, positions) in zip(self.members, self.places, strict=True):
-            found = rows[row, positions]
-            into[member, : len(found)] = found
+            values = rows[row, positions]
+            into[member, : len(values)] = values
 
     def lay_out(self, values: np.ndarray) -> list[np.ndarray]:
         """The inverse of `gather`: places values [N, L] at the members' predictions in arrays [R, T], one per

@@ -77,9 +77,9 @@ def _metrics(directory: RunDirectory, step: int) -> Iterator[str]:
         ("reward in training", "reward/mean"),
         ("response length in training, tokens", "response_length/mean"),
     ):
-        found = [line for line in lines if line.get(key) is not None]
-        if found:
-            first, last = found[0], found[-1]
+        measured = [line for line in lines if line.get(key) is not None]
+        if measured:
+            first, last = measured[0], measured[-1]
             cells = [f"{line[key]:.4g} (step {line['step']})" for line in (first, last)]
             rows.append(f"| {label} | {' | '.join(cells)} |")
     if rows:

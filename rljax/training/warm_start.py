@@ -163,19 +163,19 @@ def _demonstrations(
                 " section out"
             )
         prompt = policy.tokenizer.encode_chat(problem.messages)
-        response, own = policy.tokenizer.encode(problem.solution), None
+        response, sampled = policy.tokenizer.encode(problem.solution), None
         if markup is not None:
-            response, own = markup.encode_response(problem.solution)
-            own.append(True)
+            response, sampled = markup.encode_response(problem.solution)
+            sampled.append(True)
         response.append(policy.eos_token_ids[0])
         if len(prompt) + len(response) > config.training.pack_length:
             continue
         tokens += len(prompt) + len(response)
-        pairs.append((prompt, response, own))
-    weight = 1.0 / sum(len(response) if own is None else sum(own) for _, response, own in pairs)
+        pairs.append((prompt, response, sampled))
+    weight = 1.0 / sum(len(response) if sampled is None else sum(sampled) for _, response, sampled in pairs)
     sequences = [
-        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight, own=own)
-        for prompt, response, own in pairs
+        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight, own=sampled)
+        for prompt, response, sampled in pairs
     ]
     return sequences, index
 
