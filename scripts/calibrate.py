@@ -1,7 +1,7 @@
 """When does speculation pay on this machine: `python scripts/calibrate.py --config FILE [key=value ...]`.
 
 Times forward passes of the config's policy, fits the roofline to two thirds of them, compares it with the
-rest, and keeps its constants for runs of the same policy on the same device: see `docs/roofline.md`.
+rest, and keeps its constants for runs of the same policy on the same device: see `docs/paper-managers.md`.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Writes report.html (docs/reports.md), and prints the held-out reward before and after, where a step's time
 went, and whose drafts its tokens came from. `--json` writes the figures of the table, `--plot` draws reward
-and response lengths over the steps, `--decisions` what the rollout manager decided (docs/manager.md).
+and response lengths over the steps, `--decisions` what the rollout manager decided (docs/managers.md).
 """
 
 import argparse

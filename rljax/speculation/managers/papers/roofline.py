@@ -11,7 +11,7 @@ verifying is dear; as responses end, it gets cheap. Once it pays, it is left on 
 
 Bytes and operations are counted from the policy's shape (`policy_costs.py`). How long each
 takes is fitted to measured passes, once for a policy and a device (`scripts/calibrate.py`). Four constants
-are not in the paper, because a CPU needs them (`docs/roofline.md` says why): how much of reading and
+are not in the paper, because a CPU needs them (`docs/paper-managers.md` says why): how much of reading and
 computing overlaps, ceilings of their own for attention and for products of integers, and a fixed cost of a
 verifying pass.
 """
