@@ -2,7 +2,7 @@
 
 Trains the config's policy with every algorithm of `rljax/algorithms/registry.py`, from one warm start a seed
 and for as many steps. The runs stay in `run_dir`: started again, it goes on where it was stopped. `--plot
-FILE` draws what was written and trains nothing. `docs/algorithms.md` shows the results.
+FILE` draws what was written and trains nothing. `docs/benchmarks.md` shows the results.
 """
 
 import dataclasses
