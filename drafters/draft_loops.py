@@ -22,7 +22,6 @@ import math
 import numpy as np
 
 from drafters.compilation import compiled
-from drafters.host_noise import gumbel_at, position_key
 from drafters.suffix_loops import (
     COUNT,
     EDGE_TARGET,
@@ -276,15 +275,13 @@ def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, 
 
 @compiled
 def _normalize(masses, first, last, novelty):
-    """Turns masses into shares, in place; returns the share of what has none."""
+    """Turns masses into shares, in place; `novelty` is the mass of all tokens that have none."""
     total = novelty
     for child in range(first, last):
         total += masses[child]
-    if total <= 0.0:
-        return 0.0
-    for child in range(first, last):
-        masses[child] /= total
-    return novelty / total
+    if total > 0.0:
+        for child in range(first, last):
+            masses[child] /= total
 
 
 @compiled
@@ -293,7 +290,7 @@ def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, b
     probabilities, in place, each token once.
 
     Returns:
-      How many tokens there are, and the probability of all others.
+      How many tokens there are.
     """
     weights = mixture[_situation(nodes, table, places, at)]
     replaced = 0.0
@@ -313,7 +310,7 @@ def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, b
         found = _add(
             tokens, targets, shares, found, places[at, REPLACEMENT], replaced * weights[REPLACE] / total
         )
-    return found, weights[NOVEL] / total
+    return found
 
 
 @compiled
@@ -335,7 +332,7 @@ def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tok
     followed that) and probabilities.
 
     Returns:
-      How many there are, or minus the room that they need, and the probability of all other tokens.
+      How many there are, or minus the room that they need.
     """
     suffixes = 0
     if places[at, MATCHED] >= min_match:
@@ -346,37 +343,17 @@ def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tok
         state = places[at, EDITED]
         both = _children(nodes, weights, table, state, False, tokens, targets, probabilities, suffixes)
     if both >= tokens.shape[0]:  # a replacement may come on top
-        return -2 * both, 0.0
+        return -2 * both
     _normalize(probabilities, 0, suffixes, 0.0)
     _normalize(probabilities, suffixes, both, 0.0)
     return _mix(nodes, table, places, at, mixture, tokens, targets, probabilities, suffixes, both)
 
 
 @compiled
-def _score(probabilities, found, unseen, tokens, with_noise, key0, key1, temperature):
-    """Turns probabilities into log probabilities, in place.
-
-    With noise, x = log of that + noise: softmax(x / temperature) among the candidates, times
-    exp(-unseen e^-x), which is the probability that no other token exceeds x under its own noise.
-    """
-    best = -math.inf
-    for child in range(found):
-        log = math.log(probabilities[child]) if probabilities[child] > 0.0 else -math.inf
-        if with_noise and log > -math.inf:
-            log += gumbel_at(key0, key1, tokens[child])
-            best = max(best, log)
-        probabilities[child] = log
-    if not with_noise:
-        return
-    normalizer = 0.0
-    for child in range(found):
-        x = probabilities[child]
-        normalizer += math.exp((x - best) / temperature) if x > -math.inf else 0.0
-    log_normalizer = math.log(normalizer) if normalizer > 0.0 else 0.0
-    for child in range(found):
-        x = probabilities[child]
-        if x > -math.inf:
-            probabilities[child] = (x - best) / temperature - log_normalizer - unseen * math.exp(-x)
+def _take_logs(probabilities, count):
+    """Replaces the first `count` probabilities by their logarithms."""
+    for child in range(count):
+        probabilities[child] = math.log(probabilities[child]) if probabilities[child] > 0.0 else -math.inf
 
 
 # --- proposing -------------------------------------------------------------------------------------------
@@ -417,7 +394,6 @@ def _push(scores, entries, size, capacity, score, parent, token, target):
 def propose(
     nodes, weights, table, forest_max_match, states, lengths, edits, sequences, budgets,
     max_match, min_match, budget_per_match, by_weight, novelty, mixture, min_log_probability, chain_only,
-    with_noise, noise_keys, positions, temperature,
     out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths,
 ):  # fmt: skip
     """Grows candidate trees best first; `SuffixForest.propose` says what the arguments are."""
@@ -425,10 +401,8 @@ def propose(
     with_edits = mixture.shape[0] > 0
     scores = np.empty(max_nodes, np.float64)
     entries = np.empty((max_nodes, 3), np.int64)
-    # Of the root, at 0, and of node i at i + 1: how deep it is, and where the request would be.
-    depths = np.zeros(max_nodes + 1, np.int64)
+    # Where the request would be: at the root in row 0, at node i in row i + 1.
     places = np.empty((max_nodes + 1, PLACE_WIDTH), np.int64)
-    position_keys = np.empty((max_nodes + 1, 2), np.uint32)
     tokens, targets = np.empty(64, np.int32), np.empty(64, np.int32)
     probabilities = np.empty(64, np.float64)
     for row in range(sequences.shape[0]):
@@ -449,13 +423,13 @@ def propose(
         if budget <= 0:
             continue
 
-        emitted, size, known_keys, score = 0, 0, 0, 0.0
+        emitted, size, score = 0, 0, 0.0
         while True:
-            at, depth = emitted, depths[emitted]
+            at = emitted
             if places[at, MATCHED] >= min_match or places[at, EDITED] >= 0:
                 while True:
                     if with_edits:
-                        found, unseen = _mixed_candidates(
+                        found = _mixed_candidates(
                             nodes, weights, table, places, at, min_match, mixture,
                             tokens, targets, probabilities,
                         )  # fmt: skip
@@ -466,20 +440,12 @@ def propose(
                         )  # fmt: skip
                         if found > tokens.shape[0]:
                             found = -found
-                        unseen = _normalize(probabilities, 0, found, novelty)
+                        _normalize(probabilities, 0, found, novelty)
                     if found >= 0:
                         break
                     tokens, targets = np.empty(-found, np.int32), np.empty(-found, np.int32)
                     probabilities = np.empty(-found, np.float64)
-                if with_noise and depth == known_keys:
-                    position_keys[depth, 0], position_keys[depth, 1] = position_key(
-                        noise_keys[row, 0], noise_keys[row, 1], positions[row] + depth
-                    )
-                    known_keys += 1
-                _score(
-                    probabilities, found, unseen, tokens, with_noise,
-                    position_keys[depth, 0], position_keys[depth, 1], temperature,
-                )  # fmt: skip
+                _take_logs(probabilities, found)
                 capacity = 1 if chain_only else budget - emitted
                 for child in range(found):
                     new = score + probabilities[child]
@@ -498,7 +464,6 @@ def propose(
             emitted += 1
             if emitted == budget:
                 break
-            depths[emitted] = depths[parent + 1] + 1
             if with_edits:
                 _step(nodes, table, forest_max_match, places, parent + 1, token, entries[size, 2], emitted)
             else:

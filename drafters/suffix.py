@@ -10,8 +10,7 @@ TLT's model-free drafter (section 5.3) retrieves n-grams from the rollouts of th
 
 Candidates behind the longest known suffix are ranked by their share of what followed it. With a history, what
 followed at the same place where the request sampled something else is drafted, too, and how far each of the
-two is to be believed is learned while requests run (`drafters/draft_loops.py`). Where the noise is known,
-candidates can be ranked by how likely they win under it: `argmax(log p + G)` is what will be sampled.
+two is to be believed is learned while requests run (`drafters/draft_loops.py`).
 """
 
 from collections.abc import Sequence
@@ -65,14 +64,6 @@ class SuffixArguments(MatchArguments):
         description="Pseudo-count of tokens that never followed a context (with substitutions: that no source"
         " knew). Raise it to trust few observations less.",
     )
-    noise_ranking: bool = Field(
-        False,
-        description="Rank by what wins under the noise. On where shares are close to the policy's"
-        " probabilities.",
-    )
-    noise_temperature: float = Field(
-        1.0, gt=0, description="For noise_ranking. Raise it the less the counts match the policy."
-    )
 
 
 class RememberingArguments(MemoryArguments, SuffixArguments):
@@ -98,7 +89,6 @@ class PromptLookupArguments(MatchArguments):
 
     min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
     max_match: int = Field(16, ge=1, description="Longest suffix that is told apart.")
-    noise_ranking: bool = Field(False, description="Rank by what wins under the noise.")
 
 
 def srt(arguments: SrtArguments) -> "SuffixDrafter":
@@ -136,10 +126,8 @@ class SuffixDrafter:
         self._live = arguments.live
         self._max_match = arguments.max_match
         self._options = {
-            name: getattr(arguments, name)
-            for name in ("min_match", "budget_per_match", "novelty", "noise_temperature")
+            name: getattr(arguments, name) for name in ("min_match", "budget_per_match", "novelty")
         }
-        self._noise_ranking = arguments.noise_ranking
         self._mixture = new_mixture(arguments.novelty) if arguments.substitutions else None
         self._forest = SuffixForest(self._max_match)
         self._learned = True  # whether the last rollout was
@@ -153,9 +141,6 @@ class SuffixDrafter:
         roots = self._plant(requests)
         self._insert_ahead(requests, roots)
         self._sequences = (self._forest.start if self._live else self._forest.track)(roots)
-        self._keys = None
-        if self._noise_ranking and requests and requests[0].noise_key is not None:
-            self._keys = np.stack([request.noise_key for request in requests])
         if self._scope == "request":
             self._forest.extend(self._sequences, *_padded([request.prompt_ids for request in requests]))
 
@@ -189,16 +174,12 @@ class SuffixDrafter:
             self._forest.extend(sequences, *_padded([requests[i].ahead for i in known]))
 
     def propose(self, queries: Queries) -> Drafts:
-        noise = {}
-        if self._keys is not None:
-            noise = {"noise_keys": self._keys[queries.requests], "positions": queries.positions}
         proposals = self._forest.propose(
             self._sequences[queries.requests],
             queries.budgets,
             queries.nodes,
             mixture=self._mixture,
             **self._options,
-            **noise,
         )
         return Drafts(proposals.tokens, proposals.parents, proposals.log_probability, proposals.counts)
 

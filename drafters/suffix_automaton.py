@@ -125,10 +125,6 @@ class SuffixForest:
         return int(self._header[kernels.TOKENS])
 
     @property
-    def num_roots(self) -> int:
-        return self._num_roots
-
-    @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         arrays = (self._nodes, self._table, self._roots, *self._sequence_arrays())
@@ -262,19 +258,12 @@ class SuffixForest:
         mixture: np.ndarray | None = None,
         min_probability: float = 0.0,
         chain_only: bool = False,
-        noise_keys: np.ndarray | None = None,
-        positions: np.ndarray | None = None,
-        noise_temperature: float = 1.0,
     ) -> Proposals:
         """Grows a tree of likely continuations of every sequence, best first.
 
         The context of a node is the matched suffix with the path to the node; what followed its longest
         suffix that anything followed are the candidates behind it. A candidate's probability there is
         mass / (total + novelty), mass being its count or weight, and that of a path is the product.
-
-        With noise, candidates are ranked by their chance to win `argmax(log p + G)` under the noise G that
-        will be used: with x = log probability + G, softmax(x / noise_temperature) among the candidates, times
-        exp(-q e^-x), the chance that nothing of the unseen mass q = novelty / (total + novelty) beats it.
 
         Args:
           sequences: ids, int32 [B].
@@ -292,9 +281,6 @@ class SuffixForest:
             smoothed by `novelty`; only for the rank "count".
           min_probability: candidates whose path is less probable are left out.
           chain_only: follow only the best candidate of each node.
-          noise_keys: request keys of `rljax.sampling.noise`, uint32 [B, 2]; None ranks without noise.
-          positions: position of the first proposed token, counted from the start of the prompt, int32 [B].
-          noise_temperature: above 0; the less the counts are believed to match the policy, the higher.
         """
         sequences = _row(sequences, "sequences", np.int32)
         _check_ids(sequences, self._num_sequences, "sequences")
@@ -306,25 +292,15 @@ class SuffixForest:
             raise ValueError(f"rank: {rank!r}, expected 'count' or 'weight'")
         if min_match < 0 or (max_match is not None and max_match < 0):
             raise ValueError(f"min_match and max_match: {min_match}, {max_match}, expected at least 0")
-        if not (novelty >= 0 and budget_per_match >= 0 and min_probability >= 0 and noise_temperature > 0):
+        if not (novelty >= 0 and budget_per_match >= 0 and min_probability >= 0):
             raise ValueError(
-                "novelty, budget_per_match and min_probability must be at least 0, noise_temperature above "
-                f"0; got {novelty}, {budget_per_match}, {min_probability}, {noise_temperature}"
+                "novelty, budget_per_match and min_probability must be at least 0; got"
+                f" {novelty}, {budget_per_match}, {min_probability}"
             )
         if mixture is not None:
             _check_mixture(mixture)
             if rank != "count":
                 raise ValueError(f"rank: {rank!r}, expected 'count' with a mixture")
-        with_noise = noise_keys is not None
-        if with_noise != (positions is not None):
-            raise ValueError("noise_keys and positions: expected both or neither")
-        if with_noise:
-            noise_keys = _cast(np.asarray(noise_keys), "noise_keys", np.uint32)
-            if noise_keys.shape != (batch, 2):
-                raise ValueError(f"noise_keys: shape {list(noise_keys.shape)}, expected [{batch}, 2]")
-            positions = _row(positions, "positions", np.int32, batch)
-        else:
-            noise_keys, positions = np.empty((0, 2), np.uint32), np.empty(0, np.int32)
         proposals = Proposals(
             tokens=np.zeros((batch, max_nodes), np.int32),
             parents=np.full((batch, max_nodes), -1, np.int32),
@@ -339,7 +315,6 @@ class SuffixForest:
             float(budget_per_match), rank == "weight", float(novelty),
             _NO_MIXTURE if mixture is None else mixture,
             math.log(min_probability) if min_probability > 0 else -math.inf, chain_only,
-            with_noise, noise_keys, positions, float(noise_temperature),
             proposals.tokens, proposals.parents, proposals.log_probability,
             proposals.counts, proposals.match_lengths,
         )  # fmt: skip

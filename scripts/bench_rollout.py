@@ -14,7 +14,6 @@ from rljax.errors import UserError
 from rollout_benchmarks.ahead import ahead_rows
 from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
-from rollout_benchmarks.ranking import epoch_rows, same_policy_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
 from rollout_benchmarks.variants import PLAIN, VARIANTS
@@ -55,12 +54,6 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
             Measurement("pass", "cost of verifying", lambda: pass_rows(config, repeats=5)),
             Measurement(
                 "ahead", "tokens a pass", lambda: ahead_rows(config, (1e-6, 1e-5, 1e-4, 1e-3), steps=4), False
-            ),
-            Measurement(
-                "ranking", "by epoch", lambda: epoch_rows(config, (1e-5, 1e-3), epochs=3), disturbed=False
-            ),
-            Measurement(
-                "ranking", "same policy", lambda: same_policy_rows(config, (1, 4, 16)), disturbed=False
             ),
             Measurement(
                 "lossless", "tokens compared", lambda: lossless_rows(config, steps=12), disturbed=False

@@ -129,9 +129,7 @@ class Queries:
     def __len__(self) -> int:
         return len(self.responses) * len(self.positions)
 
-    def ask_ours(
-        self, forest: SuffixForest, tree: bool, noise_keys: np.ndarray | None = None
-    ) -> list[Proposals]:
+    def ask_ours(self, forest: SuffixForest, tree: bool) -> list[Proposals]:
         """Following the responses is part of it: arctic matches its context anew for every query."""
         batch = len(self.responses)
         sequences = forest.track(np.zeros(batch, np.int32))
@@ -139,13 +137,10 @@ class Queries:
         drafts = []
         for position in self.positions:
             forest.advance(sequences, self.responses[:, position - TOKENS_PER_STEP : position], steps)
-            noise = {}
-            if noise_keys is not None:
-                noise = {"noise_keys": noise_keys, "positions": np.full(batch, position, np.int32)}
             drafts.append(
                 forest.propose(
                     sequences, budgets, BUDGET, chain_only=not tree, novelty=0.0,
-                    min_probability=LEAST_PROBABILITY, **noise,
+                    min_probability=LEAST_PROBABILITY,
                 )
             )  # fmt: skip
         return drafts
@@ -282,7 +277,6 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     responses = rl_like_responses(0, 2 * count, length)
     stored, queries = responses[:count], Queries.along(responses[count:, :2048])
     forest = insert_whole([stored])
-    noise_keys = np.random.default_rng(0).integers(0, 2**32, (count, 2), dtype=np.uint32)
     if SuffixTree is not None:
         cache, (suffix_tree,) = arctic_cache(stored), arctic_trees([stored])
         for request in range(count):
@@ -300,12 +294,7 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
                 details[baseline] = {**quality, **queries.quality_of_theirs(actions[baseline]())}
         name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
         rows += timed_rows(name, actions, len(queries), repeats, details)
-    with_and_without = {
-        "ours": lambda: queries.ask_ours(forest, True, noise_keys),
-        "without noise": lambda: queries.ask_ours(forest, True),
-    }
-    name = f"query/{count} x {length}/tree of {BUDGET} ranked with noise"
-    return [*rows, *timed_rows(name, with_and_without, len(queries), repeats)]
+    return rows
 
 
 def memory_rows(count: int, length: int, prompts: int) -> list[Row]:

@@ -54,7 +54,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "SRT": {"drafter": "srt"},
     "SRT without substitutions": {"drafter": "srt", "args": {"substitutions": False}},
     "SRT without running rollouts": {"drafter": "srt", "args": {"live": False}},
-    "SRT ranked by the noise": {"drafter": "srt", "args": {"noise_ranking": True}},
     "SRT in halves": {"drafter": "srt", "overlap": True},
     "SRT with run-ahead": {"drafter": "srt", "run_ahead_below": ALL_SLOTS},
     "quantized": {"drafter": "quantized"},

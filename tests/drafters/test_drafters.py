@@ -2,7 +2,6 @@
 
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +9,6 @@ from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.config.decoding import DEVICE_DRAFTERS
 from rljax.errors import ConfigError
-from rljax.sampling import noise
 
 A, B = (11, 12, 13), (21, 22, 23, 24)
 RESPONSE = list(range(30, 60))
@@ -19,11 +17,10 @@ RESPONSE = list(range(30, 60))
 class Rollout:
     """A rollout of requests, as the speculator tells a drafter about it."""
 
-    def __init__(self, drafter, prompts, keys=None):
+    def __init__(self, drafter, prompts):
         self.drafter, self.prompts = drafter, prompts
         self.tokens = [[] for _ in prompts]
-        keys = [None] * len(prompts) if keys is None else keys
-        drafter.begin([DraftRequest(prompt, key) for prompt, key in zip(prompts, keys, strict=True)])
+        drafter.begin([DraftRequest(prompt, None) for prompt in prompts])
 
     def say(self, request, tokens, drafted=0, accepted=0):
         """One request's next tokens; what stands behind them in the array is not among them."""
@@ -147,8 +144,6 @@ def random_text(rng, length):
 @pytest.mark.parametrize("live", [True, False])
 def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
     args = {"live": live} if name in ("srt", "suffix_decoding") else {}
-    if name == "suffix_decoding":  # equally frequent candidates come in the order in which they were seen
-        args["noise_ranking"] = True
     rng = np.random.default_rng(0)
     drafter = make_drafter(name, **args)
     for _ in range(2):
@@ -161,8 +156,9 @@ def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
     other = make_drafter(name, **args)
     if state:
         other.load_state(state)
-    keys = [noise.request_key(0, i) for i in range(4)]
-    mine, others = (Rollout(each, [A, B, A, B], keys) for each in (drafter, other))
+    if name == "suffix_decoding":  # equally frequent candidates come in the order in which they were inserted
+        drafter.load_state(state)
+    mine, others = (Rollout(each, [A, B, A, B]) for each in (drafter, other))
     proposed = 0
     for turn in range(20):
         left, right = (rollout.propose(0, 1, 2, 3) for rollout in (mine, others))
@@ -380,49 +376,25 @@ def test_histospec_takes_the_branch_of_the_largest_reward(endings, rewards, want
     assert drafts.parents[0, :2].tolist() == [-1, 0]  # a chain, one branch only
 
 
-# -- noise -------------------------------------------------------------------------------------------------
+# -- order of candidates -----------------------------------------------------------------------------------
 
 
 TEXTS = [[1, 2, 40], [1, 2, 41], [1, 2, 41], [1, 2, 42], [1, 2, 42], [1, 2, 42]]
-COUNTS = np.asarray([1, 2, 3])
 
 
-def candidates_of(name, keys, **args):
-    """What each of some requests is proposed where 40, 41 and 42 have followed once, twice, three times."""
-    drafter, prompt = make_drafter(name, **args), A
+@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "suffix_decoding"])
+def test_the_frequent_comes_first(name):
+    """40, 41 and 42 have followed once, twice, three times."""
+    drafter, prompt = make_drafter(name), A
     if name == "prompt_lookup":
         prompt = tuple(token for text in TEXTS for token in [9, *text])
     else:
         learned(drafter, prompt, *TEXTS)
         learned(drafter, prompt, *TEXTS)
-    rollout = Rollout(drafter, [prompt] * len(keys), keys)
-    found = []
-    for request in range(len(keys)):
+    rollout = Rollout(drafter, [prompt] * 8)
+    for request in range(8):
         rollout.say(request, [1, 2])
-        found.append(rollout.candidates(request))
-    return found, len(prompt) + 2
-
-
-noisy = pytest.mark.parametrize("name", ["prompt_lookup", "srt", "suffix_decoding"])
-
-
-@noisy
-def test_noise_ranks_by_what_will_be_sampled(name):
-    keys = [noise.request_key(7, i) for i in range(60)]
-    found, position = candidates_of(name, keys, noise_ranking=True)
-    tokens = np.tile(np.asarray([40, 41, 42], np.int32), (60, 1))
-    g = noise.gumbel(jnp.asarray(np.stack(keys)), jnp.full(60, position, jnp.int32), jnp.asarray(tokens))
-    order = np.argsort(-(np.log(COUNTS / COUNTS.sum()) + np.asarray(g)), axis=1) + 40
-    for mine, wanted in zip(found, order.tolist(), strict=True):
-        assert mine and mine == wanted[: len(mine)]  # the least may be less likely than what follows the best
-    assert len({row[0] for row in found}) == 3 and max(map(len, found)) == 3
-
-
-@noisy
-def test_without_noise_the_frequent_comes_first(name):
-    keys = [noise.request_key(7, i) for i in range(8)]
-    assert candidates_of(name, keys)[0] == [[42, 41, 40]] * 8
-    assert candidates_of(name, [None] * 8, noise_ranking=True)[0] == [[42, 41, 40]] * 8
+        assert rollout.candidates(request) == [42, 41, 40]
 
 
 # -- the registry ------------------------------------------------------------------------------------------
@@ -461,7 +433,6 @@ def refusal(name, **args):
         ("histospec", {"max_tokens": -1}, r"args\.max_tokens: should be greater than or equal to 0, got -1"),
         ("srt", {"novelty": -0.1}, r"args\.novelty: should be greater than or equal to 0, got -0\.1"),
         ("srt", {"novelty": float("nan")}, r"args\.novelty: should be a finite number, got nan"),
-        ("srt", {"noise_temperature": 0}, r"args\.noise_temperature: should be greater than 0, got 0"),
         ("srt", {"rollouts": 0}, r"args\.rollouts: should be greater than or equal to 1, got 0"),
         (
             "srt",

@@ -10,14 +10,12 @@ from rljax.config.decoding import DEVICE_DRAFTERS, SpeculationConfig
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))
-@pytest.mark.parametrize("noise_ranking", [False, True])
-def test_nothing_is_compiled_afterwards(name, noise_ranking, tmp_path):
-    args = {} if name == "histospec" else {"noise_ranking": noise_ranking}
+def test_nothing_is_compiled_afterwards(name, tmp_path):
     spill = {"spill_dir": str(tmp_path / "spilled")} if name in ("srt", "histospec") else {}
-    config = SpeculationConfig(drafter=name, args=args | spill, max_drafts=7)
+    config = SpeculationConfig(drafter=name, args=spill, max_drafts=7)
     rehearse_drafters(config)
     assert not any(tmp_path.iterdir())
-    drafter, rng = make_drafter(name, **args), np.random.default_rng(0)
+    drafter, rng = make_drafter(name), np.random.default_rng(0)
     with event.install_recorder("numba:compile") as recorder:
         for _ in range(2):
             prompts = [tuple(rng.integers(0, 9, 20).tolist()) for _ in range(3)]

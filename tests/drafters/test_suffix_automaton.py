@@ -1,4 +1,4 @@
-"""Suffix automata against a brute-force index of all substrings; noise on the host against the engine's."""
+"""Suffix automata against a brute-force index of all substrings."""
 
 import dataclasses
 import itertools
@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import compilation, draft_loops, host_noise
+from drafters import compilation, draft_loops
 from drafters import suffix_loops as kernels
 from drafters.suffix_automaton import SuffixForest
-from rljax.sampling import noise
 
 MARKER = kernels.MARKER
 LARGE = 2**31 - 1  # the largest token there can be
-KEY = np.array([[0x12345678, 0x9ABCDEF0]], np.uint32)
 
 
 @dataclasses.dataclass
@@ -84,8 +82,7 @@ class Reference:
         text, match = self.texts[sequence], self.matches[sequence]
         return text if match is None else text[len(text) - match :]
 
-    def all_paths(self, sequence, depth, *, min_match=1, max_match=None, rank="count", novelty=0.5,
-                  noise_keys=None, positions=None, noise_temperature=1.0):  # fmt: skip
+    def all_paths(self, sequence, depth, *, min_match=1, max_match=None, rank="count", novelty=0.5):
         """Log probability of every path of up to `depth` tokens, and the length of the match."""
         root, limit = self.root_of[sequence], self.max_match or 10**9
         context = self.context(sequence)
@@ -103,20 +100,6 @@ class Reference:
             masses = {t: float(mass[rank == "weight"]) for t, mass in following.items()}
             total = sum(masses.values()) + novelty
             local = {t: math.log(mass / total) for t, mass in masses.items() if mass > 0}
-            if noise_keys is not None and local:
-                tokens = np.array([list(local)], np.int32)
-                g = np.asarray(
-                    noise.gumbel(
-                        jnp.asarray(noise_keys), jnp.asarray(positions + len(path)), jnp.asarray(tokens)
-                    ),
-                    np.float64,
-                )[0]
-                x = {t: value + float(g[i]) for i, (t, value) in enumerate(local.items())}
-                normalizer = sum(math.exp(value / noise_temperature) for value in x.values())
-                local = {
-                    t: value / noise_temperature - math.log(normalizer) - novelty / total * math.exp(-value)
-                    for t, value in x.items()
-                }
             for token, value in local.items():
                 paths[(*path, token)] = score + value
                 expand((*path, token), score + value)
@@ -239,16 +222,6 @@ def test_proposals_are_the_most_probable_paths(history, options, budget):
     _check_proposals(forest, reference, budget, options, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    histories(max_steps=6), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]), st.integers(0, 10**6)
-)
-def test_noise_ranks_by_the_chance_to_win(history, temperature, novelty, position):
-    forest, reference = history
-    options = {"noise_temperature": temperature, "novelty": novelty, "positions": ints(position)}
-    _check_proposals(forest, reference, 4, {**options, "noise_keys": KEY}, atol=1e-3)
-
-
 def _check_proposals(forest, reference, budget, options, atol):
     for sequence in range(len(reference.texts)):
         proposals = forest.propose(ints(sequence), ints(budget), 12, **options)
@@ -335,7 +308,7 @@ def test_many_children_and_large_trees():
     forest, ids = _one_prompt(
         *([9000, token, token + 10000] for token in followers), [9000, followers[3]], [9000]
     )
-    proposals = forest.propose(ids[-1:], ints(1500), 1500, noise_keys=KEY, positions=ints(3), novelty=0.0)
+    proposals = forest.propose(ids[-1:], ints(1500), 1500, novelty=0.0)
     assert proposals.counts.tolist() == [1400]
     first = proposals.tokens[0, :1400][proposals.parents[0, :1400] == -1]
     assert sorted(first.tolist()) == sorted(followers)
@@ -378,17 +351,13 @@ def test_a_split_of_a_state_with_many_children_finds_room(children):
 
 def test_read_only_and_strided_arrays_compile_nothing_new():
     forest, ids = _one_prompt([1, 2, 3], [1, 2])
-    forest.propose(ids, ints(1, 1), 1, noise_keys=KEY.repeat(2, 0), positions=ids)
-    host_noise.gumbel(KEY, ints(1), np.ones((1, 1), np.int32))
-    loops = kernels.extend, draft_loops.propose, kernels.check_batch, host_noise._gumbel
+    forest.propose(ids, ints(1, 1), 1)
+    loops = kernels.extend, draft_loops.propose, kernels.check_batch
     before = [len(loop.signatures) for loop in loops]
     frozen = np.arange(8, dtype=np.int32).reshape(2, 4)[:, ::2]
     frozen.flags.writeable = False
     forest.extend(ids.astype(np.int64), frozen, jnp.asarray([2, 2]))
-    forest.propose(
-        jnp.asarray(ids), frozen[:, 1], 1, noise_keys=jnp.asarray(KEY).repeat(2, 0), positions=frozen[0]
-    )
-    host_noise.gumbel(jnp.asarray(KEY), np.array([1]), jnp.ones((1, 1), jnp.int32))
+    forest.propose(jnp.asarray(ids), frozen[:, 1], 1)
     assert [len(loop.signatures) for loop in loops] == before
 
 
@@ -397,7 +366,7 @@ def test_threads_may_ask_at_once():
     forest, ids = _one_prompt(*(rng.integers(0, 8, 400).tolist() for _ in range(16)))
 
     def ask(_):
-        return forest.propose(ids, np.full(16, 12, np.int32), 12, noise_keys=KEY.repeat(16, 0), positions=ids)
+        return forest.propose(ids, np.full(16, 12, np.int32), 12)
 
     alone = ask(0)
     with ThreadPoolExecutor(4) as threads:
@@ -435,8 +404,6 @@ def test_memory_is_accounted_for():
         (lambda f: f.propose(ints(0), ints(1), 0), "max_nodes: 0"),
         (lambda f: f.propose(ints(0), ints(1), 1, rank="reward"), "rank: 'reward'"),
         (lambda f: f.propose(ints(0), ints(1), 1, novelty=math.nan), "novelty"),
-        (lambda f: f.propose(ints(0), ints(1), 1, noise_keys=KEY), "expected both or neither"),
-        (lambda f: f.propose(ints(0), ints(1), 1, noise_keys=KEY[0], positions=ints(0)), "noise_keys: shape"),
         (lambda f: f.start(ints(1)), "roots: 1 is not known"),
         (lambda f: f.start(ints(0), np.array([-1.0])), "weights"),
         (lambda f: f.start(ints(0), np.array([math.nan])), "weights"),
@@ -453,17 +420,6 @@ def test_what_is_wrong_is_refused_and_changes_nothing(call, message):
     with pytest.raises(ValueError, match=message):
         call(forest)
     assert before == (forest._header.tolist(), forest._nodes[:6].tolist(), forest._states[:2].tolist())
-
-
-def test_host_noise_is_the_engines():
-    rng = np.random.default_rng(0)
-    keys = rng.integers(0, 2**32, (50, 2), dtype=np.uint32)
-    positions = rng.integers(0, 40_000, 50, dtype=np.int32)
-    tokens = rng.integers(0, LARGE, (50, 200), dtype=np.int32)
-    bits = host_noise.token_bits(keys, positions, tokens)
-    np.testing.assert_array_equal(bits, noise.token_bits(keys, positions, tokens))
-    on_device = noise.gumbel(jnp.asarray(keys), jnp.asarray(positions), jnp.asarray(tokens))
-    np.testing.assert_allclose(host_noise.gumbel(keys, positions, tokens), on_device, rtol=1e-5, atol=1e-5)
 
 
 def test_compiles_without_a_place_for_its_cache(monkeypatch):
