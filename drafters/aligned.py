@@ -1,23 +1,33 @@
 """Drafts that were sampled ahead of time with the request's own noise.
 
 While slots were idle in the last step's tail, the engine decoded this step's requests with this step's noise
-and last step's weights (`rljax/speculation/run_ahead.py`). An update changes the policy little, so what was
-sampled then is
-nearly what will be sampled now: it is proposed as a chain for as long as it agrees, and what another drafter
-says where it does not, or where there is none.
+and last step's weights (`rljax/speculation/run_ahead.py`). An update changes the policy little, so most of
+these tokens will be sampled again. They are proposed as a chain for as long as the request agrees with them;
+another drafter, the fallback, proposes everywhere else.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled, usable_metrics
+from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled
+from drafters.device import TrainedDrafter
+from drafters.validation import usable_metrics
 
-_AGREEMENT = 0.97  # of a token with the one sampled ahead; corrected by the speculator's calibration
+_AGREEMENT = 0.97  # probability that a token is sampled again; the speculator's calibration corrects it
+
+
+def aligned(fallback: HostDrafter) -> "AlignedDrafter":
+    """Returns an `AlignedDrafter` that is trained if `fallback` is."""
+    return (
+        AlignedTrainedDrafter(fallback) if isinstance(fallback, TrainedDrafter) else AlignedDrafter(fallback)
+    )
 
 
 class AlignedDrafter:
-    """Follows what was sampled ahead, and `fallback` elsewhere."""
+    """Proposes the tokens that were sampled ahead, and the drafts of `fallback` where there are none or the
+    request has left them.
+    """
 
     def __init__(self, fallback: HostDrafter) -> None:
         self._fallback = fallback
@@ -55,18 +65,17 @@ class AlignedDrafter:
 
     def observe(self, sampled: Sampled) -> None:
         self._fallback.observe(sampled)
-        width = sampled.tokens.shape[1]
-        order = np.arange(width)
+        order = np.arange(sampled.tokens.shape[1])
         begins = self._sampled[sampled.requests]
         if self._ahead.shape[1]:
             positions = begins[:, None] + order
             columns = np.minimum(positions, self._ahead.shape[1] - 1)
             same = self._ahead[sampled.requests[:, None], columns] == sampled.tokens
             same &= positions < self._lengths[sampled.requests, None]
-            own = order < sampled.counts[:, None]
-            agreeing = np.cumprod(same | ~own, axis=1).astype(bool) & own
+            valid = order < sampled.counts[:, None]
+            agreeing = np.cumprod(same | ~valid, axis=1).astype(bool) & valid
             self.tokens_used += int(agreeing[self._agrees[sampled.requests]].sum())
-            self._agrees[sampled.requests] &= (same | ~own).all(axis=1)
+            self._agrees[sampled.requests] &= (same | ~valid).all(axis=1)
         self._sampled[sampled.requests] = begins + sampled.counts
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
@@ -79,6 +88,26 @@ class AlignedDrafter:
         self._fallback.load_state(state)
 
     def metrics(self) -> dict[str, float]:
-        """`ahead_tokens` were sampled ahead for the rollout's requests, `ahead_agreed` of them came again."""
-        own = {"ahead_tokens": self.tokens_ahead, "ahead_agreed": self.tokens_used}
-        return usable_metrics(self._fallback.metrics(), own) | own
+        """Returns the fallback's metrics with `ahead_tokens`, how many tokens were sampled ahead for the
+        rollout's requests, and `ahead_agreed`, how many of them were sampled again.
+        """
+        metrics = {"ahead_tokens": self.tokens_ahead, "ahead_agreed": self.tokens_used}
+        return usable_metrics(self._fallback.metrics(), metrics) | metrics
+
+
+class AlignedTrainedDrafter(AlignedDrafter):
+    """An `AlignedDrafter` whose fallback is trained between passes (`TrainedDrafter`)."""
+
+    @property
+    def train_below(self) -> int:
+        return self._fallback.train_below
+
+    @property
+    def trained(self) -> bool:
+        return self._fallback.trained
+
+    def train(self) -> bool:
+        return self._fallback.train()
+
+    def freeze(self) -> None:
+        self._fallback.freeze()

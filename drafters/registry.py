@@ -1,12 +1,14 @@
-"""Finds a drafter by the name a config gives it, and checks its arguments before anything is compiled."""
+"""Makes the drafters that a config names, and checks their arguments before anything is compiled."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from drafters.arguments import Arguments, checked
-from drafters.base import DeviceDrafter, Drafter
+from drafters.base import Drafter
+from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.eagle.drafter import EagleArguments, EagleDrafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
+from drafters.loading import load_drafter
 from drafters.quantized import QuantizedArguments, QuantizedDrafter
 from drafters.rehearsal import rehearse
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
@@ -18,65 +20,89 @@ from drafters.suffix import (
     srt,
     suffix_decoding,
 )
-from rljax.config.decoding import DEVICE_DRAFTERS, SpeculationConfig
+from rljax.config.decoding import SpeculationConfig
 from rljax.errors import ConfigError, known_names
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 
-# By name: what `speculation.args` may hold, and what makes the drafter from it.
-DRAFTERS: dict[str, tuple[type[Arguments], Callable[[Any], Drafter]]] = {
-    "eagle": (EagleArguments, EagleDrafter),
+_Entry = tuple[type[Arguments], Callable[[Any], Drafter]]
+
+# By name: the arguments that `speculation.args` may hold, and the function that makes the drafter from them.
+HOST_DRAFTERS: dict[str, _Entry] = {
     "histospec": (HistoSpecArguments, HistoSpec),
     "prompt_lookup": (PromptLookupArguments, prompt_lookup),
-    "quantized": (QuantizedArguments, QuantizedDrafter),
-    "small_model": (SmallModelArguments, SmallModelDrafter),
     "srt": (SrtArguments, srt),
     "suffix_decoding": (SuffixDecodingArguments, suffix_decoding),
 }
+DEVICE_DRAFTERS: dict[str, _Entry] = {
+    "eagle": (EagleArguments, EagleDrafter),
+    "quantized": (QuantizedArguments, QuantizedDrafter),
+    "small_model": (SmallModelArguments, SmallModelDrafter),
+}
+DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
 
 def make_drafter(name: str, **args: Any) -> Drafter:
     """Builds a drafter.
 
     Args:
-      name: a key of `DRAFTERS`.
-      **args: the drafter's own arguments (`speculation.args` of a config).
+      name: a key of `DRAFTERS`, or an import path, `module:Class` (`drafters/loading.py`).
+      **args: the drafter's arguments (`speculation.args` of a config).
 
     Raises:
-      ConfigError: an unknown name or argument (with the nearest known one), or a value that cannot be.
+      ConfigError: an unknown name or argument (with the nearest known one), an invalid value, or a class that
+        cannot be loaded.
     """
     return _make("speculation.drafter", "speculation.args", name, args)
 
 
 def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """All drafters of a run, by name, `speculation.drafter` first; raises as `make_drafter` does."""
+    """Builds all drafters of a run, by name, `speculation.drafter` first.
+
+    Raises:
+      ConfigError: as `make_drafter`, or run-ahead has no drafter on the host that could propose its tokens.
+    """
     if config.drafter is None:
         return {}
     drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
     for name, args in config.others.items():
         drafters[name] = _make("speculation.others", f"speculation.others.{name}", name, args)
+    on_device = [isinstance(drafter, SelfDrafter | DeviceDrafter) for drafter in drafters.values()]
+    if config.run_ahead_below and all(on_device):
+        raise ConfigError(
+            f"speculation.run_ahead_below: must be 0 with speculation.drafter: {config.drafter}, unless"
+            " speculation.others holds a drafter on the host, such as srt, that proposes what was sampled"
+        )
     return drafters
 
 
 def rehearse_drafters(config: SpeculationConfig) -> None:
-    """Compiles what the drafters on the host run (`drafters/rehearsal.py`)."""
+    """Compiles the loops of the drafters on the host (`drafters/rehearsal.py`)."""
     names = {} if config.drafter is None else {config.drafter: config.args, **config.others}
     for name, args in names.items():
-        if name not in DEVICE_DRAFTERS:
-            args = {key: value for key, value in args.items() if key != "spill_dir"}  # files are for rollouts
+        if name in HOST_DRAFTERS:
+            args = {key: value for key, value in args.items() if key != "spill_dir"}  # no files
             rehearse(make_drafter(name, **args), config.max_drafts)
 
 
 def states_read(
     drafters: Mapping[str, Drafter], policy: ModelConfig, tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...] | None:
-    """`hidden_layers` of the engine that these drafters draft for; raises a UserError where one cannot."""
-    read = [each.reads(policy, tokenizer) for each in drafters.values() if isinstance(each, DeviceDrafter)]
+    """Returns `hidden_layers` of the engine that these drafters draft for: the layers whose features they
+    read. Raises a UserError where a drafter cannot draft for the policy.
+    """
+    on_device = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
+    read = [drafter.reads(policy, tokenizer) for drafter in on_device]
     return next((layers for layers in read if layers is not None), None)
 
 
 def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:
+    if ":" in name:
+        return load_drafter(key, args_key, name, args)
     if name not in DRAFTERS:
-        raise ConfigError(f"{key}: unknown drafter {name!r}; {known_names(name, DRAFTERS)}")
+        raise ConfigError(
+            f"{key}: unknown drafter {name!r}; {known_names(name, DRAFTERS)},"
+            " or a class of yours as module:Class"
+        )
     arguments, make = DRAFTERS[name]
     return make(checked(args_key, name, arguments, args))

@@ -263,10 +263,6 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             ["speculation.drafter=quantized", "engine.verification=target_only"],
             "speculation.drafter: quantized needs engine.verification: coupled, got target_only",
         ),
-        (
-            ["speculation.drafter=quantized", "speculation.run_ahead_below=2"],
-            "speculation.run_ahead_below: must be 0 with speculation.drafter: quantized",
-        ),
         (["speculation.max_drafts=64"], "speculation.max_drafts: 64 is more than 63"),
         (
             ["speculation.others={srt: {}}"],

@@ -6,7 +6,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 
-DEVICE_DRAFTERS = ("quantized", "eagle", "small_model")  # they draft on the device
 MAX_NODES = 64  # of a verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
 
@@ -176,8 +175,9 @@ class SpeculationConfig(Section):
         None,
         min_length=1,
         description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized, eagle,"
-        " small_model; null decodes plainly. srt suits prompts that come back and groups of samples; the last"
-        " three also new prompts: the policy in fewer bits, a head trained beside it, a smaller model.",
+        " small_model, or a class of yours as module:Class; null decodes plainly. srt suits prompts that come"
+        " back and groups of samples; quantized, eagle and small_model also new prompts: the policy in fewer"
+        " bits, a head trained beside it, a smaller model.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from rljax.algorithms.registry import overlong_buffer
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
-    DEVICE_DRAFTERS,
     MAX_NODES,
     EngineConfig,
     KernelsConfig,
@@ -231,11 +230,6 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"speculation.drafter: eagle drafts on one device, but mesh has {config.mesh.num_devices};"
             " use another drafter there"
-        )
-    if config.speculation.run_ahead_below and all(name in DEVICE_DRAFTERS for name in drafters):
-        yield (
-            f"speculation.run_ahead_below: must be 0 with speculation.drafter: {drafters[0]}, unless"
-            " speculation.others holds a drafter on the host, such as srt, that proposes what was sampled"
         )
     if config.speculation.max_drafts >= MAX_NODES:
         yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"

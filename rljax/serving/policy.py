@@ -17,7 +17,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from drafters.base import Drafter, TrainedDrafter
+from drafters.base import Drafter
+from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig

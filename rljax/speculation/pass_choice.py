@@ -21,7 +21,7 @@ from collections.abc import Hashable
 import jax
 import numpy as np
 
-from drafters.base import DeviceDrafter, KnowingDrafter
+from drafters.device import DeviceDrafter, KnowingDrafter
 from drafters.eagle.drafting import DraftStrategy
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows

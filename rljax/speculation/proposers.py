@@ -17,16 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drafters.base import (
-    DeviceDrafter,
-    Drafter,
-    Drafts,
-    ProtocolError,
-    Queries,
-    SelfDrafter,
-    chains,
-    usable_nodes,
-)
+from drafters.base import Drafter, Drafts, Queries
+from drafters.device import DeviceDrafter, SelfDrafter
+from drafters.validation import ProtocolError, chains, usable_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState

@@ -12,18 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from drafters.aligned import AlignedDrafter
-from drafters.base import (
-    DeviceDrafter,
-    Drafter,
-    DraftRequest,
-    Outcome,
-    Sampled,
-    SelfDrafter,
-    TrainedDrafter,
-    usable_metrics,
-    usable_state,
-)
+from drafters.aligned import aligned
+from drafters.base import Drafter, DraftRequest, Outcome, Sampled
+from drafters.device import DeviceDrafter, SelfDrafter, TrainedDrafter
+from drafters.validation import usable_metrics, usable_state
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
@@ -101,7 +93,7 @@ class Speculator:
         self.drafters = dict(drafters)
         if run_ahead is not None:  # what was sampled ahead is proposed by the first drafter on the host
             name = next(name for name, drafter in drafters.items() if _on_host(drafter))
-            self.drafters[name] = AlignedDrafter(self.drafters[name])
+            self.drafters[name] = aligned(self.drafters[name])
         self._trained = {
             name: each for name, each in self.drafters.items() if isinstance(each, TrainedDrafter)
         }

@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from drafters.base import DraftRequest, Outcome, Queries, Sampled, usable_nodes
-from drafters.registry import DRAFTERS, make_drafter
-from rljax.config.decoding import DEVICE_DRAFTERS
+from drafters.base import DraftRequest, Outcome, Queries, Sampled
+from drafters.registry import HOST_DRAFTERS, make_drafter, make_drafters
+from drafters.validation import usable_nodes
+from rljax.config.decoding import SpeculationConfig
 from rljax.errors import ConfigError
 
 A, B = (11, 12, 13), (21, 22, 23, 24)
@@ -84,7 +85,7 @@ def learned(drafter, prompt, *responses, rewards=None):
 
 
 # From what requests sampled; the quantized policy is asked by the engine.
-every_drafter = pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))
+every_drafter = pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))
 
 
 # -- every drafter -----------------------------------------------------------------------------------------
@@ -414,7 +415,8 @@ def refusal(name, **args):
         (
             "xyz",
             {},
-            r"unknown drafter 'xyz'; Known: eagle, histospec, prompt_.*, quantized, small_model, srt, s.*$",
+            r"unknown drafter 'xyz'; Known: eagle, histospec, prompt_.*, quantized, small_model, srt, s.*,"
+            r" or a class of yours as module:Class$",
         ),
         ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),
         ("prompt_lookup", {"rollouts": 1}, r"args\.rollouts: prompt_lookup has no such argument"),
@@ -454,6 +456,14 @@ def refusal(name, **args):
 )
 def test_wrong_drafters_and_arguments_are_refused(name, args, message):
     assert re.search(message, refusal(name, **args))
+
+
+@pytest.mark.parametrize("others", [{}, {"eagle": {}}])
+def test_run_ahead_needs_a_drafter_on_the_host(others):
+    message = r"speculation\.run_ahead_below: must be 0 with speculation\.drafter: quantized, unless"
+    with pytest.raises(ConfigError, match=message):
+        make_drafters(SpeculationConfig(drafter="quantized", others=others, run_ahead_below=2))
+    assert make_drafters(SpeculationConfig(drafter="quantized", others={"srt": {}}, run_ahead_below=2))
 
 
 @every_drafter

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.base import Drafts, Queries, usable_nodes
+from drafters.base import Drafts, Queries
 from drafters.mixed import MOST_DRAFTERS, Agreement, credit, mix
+from drafters.validation import usable_nodes
 
 
 def drafts(*trees, width=8):

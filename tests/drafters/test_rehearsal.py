@@ -5,11 +5,11 @@ import pytest
 from numba.core import event
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled
-from drafters.registry import DRAFTERS, make_drafter, rehearse_drafters
-from rljax.config.decoding import DEVICE_DRAFTERS, SpeculationConfig
+from drafters.registry import HOST_DRAFTERS, make_drafter, rehearse_drafters
+from rljax.config.decoding import SpeculationConfig
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(DEVICE_DRAFTERS)))
+@pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))
 def test_nothing_is_compiled_afterwards(name, tmp_path):
     spill = {"spill_dir": str(tmp_path / "spilled")} if name in ("srt", "histospec") else {}
     config = SpeculationConfig(drafter=name, args=spill, max_drafts=7)

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from drafters.base import DeviceDrafter, Outcome
+from drafters.base import Outcome
+from drafters.device import DeviceDrafter
 from drafters.eagle.drafting import DraftStrategy, ScoredTree
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from drafters.base import SelfDrafter
+from drafters.device import SelfDrafter
 from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
 from rljax.numerics.rows import Numerics

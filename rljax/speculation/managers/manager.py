@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from drafters.base import TrainedDrafter
+from drafters.device import TrainedDrafter
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState

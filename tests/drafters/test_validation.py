@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.base import Drafts, Queries, chains, usable_nodes
+from drafters.base import Drafts, Queries
+from drafters.validation import chains, usable_nodes
 
 VOCAB = 8
 

@@ -1,0 +1,137 @@
+"""Drafters on the accelerator, and drafters that are trained: the third tier of the drafter protocol.
+
+`SelfDrafter` is other weights of the policy, with which the engine drafts. `DeviceDrafter` drafts by itself
+and keeps a state for each of the engine's slots, so it hears of everything that happens to them.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from drafters.base import Drafter
+
+if TYPE_CHECKING:
+    from drafters.eagle.drafting import DraftStrategy, ScoredTree
+    from rljax.engine.engine import DecodeEngine
+    from rljax.engine.state import DecodeState, Prefix
+    from rljax.engine.visits import Assignment, DecodeResult
+    from rljax.models.config import ModelConfig
+    from rljax.models.tokenizer import Tokenizer
+
+
+@runtime_checkable
+class SelfDrafter(Drafter, Protocol):
+    """A drafter that is other weights of the policy's own architecture: the engine drafts with them, on the
+    target's KV cache (`rljax/engine/self_drafting.py`).
+
+    Attributes:
+      pending_seconds: the expected time until the weights are ready, in seconds; 0 where they are.
+    """
+
+    pending_seconds: float
+
+    def attach(self, engine: "DecodeEngine") -> None:
+        """Sets the engine that will draft with the weights, and frees weights made for another engine."""
+
+    def draft_params(self) -> Any:
+        """Returns the weights as `DecodeEngine.draft` takes them; makes them if they are not ready."""
+
+    def refresh(self, params: Any) -> None:
+        """Receives the policy's weights for the rollouts to come, in the engine's form."""
+
+
+@runtime_checkable
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter with a state on the device for each slot.
+
+    Attributes:
+      strategies: the shapes of draft tree that it can draft; each compiles a program.
+    """
+
+    strategies: "tuple[DraftStrategy, ...]"
+
+    def reads(self, policy: "ModelConfig", tokenizer: "Tokenizer | None") -> tuple[int, ...] | None:
+        """Returns `hidden_layers` of the engine that decodes: the layers whose features the policy must hand
+        out, or None. Raises a UserError where it cannot draft for such a policy.
+        """
+
+    def attach(self, engine: "DecodeEngine") -> None:
+        """Sets the engine that it will draft for; called after `reads`."""
+
+    def refresh(self, params: Any) -> None:
+        """Receives the policy's weights for the rollout that begins, in the engine's form."""
+
+    def warm_up(
+        self, prefixes: "Sequence[Prefix]", batches: Sequence[int], prompt_length: int, widens: bool = False
+    ) -> None:
+        """Compiles the programs that follow the slots, for prefixes and decode states of these shapes; with
+        `widens` also the programs of `widen`.
+        """
+
+    def start(self, batch: int) -> None:
+        """Begins with a decode state of `batch` empty slots."""
+
+    def prefill(self, prefix: "Prefix", prompts: Sequence[Sequence[int]]) -> Any:
+        """Returns the drafter's part of prompts that the engine prefilled, row by row, for `insert`."""
+
+    def insert(self, prefilled: Any, assignments: "Sequence[Assignment]", requests: Sequence[int]) -> None:
+        """Inserts prompts into slots, for these requests of the newest `begin`. Without a `start` since that
+        `begin`, as when requests join others, the other slots go on unchanged.
+        """
+
+    def advance(self, result: "DecodeResult") -> None:
+        """Appends the tokens that slots have sampled."""
+
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Appends tokens that were not sampled (a tool's answer).
+
+        Args:
+          slots: the slots that continue, n of them.
+          sizes: tokens of prompt and response that each slot keeps; tokens of `advance` beyond them are
+            dropped.
+          tokens: int32 [n, T]; the first counts[i] of row i are appended behind the kept ones.
+          counts: int32 [n].
+        """
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        """Keeps only `slots`, in that order, in a decode state of `batch` slots."""
+
+    def widen(self, batch: int) -> None:
+        """Keeps all slots and adds empty ones behind them, up to `batch`, which may be the present size."""
+
+    def draft(self, state: "DecodeState", strategy: "DraftStrategy") -> "ScoredTree":
+        """Returns draft trees below the slots' last tokens, on the device; empty ones for unknown slots."""
+
+
+@runtime_checkable
+class KnowingDrafter(DeviceDrafter, Protocol):
+    """A drafter that drafts for a slot only where it was told all of its tokens."""
+
+    def pretend(self, state: "DecodeState") -> None:
+        """After `start`: behaves as if it had been told the tokens of every slot of `state`, so that its
+        drafts can be timed.
+        """
+
+
+@runtime_checkable
+class TrainedDrafter(Drafter, Protocol):
+    """A drafter that is trained in small slices between passes.
+
+    Attributes:
+      train_below: it is trained inside a rollout once at most this many responses are running.
+      trained: False for a new one, whose drafts are guesses.
+    """
+
+    train_below: int
+    trained: bool
+
+    def train(self) -> bool:
+        """Runs one slice; returns False when nothing is left to do or the time budget is spent."""
+
+    def freeze(self) -> None:
+        """Called before the first rollout and before `load_state`: the drafter will neither be trained nor
+        saved, and does not keep what only training needs.
+        """

@@ -1,0 +1,253 @@
+"""Drafters of one method, and drafters by import path: in rollouts with the tokens of plain decoding."""
+
+import re
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.aligned import aligned
+from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
+from drafters.device import TrainedDrafter
+from drafters.registry import make_drafter, make_drafters, rehearse_drafters
+from drafters.simple import SimpleDrafterAdapter
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import ConfigError, DrafterError
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+
+PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module that can be imported, and returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source):
+        name = f"drafters_of_a_test_{abs(hash((source, str(tmp_path))))}"
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        return name
+
+    return write
+
+
+# -- in a rollout ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+def speculate(engine, params, requests, drafters):
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes())
+    return Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
+
+
+def test_the_drafter_of_the_page_runs(engine, params, requests, expected, module):
+    (source, *_) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    config = SpeculationConfig(drafter=f"{module(source)}:LastOccurrence", args={"match": 1})
+    rehearse_drafters(config)
+    completions, statistics = speculate(engine, params, requests, make_drafters(config))
+    assert_same(completions, expected)
+    assert 0 < statistics.accepted < statistics.drafted and not statistics.unusable
+
+
+class Oracle:
+    """Knows the responses."""
+
+    def __init__(self, requests, expected):
+        self.texts = [
+            [*request.prompt_ids, *completion.response_ids.tolist()]
+            for request, completion in zip(requests, expected, strict=True)
+        ]
+
+    def propose(self, tokens, limit):
+        assert tokens.dtype == np.int32 and not tokens.flags.writeable
+        size = len(tokens)
+        texts = [text for text in self.texts if len(text) > size and text[:size] == tokens.tolist()]
+        return texts[0][size : size + limit + 3] if texts else ()  # more than asked for
+
+
+def test_tokens_are_prompt_and_response_so_far(engine, params, requests, expected):
+    drafter = SimpleDrafterAdapter(Oracle(requests, expected))
+    completions, statistics = speculate(engine, params, requests, {"oracle": drafter})
+    assert_same(completions, expected)
+    assert statistics.accepted > 0.5 * statistics.drafted and not statistics.unusable
+
+
+@pytest.mark.parametrize("tokens", [None, [1.5], [[1, 2]], "12", 3, [[1], [2, 3]], ["a"], [True]], ids=str)
+def test_anything_else_than_tokens_stops_the_run(engine, params, requests, tokens):
+    drafter = SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: tokens))
+    message = (
+        f"speculation.drafter mine: propose returned {type(tokens).__name__}.*, expected a list of tokens"
+    )
+    with pytest.raises(DrafterError, match=message):
+        speculate(engine, params, requests, {"mine": drafter})
+
+
+def test_tokens_outside_the_vocabulary_are_left_out(engine, params, requests, expected):
+    drafter = SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: [2**40, 3]))
+    completions, statistics = speculate(engine, params, requests, {"mine": drafter})
+    assert_same(completions, expected)
+    assert statistics.unusable > 0 == statistics.drafted
+
+
+# -- the adapter -------------------------------------------------------------------------------------------
+
+
+def test_every_request_has_its_tokens_and_its_budget():
+    seen = []
+
+    class Recording:
+        def propose(self, tokens, limit):
+            seen.append((tokens.tolist(), limit))
+            return tokens[::-1]
+
+    drafter = SimpleDrafterAdapter(Recording())
+    drafter.begin([DraftRequest((5, 6), None), DraftRequest((7,), None)])
+    zeros, ended = np.zeros(2, np.int32), np.zeros(2, bool)
+    for step in range(5):
+        tokens = np.asarray([[10 + step, 20 + step], [30 + step, 0]], np.int32)
+        drafter.observe(Sampled(np.asarray([0, 1]), tokens, np.asarray([2, 1]), zeros, zeros, ended))
+    budgets = np.asarray([3, 0], np.int32)
+    drafts = drafter.propose(Queries(np.asarray([1, 0]), np.asarray([6, 12]), budgets, 4))
+    assert seen == [
+        ([7, 30, 31, 32, 33, 34], 3),
+        ([5, 6, 10, 20, 11, 21, 12, 22, 13, 23, 14, 24], 0),
+    ]
+    assert drafts.counts.tolist() == [3, 0]
+    assert drafts.tokens[0].tolist() == [34, 33, 32, 0] and drafts.parents[0].tolist() == [-1, 0, 1, 2]
+    assert (drafter.state(), drafter.metrics()) == ({}, {})
+
+
+# -- by import path ----------------------------------------------------------------------------------------
+
+
+SOURCE = """
+import numpy as np
+from drafters.base import Drafts, HostDrafter
+
+class Small:
+    def __init__(self, width: int):
+        self.width = width
+    def propose(self, tokens, limit):
+        return []
+
+class Large(HostDrafter):
+    def begin(self, requests): ...
+    def propose(self, queries): ...
+    def observe(self, sampled): ...
+
+class Partial:
+    def begin(self, requests): ...
+    def propose(self, queries): ...
+    def observe(self, sampled): ...
+
+class Silent:
+    pass
+
+class Raising:
+    def __init__(self):
+        raise RuntimeError("no\\nidea")
+
+number = 3
+"""
+
+
+def test_tiers_by_import_path(module):
+    name = module(SOURCE)
+    assert isinstance(make_drafter(f"{name}:Small", width=3), SimpleDrafterAdapter)
+    large = make_drafter(f"{name}:Large")
+    assert type(large).__name__ == "Large" and (large.state(), large.metrics()) == ({}, {})
+    others = make_drafters(SpeculationConfig(drafter="srt", others={f"{name}:Small": {"width": 2}}))
+    assert list(others) == ["srt", f"{name}:Small"]
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "message"),
+    [
+        ("{}:", {}, r"speculation\.drafter: write a drafter as module:Class, not '.*:'"),
+        (":Small", {}, r"speculation\.drafter: write a drafter as module:Class, not ':Small'"),
+        (
+            "no_such_module:Small",
+            {},
+            r"speculation\.drafter: no_such_module:Small: importing it raised M",
+        ),
+        ("{}:Smal", {}, r"speculation\.drafter: .*:Smal: importing it raised AttributeError"),
+        ("{}:Small", {}, r"speculation\.args: .*:Small cannot be called with them: missing .* 'width'"),
+        ("{}:Small", {"width": 1, "depth": 2}, r"speculation\.args: .* unexpected keyword argument 'depth'"),
+        ("{}:number", {}, r"speculation\.args: .*:number cannot be called with them"),
+        ("{}:Raising", {}, r"speculation\.drafter: .*:Raising: calling it raised RuntimeError"),
+        ("{}:Silent", {}, r"speculation\.drafter: .*:Silent: Silent has no method propose"),
+        ("{}:Partial", {}, r"Partial has no method learn; derive it from drafters\.base\.HostDrafter"),
+    ],
+)
+def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, message, module):
+    with pytest.raises(ConfigError, match=message) as error:
+        make_drafter(path.format(module(SOURCE)), **args)
+    assert "\n" not in str(error.value)
+
+
+# -- wrapped -----------------------------------------------------------------------------------------------
+
+
+class Trained(HostDrafter):
+    train_below, trained, slices = 2, False, 0
+
+    def propose(self, queries):
+        shape = (len(queries.requests), queries.nodes)
+        return Drafts(
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(shape[0], np.int32),
+        )
+
+    def train(self):
+        self.slices += 1
+        self.trained = self.slices == 3
+        return not self.trained
+
+    def freeze(self):
+        self.train_below = 0
+
+
+def test_a_trained_drafter_is_trained_behind_what_was_sampled_ahead(engine, params, requests, expected):
+    drafter = Trained()
+    speculator = Speculator(engine, {"mine": drafter}, SLOTS, run_ahead=RunAhead(1, 0.5), times=CheapTimes())
+    completions, _ = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
+    assert_same(completions, expected)
+    assert drafter.slices > 0
+
+
+def test_wrappers_keep_the_tier():
+    wrapped = aligned(Trained())
+    assert isinstance(wrapped, TrainedDrafter) and (wrapped.train_below, wrapped.trained) == (2, False)
+    assert [wrapped.train() for _ in range(3)] == [True, True, False] and wrapped.trained
+    wrapped.freeze()
+    assert wrapped.train_below == 0
+    assert not isinstance(aligned(SimpleDrafterAdapter(None)), TrainedDrafter)
