@@ -6,7 +6,8 @@ from typing import Any
 from drafters.arguments import Arguments, checked
 from drafters.base import Drafter
 from drafters.device import DeviceDrafter, SelfDrafter
-from drafters.eagle.drafter import EagleArguments, EagleDrafter
+from drafters.eagle.arguments import EagleArguments
+from drafters.eagle.drafter import EagleDrafter
 from drafters.histospec import HistoSpec, HistoSpecArguments
 from drafters.loading import load_drafter
 from drafters.quantized import QuantizedArguments, QuantizedDrafter

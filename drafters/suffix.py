@@ -10,7 +10,7 @@ TLT's model-free drafter (section 5.3) retrieves n-grams from the rollouts of th
 
 Candidates behind the longest known suffix are ranked by their share of what followed it. With a history, what
 followed at the same place where the request sampled something else is drafted, too, and how far each of the
-two is to be believed is learned while requests run (`drafters/draft_loops.py`).
+two is to be believed is learned while requests run (`drafters/context_loops.py`).
 """
 
 from collections.abc import Sequence

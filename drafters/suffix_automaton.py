@@ -13,13 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from drafters import draft_loops
-from drafters import suffix_loops as kernels
+from drafters import context_loops, draft_loops
+from drafters import suffix_loops as loops
+from drafters.arrays import GROWTH, aligned_rows, cast, check_ids, vector, with_room
 
 _UNLIMITED = np.iinfo(np.int32).max
-_GROWTH = 1.5
 _INSERTED, _FOLLOWED = 0, 1
-_NO_MIXTURE = np.empty((0, draft_loops.SOURCES))
+_NO_MIXTURE = np.empty((0, context_loops.SOURCES))
 
 
 def new_mixture(novelty: float) -> np.ndarray:
@@ -28,8 +28,8 @@ def new_mixture(novelty: float) -> np.ndarray:
     Args:
       novelty: pseudo-count of tokens that no source knows; that of every source is 1.
     """
-    mixture = np.ones((draft_loops.SITUATIONS, draft_loops.SOURCES))
-    mixture[:, draft_loops.NOVEL] = novelty
+    mixture = np.ones((context_loops.SITUATIONS, context_loops.SOURCES))
+    mixture[:, context_loops.NOVEL] = novelty
     return mixture
 
 
@@ -52,35 +52,6 @@ class Proposals:
     log_probability: np.ndarray
     counts: np.ndarray
     match_lengths: np.ndarray
-
-
-def _aligned(rows: int, width: int) -> np.ndarray:
-    """An uninitialised int32 [rows, width] at the start of a cache line: no state lies across two."""
-    raw = np.empty(rows * width + 16, np.int32)
-    offset = -(raw.ctypes.data // 4) % 16
-    return raw[offset : offset + rows * width].reshape(rows, width)
-
-
-def _row(values: np.ndarray, name: str, dtype: type, size: int | None = None) -> np.ndarray:
-    """A one-dimensional contiguous array of the dtype, of `size` entries if given."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (size is not None and len(array) != size):
-        expected = "[B]" if size is None else f"[{size}]"
-        raise ValueError(f"{name}: shape {list(array.shape)}, expected {expected}")
-    return _cast(array, name, dtype)
-
-
-def _cast(array: np.ndarray, name: str, dtype: type) -> np.ndarray:
-    """The array as the kernels are compiled for it: of the dtype, contiguous, writeable (JAX's are not)."""
-    if array.dtype == dtype:
-        return array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
-    if np.issubdtype(dtype, np.integer) and array.size:
-        limits = np.iinfo(dtype)
-        if not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{name}: {array.dtype}, expected {np.dtype(dtype)}")
-        if array.min() < limits.min or array.max() > limits.max:
-            raise ValueError(f"{name}: entries do not fit {np.dtype(dtype)}")
-    return np.array(array, dtype, order="C")
 
 
 class SuffixForest:
@@ -108,7 +79,7 @@ class SuffixForest:
         self.max_match = max_match
         self._limit = _UNLIMITED - 1 if max_match is None else max_match
         self._header = np.zeros(3, np.int64)
-        self._set_nodes(_aligned(16, kernels.STATE_WIDTH))
+        self._set_nodes(aligned_rows(16, loops.STATE_WIDTH))
         self._table = self._empty_table(16)
         self._roots = np.empty(4, np.int32)
         self._num_roots = 0
@@ -117,12 +88,12 @@ class SuffixForest:
         self._lengths = np.empty(16, np.int32)
         self._weights = np.empty(16, np.float32)
         self._kinds = np.empty(16, np.int8)
-        self._edits = np.empty((16, draft_loops.PLACE_WIDTH - draft_loops.EDITED), np.int32)
+        self._edits = np.empty((16, context_loops.PLACE_WIDTH - context_loops.EDITED), np.int32)
         self._num_sequences = 0
 
     @property
     def num_tokens(self) -> int:
-        return int(self._header[kernels.TOKENS])
+        return int(self._header[loops.TOKENS])
 
     @property
     def nbytes(self) -> int:
@@ -133,11 +104,11 @@ class SuffixForest:
     @property
     def used_bytes(self) -> int:
         """Bytes that states, edges and sequences fill; the rest of `nbytes` is room to grow."""
-        states, edges = int(self._header[kernels.STATES]), int(self._header[kernels.EDGES])
+        states, edges = int(self._header[loops.STATES]), int(self._header[loops.EDGES])
         per_sequence = sum(array[:1].nbytes for array in self._sequence_arrays())
         return (
-            states * kernels.STATE_WIDTH * 4
-            + edges * kernels.EDGE_WIDTH * 4
+            states * loops.STATE_WIDTH * 4
+            + edges * loops.EDGE_WIDTH * 4
             + self._num_roots * self._roots.itemsize
             + self._num_sequences * per_sequence
         )
@@ -146,10 +117,10 @@ class SuffixForest:
 
     def add_root(self) -> int:
         """A new, empty automaton; returns its id."""
-        if self._header[kernels.STATES] + 2 > len(self._nodes):
+        if self._header[loops.STATES] + 2 > len(self._nodes):
             self._grow_nodes()
-        state = kernels.add_root(self._nodes, self._node_weights, self._header)
-        self._roots = _with_room(self._roots, self._num_roots + 1)
+        state = loops.add_root(self._nodes, self._node_weights, self._header)
+        self._roots = with_room(self._roots, self._num_roots + 1)
         self._roots[self._num_roots] = state
         self._num_roots += 1
         return self._num_roots - 1
@@ -169,12 +140,12 @@ class SuffixForest:
         weights = (
             np.ones(len(roots), np.float32)
             if weights is None
-            else _row(weights, "weights", np.float32, len(roots))
+            else vector(weights, "weights", np.float32, len(roots))
         )
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("weights: expected finite numbers, none below 0")
         sequences = self._new_sequences(weights, _INSERTED)
-        kernels.start(self._nodes, self._node_weights, roots, weights, sequences, self._states, self._lengths)
+        loops.start(self._nodes, self._node_weights, roots, weights, sequences, self._states, self._lengths)
         return sequences
 
     def track(self, roots: np.ndarray) -> np.ndarray:
@@ -196,15 +167,15 @@ class SuffixForest:
         sequences, tokens, counts = self._batch(sequences, tokens, counts, _INSERTED)
         row = column = 0
         while True:
-            row, column, needed = kernels.extend(
+            row, column, needed = loops.extend(
                 self._nodes, self._node_weights, self._table, self._header, self._limit,
                 sequences, tokens, counts, self._states, self._lengths, self._weights, row, column,
             )  # fmt: skip
             if row == len(sequences):
                 return
-            if self._header[kernels.STATES] + 2 > len(self._nodes):
+            if self._header[loops.STATES] + 2 > len(self._nodes):
                 self._grow_nodes()
-            if self._header[kernels.EDGES] + needed > kernels.MAX_LOAD * len(self._table):
+            if self._header[loops.EDGES] + needed > loops.MAX_LOAD * len(self._table):
                 self._grow_table(needed)
 
     def advance(self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
@@ -214,7 +185,7 @@ class SuffixForest:
         a sequence has passed it is found again only behind a mismatch.
         """
         sequences, tokens, counts = self._batch(sequences, tokens, counts, _FOLLOWED)
-        kernels.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
+        loops.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
 
     def follow(
         self,
@@ -237,7 +208,7 @@ class SuffixForest:
         """
         _check_mixture(mixture)
         sequences, tokens, counts = self._batch(sequences, tokens, counts, None)
-        draft_loops.follow(
+        context_loops.follow(
             self._nodes, self._table, self._limit, min_match, sequences, tokens, counts,
             self._states, self._lengths, self._edits, mixture,
         )  # fmt: skip
@@ -282,10 +253,10 @@ class SuffixForest:
           min_probability: candidates whose path is less probable are left out.
           chain_only: follow only the best candidate of each node.
         """
-        sequences = _row(sequences, "sequences", np.int32)
-        _check_ids(sequences, self._num_sequences, "sequences")
+        sequences = vector(sequences, "sequences", np.int32)
+        check_ids(sequences, self._num_sequences, "sequences")
         batch = len(sequences)
-        budgets = _row(budgets, "budgets", np.int32, batch)
+        budgets = vector(budgets, "budgets", np.int32, batch)
         if max_nodes < 1:
             raise ValueError(f"max_nodes: {max_nodes}, expected at least 1")
         if rank not in ("count", "weight"):
@@ -329,28 +300,28 @@ class SuffixForest:
         self._nodes, self._node_weights = nodes, nodes.view(np.float32)
 
     def _grow_nodes(self) -> None:
-        used = int(self._header[kernels.STATES])
-        nodes = _aligned(int(len(self._nodes) * _GROWTH), kernels.STATE_WIDTH)
+        used = int(self._header[loops.STATES])
+        nodes = aligned_rows(int(len(self._nodes) * GROWTH), loops.STATE_WIDTH)
         nodes[:used] = self._nodes[:used]
         self._set_nodes(nodes)
 
     @staticmethod
     def _empty_table(rows: int) -> np.ndarray:
-        table = _aligned(rows, kernels.EDGE_WIDTH)
-        table[:, kernels.SOURCE] = kernels.FREE
+        table = aligned_rows(rows, loops.EDGE_WIDTH)
+        table[:, loops.SOURCE] = loops.FREE
         return table
 
     def _grow_table(self, needed: int) -> None:
-        least = math.ceil((int(self._header[kernels.EDGES]) + needed) / kernels.MAX_LOAD) + 1
-        table = self._empty_table(max(int(len(self._table) * _GROWTH), least))
-        kernels.rehash(self._table, table)
+        least = math.ceil((int(self._header[loops.EDGES]) + needed) / loops.MAX_LOAD) + 1
+        table = self._empty_table(max(int(len(self._table) * GROWTH), least))
+        loops.rehash(self._table, table)
         self._table = table
 
     def _new_sequences(self, weights: np.ndarray, kind: int) -> np.ndarray:
         first = self._num_sequences
         self._num_sequences += len(weights)
         self._states, self._lengths, self._weights, self._kinds, self._edits = (
-            _with_room(array, self._num_sequences) for array in self._sequence_arrays()
+            with_room(array, self._num_sequences) for array in self._sequence_arrays()
         )
         self._weights[first : self._num_sequences] = weights
         self._kinds[first : self._num_sequences] = kind
@@ -358,56 +329,41 @@ class SuffixForest:
         return np.arange(first, self._num_sequences, dtype=np.int32)
 
     def _root_states(self, roots: np.ndarray) -> np.ndarray:
-        roots = _row(roots, "roots", np.int32)
-        _check_ids(roots, self._num_roots, "roots")
+        roots = vector(roots, "roots", np.int32)
+        check_ids(roots, self._num_roots, "roots")
         return self._roots[roots]
 
     def _batch(
         self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `extend`, `advance` and `follow`, checked before anything changes."""
-        sequences = _row(sequences, "sequences", np.int32)
-        counts = _row(counts, "counts", np.int32, len(sequences))
+        sequences = vector(sequences, "sequences", np.int32)
+        counts = vector(counts, "counts", np.int32, len(sequences))
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or len(tokens) != len(sequences):
             raise ValueError(f"tokens: shape {list(tokens.shape)}, expected [{len(sequences)}, T]")
-        tokens = _cast(tokens, "tokens", np.int32)
-        problem, row, column = kernels.check_batch(
+        tokens = cast(tokens, "tokens", np.int32)
+        problem, row, column = loops.check_batch(
             sequences,
             tokens,
             counts,
             self._kinds,
             self._num_sequences,
-            kernels.ANY_KIND if kind is None else kind,
+            loops.ANY_KIND if kind is None else kind,
         )
-        if problem == kernels.WRONG_ID:
+        if problem == loops.WRONG_ID:
             raise ValueError(f"sequences: {sequences[row]} is not known, there are {self._num_sequences}")
-        if problem == kernels.WRONG_KIND:
+        if problem == loops.WRONG_KIND:
             wanted, other = ("start", "track") if kind == _INSERTED else ("track", "start")
             raise ValueError(f"sequences: {sequences[row]} was begun with {other}, expected {wanted}")
-        if problem == kernels.WRONG_COUNT:
+        if problem == loops.WRONG_COUNT:
             raise ValueError(f"counts[{row}]: {counts[row]}, expected 0 to {tokens.shape[1]}")
-        if problem == kernels.WRONG_TOKEN:
+        if problem == loops.WRONG_TOKEN:
             raise ValueError(f"tokens[{row}, {column}]: {tokens[row, column]}, expected at least 0")
         return sequences, tokens, counts
 
 
-def _with_room(array: np.ndarray, size: int) -> np.ndarray:
-    """The array, or a larger copy that holds `size` entries."""
-    if size <= len(array):
-        return array
-    larger = np.empty((max(size, int(len(array) * _GROWTH)), *array.shape[1:]), array.dtype)
-    larger[: len(array)] = array
-    return larger
-
-
 def _check_mixture(mixture: np.ndarray) -> None:
-    expected = (draft_loops.SITUATIONS, draft_loops.SOURCES)
+    expected = (context_loops.SITUATIONS, context_loops.SOURCES)
     if mixture.shape != expected or mixture.dtype != np.float64 or not mixture.flags.c_contiguous:
         raise ValueError(f"mixture: {mixture.dtype} {list(mixture.shape)}, expected float64 {list(expected)}")
-
-
-def _check_ids(ids: np.ndarray, known: int, name: str) -> None:
-    wrong = (ids < 0) | (ids >= known)
-    if wrong.any():
-        raise ValueError(f"{name}: {ids[wrong][0]} is not known, there are {known}")

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         # JAX takes seconds to import: not before the config is known to be right.
-        from drafters.eagle.training import head_training
+        from drafters.eagle.objective import head_training
         from rljax.training.drafter_warm_up import WarmUp, warm_up
 
         objective = {name: getattr(arguments, name) for name in _OBJECTIVE}

@@ -84,7 +84,7 @@ def test_objective_rows(config):
 
 
 def test_objectives_are_the_published_ones():
-    from drafters.eagle.training import published_training
+    from drafters.eagle.objective import published_training
 
     for name, variant in (("EAGLE", "eagle"), ("HASS", "hass"), ("EAGLE-3", "eagle3")):
         assert objectives.OBJECTIVES[name] == (variant, published_training(variant))

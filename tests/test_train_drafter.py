@@ -12,11 +12,11 @@ import pytest
 import safetensors.numpy
 
 import rljax.training.drafter_warm_up
+from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import load_head
-from drafters.eagle.drafter import EagleArguments
 from drafters.eagle.model import head_shapes
+from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.spot_trainer import HeadTrainer
-from drafters.eagle.training import HeadTraining, head_training
 from rljax.models.config import ModelConfig
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
-from drafters.eagle.training import HeadBatch
+from drafters.eagle.unrolling import HeadBatch
 from rljax.learning.packing import Packing, pack_sequences
 
 

@@ -16,8 +16,9 @@ from jax import Array
 
 from drafters.eagle.data import HeadSequence, pack
 from drafters.eagle.model import HeadConfig
+from drafters.eagle.objective import HeadTraining
 from drafters.eagle.states import States
-from drafters.eagle.training import HeadTraining, head_loss
+from drafters.eagle.training import head_loss
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 

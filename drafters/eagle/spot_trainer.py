@@ -32,8 +32,11 @@ import optax
 from jax import Array
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
+from drafters.eagle.head_state import check_same, named_leaves
 from drafters.eagle.model import HeadConfig
-from drafters.eagle.training import HeadBatch, HeadTraining, Metrics, init_state, train_step
+from drafters.eagle.objective import HeadTraining
+from drafters.eagle.training import Metrics, init_state, train_step
+from drafters.eagle.unrolling import HeadBatch
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError
 from rljax.learning.accumulation import TrainState
@@ -74,40 +77,6 @@ def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.Gradie
         clip_norm=clip_norm,
         total_updates=1,
     )
-
-
-class TimeBudget:
-    """Seconds that may be spent on training: a share of those that pass otherwise. What is left is kept.
-
-    Args:
-      share: of the other time.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._left = self._last = 0.0  # seconds; the last piece of work is what the next one is taken to need
-        self._since = time.perf_counter()
-
-    def resume(self) -> None:
-        """What has passed until now does not count."""
-        self._since = time.perf_counter()
-
-    def allows(self) -> bool:
-        """Whether there is time for another piece of work."""
-        now = time.perf_counter()
-        self._left += self._share * (now - self._since)
-        self._since = now
-        return self._left >= self._last
-
-    def expect(self, seconds: float) -> None:
-        """What the next piece of work is taken to need, before any was done."""
-        self._last = seconds
-
-    def spend(self, seconds: float) -> None:
-        """A piece of work is over."""
-        self._left -= seconds
-        self._last = seconds
-        self._since = time.perf_counter()
 
 
 class HeadTrainer:
@@ -255,7 +224,7 @@ class HeadTrainer:
 
     def state(self) -> dict[str, np.ndarray]:
         """All that going on with the same bits takes, as flat arrays that nothing changes afterwards."""
-        named = {f"train.{name}": np.array(leaf) for name, leaf in _named(self._state).items()}
+        named = {f"train.{name}": np.array(leaf) for name, leaf in named_leaves(self._state).items()}
         buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
         position = {
             "seed": np.asarray(self._seed, np.int64),
@@ -271,8 +240,8 @@ class HeadTrainer:
         Raises:
           CheckpointError: it is of another head, or was trained with another optimizer.
         """
-        expected = {f"train.{name}": leaf for name, leaf in _named(self._state).items()}
-        _check_same(expected, state, "train.", "the policy, head and optimizer")
+        expected = {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
+        check_same(expected, state, "train.", "the policy, head and optimizer")
         try:
             self._buffer.load_state(
                 {name.removeprefix("buffer."): state[name] for name in state if name.startswith("buffer.")}
@@ -343,39 +312,6 @@ class HeadTrainer:
                 noted[name] = metrics[name]
 
 
-class FrozenHead:
-    """A head that is only drafted with, in the place of its trainer: weights, and nothing to train them by.
-
-    Args:
-      params: its weights, until others are loaded.
-
-    Attributes:
-      params: its weights.
-      updates: that they have had, as far as is known.
-    """
-
-    def __init__(self, params: Params) -> None:
-        self.params, self.updates = params, 0
-
-    def begin_step(self, step: int) -> None:
-        """Steps are of no concern to it."""
-
-    def reserve(self, size: int) -> None:
-        """It has no buffer."""
-
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes up the weights of what `HeadTrainer.state` returned.
-
-        Raises:
-          CheckpointError: they are of another head.
-        """
-        expected = {f"train.params.{name}": leaf for name, leaf in _named(self.params).items()}
-        _check_same(expected, state, "train.params.", "the policy and head")
-        leaves = [jnp.asarray(state[name]) for name in expected]
-        self.params = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
-        self.updates = int(state["train.updates"])
-
-
 def _update(
     state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
 ) -> tuple[TrainState, Metrics]:
@@ -386,27 +322,3 @@ def _update(
         finite &= jnp.all(jnp.isfinite(leaf))
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
     return state, metrics | {"skipped": 1.0 - finite.astype(jnp.float32)}
-
-
-def _check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: str, what: str) -> None:
-    """Raises a CheckpointError unless what `state` has behind `prefix` has the shapes of `expected`."""
-    surplus = [name for name in state if name.startswith(prefix) and name not in expected]
-    for name in [*expected, *surplus]:
-        here, there = _shape(expected.get(name)), _shape(state.get(name))
-        if here != there:
-            raise CheckpointError(
-                f"{name} is {there} in the checkpoint of the head, but {here} in this run; give the run"
-                f" {what} it was saved with"
-            )
-
-
-def _named(state: TrainState | Params) -> dict[str, Array]:
-    """The leaves by their path, such as `params.layer.q`."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
-def _shape(leaf: Array | np.ndarray | None) -> str:
-    return "absent" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"

@@ -12,8 +12,9 @@ import numpy as np
 import safetensors
 
 from drafters.arguments import checked
+from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import ServingEngine, save_head
-from drafters.eagle.drafter import EagleArguments, EagleDrafter
+from drafters.eagle.drafter import EagleDrafter
 from rljax.errors import CheckpointError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import Params

@@ -9,8 +9,10 @@ import numpy as np
 
 from drafters.eagle.data import HeadSequence, PackedRows, pack
 from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import head_optimizer
-from drafters.eagle.training import HeadBatch, init_state, jitted_train_step, published_training
+from drafters.eagle.training import init_state, jitted_train_step
+from drafters.eagle.unrolling import HeadBatch
 from rljax.benchmarking import Row, compare, interleave
 from rljax.config import ExperimentConfig
 from rljax.learning.packing import Packing

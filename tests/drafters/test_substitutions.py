@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import draft_loops
+from drafters import context_loops
 from drafters.suffix_automaton import SuffixForest, new_mixture
 from tests.drafters.test_suffix_automaton import Reference, ints, padded, tree_paths
 
@@ -333,7 +333,7 @@ def test_the_better_source_is_believed():
     predictable = 30 * 20 * 2  # what is no total
     assert accepted["with"] > 0.9 * predictable > accepted["without"]
     edited = mixture - new_mixture(0.5)
-    assert edited[:, draft_loops.EDIT].sum() > edited[:, draft_loops.REPLACE].sum()
+    assert edited[:, context_loops.EDIT].sum() > edited[:, context_loops.REPLACE].sum()
 
 
 @pytest.mark.parametrize(

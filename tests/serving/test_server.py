@@ -17,8 +17,8 @@ import pytest
 
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
-from drafters.eagle.training import published_training
 from drafters.small_model import SmallModelDrafter
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table

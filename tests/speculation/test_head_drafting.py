@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from drafters.base import DraftRequest, Outcome
+from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.saving import AsyncHeadSaver
-from drafters.eagle.spot_trainer import FrozenHead
 from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine

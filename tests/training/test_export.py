@@ -11,8 +11,8 @@ import yaml
 
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
-from drafters.eagle.training import published_training
 from rljax.evaluation.records import default_output
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_model_config, load_params

@@ -8,9 +8,9 @@ import pytest
 from drafters.arguments import checked
 from drafters.base import DraftRequest, Sampled
 from drafters.eagle import drafter as module
-from drafters.eagle import saving
-from drafters.eagle import spot_trainer as training
-from drafters.eagle.drafter import EagleArguments, EagleDrafter, PrefilledHead
+from drafters.eagle import saving, time_budget
+from drafters.eagle.arguments import EagleArguments
+from drafters.eagle.drafter import EagleDrafter, PrefilledHead
 from rljax.engine.visits import Assignment
 from rljax.errors import ConfigError, DrafterError
 
@@ -65,7 +65,7 @@ class Slots:
 def clock(monkeypatch):
     now = types.SimpleNamespace(now=100.0)
     fake = types.SimpleNamespace(perf_counter=lambda: now.now)
-    for one in (training, module):
+    for one in (time_budget, module):
         monkeypatch.setattr(one, "time", fake)
     return now
 

@@ -17,7 +17,9 @@ from drafters.eagle.drafting import (
     forget,
 )
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
-from drafters.eagle.training import HeadBatch, head_loss, published_training, unroll
+from drafters.eagle.objective import published_training
+from drafters.eagle.training import head_loss
+from drafters.eagle.unrolling import HeadBatch, unroll
 from rljax.engine.draft_tree import with_root
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams

@@ -9,17 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from drafters.eagle import training as training_module
+from drafters.eagle import unrolling as unrolling_module
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, head_shapes, init_head
+from drafters.eagle.objective import HeadTraining, published_training
 from drafters.eagle.spot_trainer import head_optimizer
-from drafters.eagle.training import (
-    HeadTraining,
-    head_loss,
-    init_state,
-    jitted_train_step,
-    published_training,
-    unroll,
-)
+from drafters.eagle.training import head_loss, init_state, jitted_train_step
+from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
@@ -239,7 +234,7 @@ def test_blocks_of_queries_change_nothing(block, monkeypatch):
     batch = packed_batch(config, sequences(), [[0, 2]], 64)
     run = functools.partial(unroll, config=config, rope=ROPE, numerics=NUMERICS, steps=2)
     whole = run(params, shared=shared(), batch=batch)[1]
-    monkeypatch.setattr(training_module, "_QUERY_BLOCK", block)
+    monkeypatch.setattr(unrolling_module, "_QUERY_BLOCK", block)
     np.testing.assert_allclose(whole, run(params, shared=shared(), batch=batch)[1], atol=2e-5)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle.model import HeadConfig, shared_params
-from drafters.eagle.training import HeadBatch
+from drafters.eagle.unrolling import HeadBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
