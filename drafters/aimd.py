@@ -11,9 +11,9 @@ class AimdWindows:
     """The windows of a rollout's requests.
 
     Args:
-      requests: how many there are.
-      first: draft tokens at first and after a rejection.
-      step: more of them after every draft accepted whole.
+      requests: number of requests.
+      first: the window at first and after a rejection, in draft tokens.
+      step: how much it grows after every draft that was accepted whole.
       most: the widest window.
     """
 
@@ -22,11 +22,11 @@ class AimdWindows:
         self._windows = np.full(requests, first, np.int32)
 
     def __getitem__(self, requests: np.ndarray) -> np.ndarray:
-        """Draft tokens for these requests, int32 [n]."""
+        """Returns the windows of these requests, in draft tokens, int32 [n]."""
         return self._windows[requests]
 
     def observe(self, requests: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """What became of drafts, each int32 [n]. Where nothing was drafted, the window stays."""
+        """Adapts the windows to verified drafts, int32 [n] each. Where `drafted` is 0, the window stays."""
         windows = self._windows[requests]
         wider = np.minimum(windows + self._step, self._most)
         after = np.where(accepted == drafted, wider, self._first)

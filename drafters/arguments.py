@@ -1,4 +1,4 @@
-"""What `speculation.args` may hold: each drafter declares its arguments once, as a pydantic model."""
+"""The arguments of drafters (`speculation.args`): each drafter declares its own once, as a pydantic model."""
 
 from typing import Any, Self
 
@@ -8,13 +8,13 @@ from rljax.errors import ConfigError, known_names
 
 
 class Arguments(BaseModel):
-    """Arguments of a drafter: immutable, none unknown, none converted silently (but 1 will do for 1.0)."""
+    """Arguments of a drafter: immutable; unknown names and conversions are errors (but 1 stands for 1.0)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class MatchArguments(Arguments):
-    """How far back a drafter looks."""
+    """Limits on the suffix that a drafter matches."""
 
     min_match: int = Field(
         1, ge=0, description="Shortest known suffix to draft from. Shorter ones draft more, and worse."
@@ -31,7 +31,7 @@ class MatchArguments(Arguments):
 
 
 class MemoryArguments(Arguments):
-    """What a drafter remembers of earlier rollouts."""
+    """Limits on the history of earlier rollouts."""
 
     max_tokens: int = Field(
         50_000_000, ge=0, description="Tokens of history in memory; the prompts used longest ago leave first."
@@ -39,7 +39,7 @@ class MemoryArguments(Arguments):
 
 
 class SpillArguments(MemoryArguments):
-    """Of memories that prompts do not share."""
+    """Arguments of histories that are kept prompt by prompt, and so can be spilled to files."""
 
     spill_dir: str | None = Field(
         None, description="Directory that keeps what memory cannot; null forgets it."
@@ -56,21 +56,27 @@ _EXPECTED = {
 }
 
 
-def checked(key: str, name: str, model: type[Arguments], given: dict[str, Any]) -> Arguments:
-    """The arguments of drafter `name`, defaults included; `key` of the config holds them.
+def checked(key: str, name: str, model: type[Arguments], values: dict[str, Any]) -> Arguments:
+    """Validates the arguments of drafter `name` and fills in defaults.
+
+    Args:
+      key: the config key that holds them, for errors.
+      name: the drafter, for errors.
+      model: its arguments.
+      values: by name, as in the config.
 
     Raises:
-      ConfigError: one line that names the argument and what would be right.
+      ConfigError: one line that names the argument and a valid value.
     """
     try:
-        return model.model_validate(given)
+        return model.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+        problems = error.errors(include_url=False)
+        first = next((e for e in problems if e["type"] == "extra_forbidden"), problems[0])
         argument = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             problem = f"{name} has no such argument; {known_names(argument, model.model_fields)}"
-        elif first["type"] == "value_error":  # of arguments that do not go together; it names them
+        elif first["type"] == "value_error":  # arguments that do not go together; the message names them
             raise ConfigError(f"{key}.{first['ctx']['error']}") from error
         else:
             expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")

@@ -7,11 +7,11 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles with numba: without the GIL, and cached on disk where a cache can be written.
+    """Compiles a function with numba, without the GIL, and caches it on disk where that is possible.
 
-    Numba refuses `cache=True` outright where neither the package's directory nor the user's is writable;
-    there the function is compiled anew in every process. The cache looks at the file of the function alone:
-    after an edit of compiled functions that other files call, delete `__pycache__/*.nbi`.
+    Numba refuses `cache=True` where neither the package's directory nor the user's cache directory is
+    writable; there the function is compiled anew in every process. The cache depends only on the file of the
+    function: after an edit of compiled functions that other files call, delete `__pycache__/*.nbi`.
     """
     try:
         return numba.njit(nogil=True, cache=True)(function)

@@ -38,7 +38,7 @@ from drafters.suffix_loops import (
     top,
 )  # fmt: skip
 
-# Columns of where a request is.
+# Columns of a place.
 STATE, MATCHED, EDITED, EDITED_MATCHED, AGREED, REPLACED, REPLACEMENT = range(7)
 PLACE_WIDTH = 7
 # Columns of the mixture.
@@ -54,7 +54,7 @@ SITUATIONS = _LENGTHS * _EDITS
 
 @compiled
 def _known_suffix(nodes, forest_max_match, limit, state, length):
-    """What is asked for a string: its state and length now, cut as `context` says."""
+    """Returns the context of a string: its present state and length, cut as `context` says."""
     state = settle(nodes, state, length)
     if length > forest_max_match:
         state = top(nodes, state, forest_max_match)
@@ -64,7 +64,7 @@ def _known_suffix(nodes, forest_max_match, limit, state, length):
 
 @compiled
 def _step_suffix(nodes, table, forest_max_match, state, length, token):
-    """The context a token later."""
+    """Returns the context after one more token."""
     target = find_edge(nodes, table, state, token)
     while target < 0 and nodes[state, LINK] >= 0:
         state = np.int64(nodes[state, LINK])
@@ -77,7 +77,7 @@ def _step_suffix(nodes, table, forest_max_match, state, length, token):
 
 @compiled
 def best_child(nodes, table, state):
-    """What followed a state most often, of equals the smaller token: token, target."""
+    """Returns the token that followed a state most often (among equals the smaller one), and its target."""
     best, best_target, best_count = np.int64(NONE), np.int64(-1), np.int64(-1)
     token, target = np.int64(nodes[state, TOKEN]), np.int64(nodes[state, TARGET])
     following = np.int64(nodes[state, MORE])
@@ -104,7 +104,9 @@ def count_ones(bits):
 
 @compiled
 def look_up(nodes, forest_max_match, max_match, states, lengths, edits, sequence, places, at):
-    """Where a sequence is now: what was inserted since may have followed longer suffixes."""
+    """Writes the present place of a sequence into row `at`. It may match a longer suffix than before, since
+    sequences that were inserted in the meantime may have followed one.
+    """
     places[at, STATE], places[at, MATCHED] = _known_suffix(
         nodes, forest_max_match, max_match, np.int64(states[sequence]), np.int64(lengths[sequence])
     )
@@ -119,16 +121,16 @@ def look_up(nodes, forest_max_match, max_match, states, lengths, edits, sequence
 
 @compiled
 def _drop_shorter(places, at):
-    """Gives up an edited context that says no more than the suffix."""
+    """Gives up an edited context that is no longer than the suffix."""
     if places[at, EDITED_MATCHED] <= places[at, MATCHED]:
         places[at, EDITED] = -1
 
 
 @compiled
 def step(nodes, table, forest_max_match, places, before, token, target, after):
-    """Where a request is a token later: `before` and `after` are rows of `places`, and may be one.
+    """Moves a place by one token, from row `before` of `places` to row `after`, which may be the same.
 
-    target: the state behind the suffix and the token where it is known, else -1.
+    target: the state behind the suffix and the token if the caller knows it, else -1.
     """
     state, matched = places[before, STATE], places[before, MATCHED]
     _step_edited(nodes, table, forest_max_match, places, before, token, after)
@@ -174,7 +176,9 @@ def _step_edited(nodes, table, forest_max_match, places, before, token, after):
 
 @compiled
 def situation(nodes, table, places, at):
-    """The row of the mixture: by the suffix's length, how far the edit agreed, and what that says now."""
+    """Returns the row of the mixture: by the suffix's length, the edited context's agreement, and whether it
+    predicts the same token as the suffix, or one that was replaced before.
+    """
     row = np.int64(0)
     while row < _LENGTHS - 1 and places[at, MATCHED] >> row:
         row += 1
@@ -190,25 +194,27 @@ def situation(nodes, table, places, at):
 
 @compiled
 def share(nodes, table, state, token):
-    """Share of a token in what followed a state."""
-    total, own = 0.0, 0.0
+    """Returns the share of a token among all tokens that followed a state."""
+    total, count = 0.0, 0.0
     other, target = nodes[state, TOKEN], nodes[state, TARGET]
     following = nodes[state, MORE]
     while other != NONE:
         if other != MARKER:
             total += nodes[target, COUNT]
             if other == token:
-                own = nodes[target, COUNT]
+                count = nodes[target, COUNT]
         other = following
         if other != NONE:
             slot = find_further(table, state, other)
             target, following = table[slot, EDGE_TARGET], table[slot, NEXT]
-    return own / total if total > 0.0 else 0.0
+    return count / total if total > 0.0 else 0.0
 
 
 @compiled
 def _learn(nodes, table, min_match, places, at, token, mixture):
-    """Counts each source by its part in what was sampled: a step of expectation maximisation."""
+    """Adds each source's share of the responsibility for the sampled token: a step of expectation
+    maximisation.
+    """
     weights = mixture[situation(nodes, table, places, at)]
     suffix = edit = replace = 0.0
     if places[at, MATCHED] >= min_match:
@@ -230,7 +236,7 @@ def _learn(nodes, table, min_match, places, at, token, mixture):
 def follow(
     nodes, table, forest_max_match, min_match, sequences, tokens, counts, states, lengths, edits, mixture
 ):
-    """Moves the edited contexts by tokens that the forest does not hold yet; learns the mixture from them."""
+    """Moves the edited contexts by tokens that are not in the forest yet; learns the mixture from them."""
     places = np.empty((1, PLACE_WIDTH), np.int64)
     for row in range(sequences.shape[0]):
         sequence = sequences[row]

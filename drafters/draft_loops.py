@@ -40,24 +40,26 @@ from drafters.suffix_loops import (
 
 
 @compiled
-def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, found):
-    """Lists what followed a state, behind the first `found` and as far as the arrays reach; returns how many
-    there are then.
+def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, count):
+    """Appends the tokens that followed a state behind the first `count` entries, as far as the arrays reach.
+
+    Returns:
+      The number of entries, those that did not fit included.
     """
     token, target = nodes[state, TOKEN], nodes[state, TARGET]
     following = nodes[state, MORE]
     while token != NONE:
         if token != MARKER:
-            if found < tokens.shape[0]:
-                tokens[found] = token
-                targets[found] = target
-                masses[found] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
-            found += 1
+            if count < tokens.shape[0]:
+                tokens[count] = token
+                targets[count] = target
+                masses[count] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
+            count += 1
         token = following
         if token != NONE:
             slot = find_further(table, state, token)
             target, following = table[slot, EDGE_TARGET], table[slot, NEXT]
-    return found
+    return count
 
 
 @compiled
@@ -73,53 +75,55 @@ def _normalize(masses, first, last, novelty):
 
 @compiled
 def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, both):
-    """Turns the shares of what followed the suffix and, behind them, of what followed the edited context into
-    probabilities, in place, each token once.
+    """Turns shares into probabilities, in place, with one entry for each token.
+
+    The first `suffixes` entries are shares of what followed the suffix, those up to `both` shares of what
+    followed the edited context.
 
     Returns:
-      How many tokens there are.
+      The number of tokens.
     """
     weights = mixture[situation(nodes, table, places, at)]
     replaced = 0.0
     for child in range(suffixes, both):
         if tokens[child] == places[at, REPLACED]:
             replaced = shares[child]
-    total = weights[NOVEL]  # and what the sources are worth that have anything to say
+    total = weights[NOVEL]  # and the weights of the sources that predict anything here
     total += weights[SUFFIX] if suffixes else 0.0
     total += weights[EDIT] if both > suffixes else 0.0
     total += weights[REPLACE] if replaced > 0.0 else 0.0
     for child in range(suffixes):
         shares[child] *= weights[SUFFIX] / total
-    found = suffixes
+    count = suffixes
     for child in range(suffixes, both):
-        found = _add(tokens, targets, shares, found, tokens[child], shares[child] * weights[EDIT] / total)
+        count = _add(tokens, targets, shares, count, tokens[child], shares[child] * weights[EDIT] / total)
     if replaced > 0.0:
-        found = _add(
-            tokens, targets, shares, found, places[at, REPLACEMENT], replaced * weights[REPLACE] / total
+        count = _add(
+            tokens, targets, shares, count, places[at, REPLACEMENT], replaced * weights[REPLACE] / total
         )
-    return found
+    return count
 
 
 @compiled
-def _add(tokens, targets, probabilities, found, token, probability):
-    """Adds to the probability of a token; returns how many there are then."""
-    for known in range(found):
+def _add(tokens, targets, probabilities, count, token, probability):
+    """Adds to the probability of a token, in a new entry if it has none; returns the number of entries."""
+    for known in range(count):
         if tokens[known] == token:
             probabilities[known] += probability
-            return found
-    tokens[found] = token
-    targets[found] = -1
-    probabilities[found] = probability
-    return found + 1
+            return count
+    tokens[count] = token
+    targets[count] = -1
+    probabilities[count] = probability
+    return count + 1
 
 
 @compiled
 def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tokens, targets, probabilities):
-    """What may come next by both contexts: tokens, their states behind the suffix (-1 where they never
-    followed that) and probabilities.
+    """Lists the candidates of both contexts: tokens, their states behind the suffix (-1 where a token never
+    followed it) and probabilities.
 
     Returns:
-      How many there are, or minus the room that they need.
+      The number of candidates, or minus the size of arrays that they need.
     """
     suffixes = 0
     if places[at, MATCHED] >= min_match:
@@ -129,7 +133,7 @@ def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tok
     if places[at, EDITED] >= 0:
         state = places[at, EDITED]
         both = _children(nodes, weights, table, state, False, tokens, targets, probabilities, suffixes)
-    if both >= tokens.shape[0]:  # a replacement may come on top
+    if both >= tokens.shape[0]:  # a replacement may be one more
         return -2 * both
     _normalize(probabilities, 0, suffixes, 0.0)
     _normalize(probabilities, suffixes, both, 0.0)
@@ -154,7 +158,9 @@ def _copy(entries, place, to):
 
 @compiled
 def _push(scores, entries, size, capacity, score, parent, token, target):
-    """Adds to a list in ascending order of score that keeps the best `capacity`; among equals the first."""
+    """Inserts an entry into a list in ascending order of score that keeps the best `capacity` entries, among
+    equals the first; returns its size.
+    """
     if size == capacity:
         if score <= scores[0]:
             return size
@@ -183,7 +189,7 @@ def propose(
     max_match, min_match, budget_per_match, by_weight, novelty, mixture, min_log_probability, chain_only,
     out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths,
 ):  # fmt: skip
-    """Grows candidate trees best first; `SuffixForest.propose` says what the arguments are."""
+    """Grows candidate trees best first; arguments as for `SuffixForest.propose`."""
     max_nodes = out_tokens.shape[1]
     with_edits = mixture.shape[0] > 0
     scores = np.empty(max_nodes, np.float64)
@@ -193,6 +199,7 @@ def propose(
     tokens, targets = np.empty(64, np.int32), np.empty(64, np.int32)
     probabilities = np.empty(64, np.float64)
     for row in range(sequences.shape[0]):
+        # The place of the request, and how many nodes its match is worth.
         look_up(
             nodes, forest_max_match, min(max_match, forest_max_match), states, lengths, edits,
             sequences[row], places, 0,
@@ -210,31 +217,32 @@ def propose(
         if budget <= 0:
             continue
 
+        # Best-first growth: list the candidates behind the newest node, take the best of all listed.
         emitted, size, score = 0, 0, 0.0
         while True:
             at = emitted
             if places[at, MATCHED] >= min_match or places[at, EDITED] >= 0:
                 while True:
                     if with_edits:
-                        found = _mixed_candidates(
+                        count = _mixed_candidates(
                             nodes, weights, table, places, at, min_match, mixture,
                             tokens, targets, probabilities,
                         )  # fmt: skip
                     else:
-                        found = _children(
+                        count = _children(
                             nodes, weights, table, places[at, STATE], by_weight,
                             tokens, targets, probabilities, 0,
                         )  # fmt: skip
-                        if found > tokens.shape[0]:
-                            found = -found
-                        _normalize(probabilities, 0, found, novelty)
-                    if found >= 0:
+                        if count > tokens.shape[0]:
+                            count = -count
+                        _normalize(probabilities, 0, count, novelty)
+                    if count >= 0:
                         break
-                    tokens, targets = np.empty(-found, np.int32), np.empty(-found, np.int32)
-                    probabilities = np.empty(-found, np.float64)
-                _take_logs(probabilities, found)
+                    tokens, targets = np.empty(-count, np.int32), np.empty(-count, np.int32)
+                    probabilities = np.empty(-count, np.float64)
+                _take_logs(probabilities, count)
                 capacity = 1 if chain_only else budget - emitted
-                for child in range(found):
+                for child in range(count):
                     new = score + probabilities[child]
                     if new > -math.inf and new >= min_log_probability:
                         size = _push(

@@ -1,9 +1,9 @@
-"""What earlier rollouts answered to each prompt: the memory of the history drafters.
+"""The responses of earlier rollouts, by prompt: the memory of the history drafters.
 
-Kept are token arrays, the cheapest form there is (2 bytes a token where the vocabulary allows it); the
-automata that drafts come from are built from them when their prompt comes up again, and dropped after the
-rollout. Past `max_tokens`, the prompts that were used longest ago are evicted: to files in `spill_dir`, from
-which they come back when asked for, or for good without one.
+Responses are kept as token arrays, the cheapest form (2 bytes a token where the vocabulary allows it). The
+automata that drafts come from are built from them when their prompt is sampled again, and dropped after the
+rollout. Beyond `max_tokens`, the least recently used prompts are evicted: to files in `spill_dir`, from which
+`recall` loads them, or for good without one.
 """
 
 import collections
@@ -18,7 +18,7 @@ from drafters.base import Outcome
 from rljax.errors import UserError
 
 HISTORY = "history"
-"""Under which checkpoints keep it, whichever drafter learned it."""
+"""The name of the history in checkpoints, which all drafters with a history share."""
 
 Prompt = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class PastRollout:
     """The responses to one prompt in one rollout.
 
     Attributes:
-      tokens: of all responses, one after the other; uint16 or int32.
+      tokens: uint16 or int32, all responses, one after the other.
       lengths: int32 [G].
       rewards: float32 [G].
     """
@@ -42,9 +42,9 @@ class RolloutHistory:
     """Past rollouts by prompt.
 
     Args:
-      rollouts: kept of each prompt, the newest.
-      max_tokens: of responses in memory.
-      spill_dir: where evicted prompts go; None forgets them.
+      rollouts: how many rollouts of each prompt are kept, the newest.
+      max_tokens: the largest number of response tokens in memory.
+      spill_dir: directory for evicted prompts; None forgets them.
     """
 
     def __init__(self, rollouts: int, max_tokens: int, spill_dir: str | None = None) -> None:
@@ -62,7 +62,7 @@ class RolloutHistory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is in memory."""
+        """Bytes in memory."""
         arrays = sum(
             past.tokens.nbytes + past.lengths.nbytes + past.rewards.nbytes
             for rollouts in self._past.values()
@@ -75,26 +75,26 @@ class RolloutHistory:
         by_prompt: dict[Prompt, list[Outcome]] = {}
         for outcome in outcomes:
             by_prompt.setdefault(outcome.prompt_ids, []).append(outcome)
-        for prompt, own in by_prompt.items():
-            tokens = np.concatenate([np.asarray(outcome.response_ids, np.int32) for outcome in own])
+        for prompt, responses in by_prompt.items():
+            tokens = np.concatenate([np.asarray(outcome.response_ids, np.int32) for outcome in responses])
             self._put(
                 prompt,
                 PastRollout(
                     tokens.astype(np.uint16) if tokens.max(initial=0) < 2**16 else tokens,
-                    np.asarray([len(outcome.response_ids) for outcome in own], np.int32),
-                    np.asarray([outcome.reward for outcome in own], np.float32),
+                    np.asarray([len(outcome.response_ids) for outcome in responses], np.int32),
+                    np.asarray([outcome.reward for outcome in responses], np.float32),
                 ),
             )
 
     def recall(self, prompt: Prompt) -> list[PastRollout]:
-        """What is known of a prompt, oldest first; it counts as used."""
+        """Returns the past rollouts of a prompt, oldest first; the prompt counts as used."""
         if prompt not in self._past and not self._load(prompt):
             return []
         self._past.move_to_end(prompt)
         return self._past[prompt]
 
     def prompts(self) -> list[Prompt]:
-        """Prompts in memory, the one used longest ago first."""
+        """Returns the prompts in memory, the least recently used first."""
         return list(self._past)
 
     def _put(self, prompt: Prompt, past: PastRollout) -> None:
@@ -115,11 +115,11 @@ class RolloutHistory:
     # -- arrays for checkpoints and files --------------------------------------------------------------------
 
     def state(self) -> dict[str, np.ndarray]:
-        """What is in memory, as flat arrays."""
+        """Returns the rollouts in memory as flat arrays."""
         return _flatten(list(self._past.items()))
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned, in place of what is there."""
+        """Replaces the rollouts in memory by those that `state` returned."""
         self._past = collections.OrderedDict(_unflatten(state))
         self.num_tokens = sum(len(past.tokens) for rollouts in self._past.values() for past in rollouts)
         self._evict()
@@ -142,7 +142,7 @@ class RolloutHistory:
             raise UserError(f"speculation.args.spill_dir: cannot write {file}: {error.strerror}") from error
 
     def _load(self, prompt: Prompt) -> bool:
-        """Brings a spilled prompt back; whether there was one. A damaged file is no history."""
+        """Loads a spilled prompt; returns whether there was one. A damaged file counts as none."""
         file = self._file(prompt)
         if file is None or not file.exists():
             return False
@@ -160,7 +160,7 @@ class RolloutHistory:
 
 
 def _flatten(items: list[tuple[Prompt, list[PastRollout]]]) -> dict[str, np.ndarray]:
-    rollouts = [past for _, own in items for past in own]
+    rollouts = [past for _, kept in items for past in kept]
 
     def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
@@ -168,7 +168,7 @@ def _flatten(items: list[tuple[Prompt, list[PastRollout]]]) -> dict[str, np.ndar
     return {
         "prompt_tokens": joined([np.asarray(prompt, np.int32) for prompt, _ in items], np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt, _ in items], np.int32),
-        "prompt_rollouts": np.asarray([len(own) for _, own in items], np.int32),
+        "prompt_rollouts": np.asarray([len(kept) for _, kept in items], np.int32),
         "rollout_responses": np.asarray([len(past.lengths) for past in rollouts], np.int32),
         "tokens": joined([past.tokens for past in rollouts], np.int32),
         "lengths": joined([past.lengths for past in rollouts], np.int32),
@@ -184,7 +184,7 @@ def _unflatten(state: dict[str, np.ndarray]) -> list[tuple[Prompt, list[PastRoll
 
     lengths = split(state["lengths"], state["rollout_responses"])
     rewards = split(state["rewards"], state["rollout_responses"])
-    tokens = split(state["tokens"], np.asarray([own.sum() for own in lengths], np.int64))
+    tokens = split(state["tokens"], np.asarray([sizes.sum() for sizes in lengths], np.int64))
     past = [
         PastRollout(t.astype(np.uint16) if t.max(initial=0) < 2**16 else t, n, r)
         for t, n, r in zip(tokens, lengths, rewards, strict=True)

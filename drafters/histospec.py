@@ -1,9 +1,9 @@
-"""HistoSpec: chains from the prompt's last rollout, the branch with the most reward, in a window that adapts.
+"""HistoSpec: chains along the best rewarded branch of the prompt's last rollout, in an adaptive window.
 
 RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
 rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards; a window of draft
 tokens per response that grows while they are accepted (`drafters/aimd.py`). Turning speculation off where it
-does not pay is the speculator's business (`rljax/speculation/speculative_pass.py`).
+does not pay is left to the rollout manager (`rljax/speculation/managers/manager.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
 
-_LEAST_WEIGHT = 1e-3  # a response without reward is still better than no draft
+_LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
 
 
 class HistoSpecArguments(SpillArguments, MatchArguments):
@@ -28,7 +28,9 @@ class HistoSpecArguments(SpillArguments, MatchArguments):
     min_match: int = Field(3, ge=0, description="Shortest suffix that is matched.")
     max_match: int = Field(7, ge=1, description="Longest suffix that is matched.")
     first_window: int = Field(2, ge=1, description="Draft tokens at first and after a rejection.")
-    window_step: int = Field(2, ge=0, description="More of them after every draft accepted whole.")
+    window_step: int = Field(
+        2, ge=0, description="How much the window grows after every draft accepted whole."
+    )
     max_window: int = Field(32, ge=1, description="Most draft tokens. Lower it where verifying is expensive.")
 
     @model_validator(mode="after")
@@ -39,7 +41,7 @@ class HistoSpecArguments(SpillArguments, MatchArguments):
 
 
 class HistoSpec:
-    """See the module's docstring."""
+    """RhymeRL's drafter; see the module's docstring."""
 
     def __init__(self, arguments: HistoSpecArguments) -> None:
         self.history = RolloutHistory(1, arguments.max_tokens, arguments.spill_dir)

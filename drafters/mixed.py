@@ -1,19 +1,20 @@
 """One draft tree from those of several drafters.
 
-Drafters fail in different places: SRT where nothing like it was written before, the quantized policy where
-rounding matters, run-ahead behind the first difference. Verified one beside the other, their trees would hold
-the same tokens twice. So a path of tokens is one node here, whoever proposed it, and the rows of a pass go to
-the likeliest nodes of all trees. It is the tree counterpart of best-of-N drafting (SpecActor, section 4.2),
-which verifies the chains of several drafters apart, on workers of their own.
+Drafters fail in different places: SRT where no earlier response is similar, the quantized policy where
+rounding matters, run-ahead behind the first difference. Verified side by side, their trees would hold the
+same tokens twice. Here a path of tokens is one node, whichever drafters propose it, and the rows of a pass go
+to the likeliest nodes of all trees. It is the tree counterpart of best-of-N drafting (SpecActor, section
+4.2), which verifies the chains of several drafters separately, on different workers.
 
-How likely a node is that several drafters propose: given that its parent is accepted, drafter i says q_i, its
-node's probability by its parent's. One that sees nothing which the strongest does not see adds nothing; one
-that sees something else is right on its own where the others are not. So it lies between
+**Probability of a node that several drafters propose.** Given that the parent is accepted, drafter i
+estimates q_i, the probability of its node divided by that of the parent. A drafter that knows nothing beyond
+the strongest one adds nothing; one that knows something else is sometimes right where the others are wrong.
+So the probability lies between
 
     max_i q_i  (they know the same)   and   1 - prod_i (1 - q_i)  (independent: noisy or, Pearl, 1988)
 
-and where in between is learned for every set of drafters (`Agreement`). A node's probability is that times
-its parent's: never more than the parent's, never less than what any of its drafters says.
+and the point in between is learned for every set of drafters (`Agreement`). The probability of a node is this
+times its parent's: at most the parent's, at least the estimate of any of its drafters.
 """
 
 import dataclasses
@@ -37,11 +38,12 @@ class Mixture:
 
     Attributes:
       drafts: the likeliest nodes first, parents before their children, no path of tokens twice.
-      probability: float64 [n, nodes], of a node and all its ancestors being accepted; 0 where there is none.
-      origins: int32 [n, nodes], the drafters that propose a node: bit i is the i-th of them.
-      strongest: float64 [n, nodes], given its parent: what the drafter says that believes most in the node.
-      pooled: float64 [n, nodes], the same if the drafters knew independent things.
-      places: int32 [D, n, N], where each drafter's nodes stand in the tree, -1 for those left out.
+      probability: float64 [n, nodes], probability that a node and all its ancestors are accepted; 0 where
+        there is no node.
+      origins: int32 [n, nodes], the drafters that propose a node: bit i stands for drafter i.
+      strongest: float64 [n, nodes], the largest estimate of any drafter, given that the parent is accepted.
+      pooled: float64 [n, nodes], the noisy or of the estimates, given that the parent is accepted.
+      places: int32 [D, n, N], index of each drafter's nodes in the tree, -1 for those left out.
     """
 
     drafts: Drafts
@@ -53,13 +55,14 @@ class Mixture:
 
 
 class Agreement:
-    """How much it is worth that several drafters propose the same: 0 nothing, 1 as if they were independent.
+    """Learns how much a node gains when several drafters propose it: 0 is nothing, 1 is as much as if they
+    were independent.
 
-    For every set of drafters the least squares fit of `strongest + x (pooled - strongest)` to what was
-    accepted.
+    For every set of drafters it is the least squares fit of `strongest + x (pooled - strongest)` to the
+    acceptance of nodes.
 
     Args:
-      drafters: how many there are.
+      drafters: number of drafters.
     """
 
     def __init__(self, drafters: int) -> None:
@@ -70,20 +73,20 @@ class Agreement:
 
     @property
     def independence(self) -> np.ndarray:
-        """By set of drafters, as in `Mixture.origins`: float64 [2^D]."""
+        """The fit x for every set of drafters, as in `Mixture.origins`: float64 [2^D]."""
         fit = (self._gained + _PRIOR_WEIGHT * _PRIOR_INDEPENDENCE) / (self._squares + _PRIOR_WEIGHT)
         return np.clip(fit, 0.0, 1.0)
 
     def forget(self) -> None:
-        """Old counts weigh less: the policy has moved."""
+        """Reduces the weight of old counts, since the policy has changed."""
         self._gained *= _FORGET
         self._squares *= _FORGET
 
     def observe(self, mixture: Mixture, judged: np.ndarray, accepted: np.ndarray) -> None:
-        """What became of nodes.
+        """Adds verified nodes to the counts.
 
         Args:
-          mixture: what was proposed.
+          mixture: the proposed trees.
           judged: bool [n, nodes], nodes that were verified and whose parent was accepted.
           accepted: bool [n, nodes], nodes that were accepted.
         """
@@ -95,11 +98,11 @@ class Agreement:
         self._squares += np.bincount(origins, spread**2, len(self._squares))
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
+        """Returns the arrays that a checkpoint keeps."""
         return {"agreement_gained": self._gained.copy(), "agreement_squares": self._squares.copy()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; that of another number of drafters says nothing here."""
+        """Restores the arrays that `state` returned; those of another number of drafters are ignored."""
         gained, squares = state.get("agreement_gained"), state.get("agreement_squares")
         if gained is not None and squares is not None and gained.shape == self._gained.shape:
             self._gained, self._squares = gained.copy(), squares.copy()
@@ -116,9 +119,9 @@ def mix(
 
     Args:
       proposals: from each of D drafters, for n queries, N nodes wide.
-      probabilities: for each drafter, float [n, N], of a node and all its ancestors being accepted, as
-        calibrated for this drafter; 0 for what is no node. What stands below no node is none either.
-      budgets: int [n], nodes at most.
+      probabilities: for each drafter float [n, N], the calibrated probability that a node and all its
+        ancestors are accepted. An entry with probability 0, and everything below it, is ignored.
+      budgets: int [n], the largest number of nodes.
       nodes: width of the arrays returned.
       independence: float64 [2^D], from `Agreement`.
     """
@@ -138,8 +141,8 @@ def mix(
 
 
 def credit(mixture: Mixture, nodes: np.ndarray) -> np.ndarray:
-    """How many of the nodes, bool [n, nodes], each drafter proposed: int32 [D, n]. It is what each is told of
-    its drafts (`Sampled.drafted`, `Sampled.accepted`).
+    """Counts how many of the nodes, bool [n, nodes], each drafter proposed: int32 [D, n], for
+    `Sampled.drafted` and `Sampled.accepted`.
     """
     bits = 1 << np.arange(len(mixture.places), dtype=np.int32)
     proposed = (mixture.origins & bits[:, None, None]) != 0
@@ -155,17 +158,20 @@ def _merge(tokens, parents, counts, given, budgets, nodes, independence):
     out_strongest, out_pooled, out_origins = np.zeros(shape), np.zeros(shape), np.zeros(shape, np.int32)
     out_counts, out_places = np.zeros(queries, np.int32), np.full(tokens.shape, -1, np.int32)
     most = drafters * width
-    # Of path m: its last token, the path without it, the head of the list of those that continue it (of all
-    # paths of one token at 0, of those behind path m at m + 1), the next in the list it is in itself.
+    # For path m: its last token; the path without it; the head of the list of paths that continue it (at
+    # m + 1; at 0 the list of all paths of one token); the next path in the list that holds m.
     token_of, above_of = np.empty(most, np.int32), np.empty(most, np.int64)
     heads, following = np.empty(most + 1, np.int64), np.empty(most, np.int64)
-    said = np.empty((drafters, most), np.float64)  # by a drafter of a path; 0 where it does not propose it
-    path_of = np.empty((drafters, width), np.int64)  # of a drafter's node
+    said = np.empty(
+        (drafters, most), np.float64
+    )  # estimate of a path by a drafter; 0 where it does not propose it
+    path_of = np.empty((drafters, width), np.int64)  # the path of a drafter's node
     capped = np.empty(width, np.float64)  # a node's probability, at most its parent's
     total, strongest, pooled = np.empty(most), np.empty(most), np.empty(most)
     origins = np.empty(most, np.int32)
     chosen, rank = np.empty(nodes, np.int64), np.empty(most, np.int64)
     for query in range(queries):
+        # Join the trees: a path of tokens is one entry, with the estimate of every drafter that proposes it.
         known = 0
         heads[0] = -1
         for drafter in range(drafters):
@@ -195,18 +201,19 @@ def _merge(tokens, parents, counts, given, budgets, nodes, independence):
                 # A drafter that proposes a path twice is no second opinion.
                 said[drafter, path] = max(said[drafter, path], capped[node])
 
+        # The probability of every path, between the strongest estimate and the noisy or.
         for path in range(known):
             above = above_of[path]
             strongest[path], pooled[path], origins[path], least = 0.0, 0.0, 0, 0.0
             for drafter in range(drafters):
                 if said[drafter, path] > 0.0:
-                    own = said[drafter, path]
-                    given_parent = own / said[drafter, above] if above >= 0 else own
+                    estimate = said[drafter, path]
+                    given_parent = estimate / said[drafter, above] if above >= 0 else estimate
                     strongest[path] = max(strongest[path], given_parent)
                     pooled[path] += (1.0 - pooled[path]) * given_parent
                     origins[path] |= 1 << drafter
-                    least = max(least, own)
-            pooled[path] = max(pooled[path], strongest[path])  # but for rounding it is
+                    least = max(least, estimate)
+            pooled[path] = max(pooled[path], strongest[path])  # rounding may make it less
             worth = independence[origins[path]] * (pooled[path] - strongest[path]) + strongest[path]
             of_parent = total[above] if above >= 0 else 1.0
             total[path] = min(of_parent, max(least, of_parent * worth))

@@ -1,17 +1,17 @@
-"""The quantized self-drafter's weights: the policy's own, rounded anew at the start of every step.
+"""The quantized self-drafter: the policy with its weights rounded anew at the start of every step.
 
 EfficientRollout, section 3.1 and appendix C: the projections of attention and MLP are rounded to 4 bits in
 groups of 128 inputs, with a scale and a zero each, or to 8 bits; embeddings, norms, biases and the LM head
-are the policy's, the same buffers. The drafter so follows the policy without any training, and drafts on its
+are the policy's, the same buffers. So the drafter follows the policy without any training, and drafts on its
 KV cache (`rljax/engine/self_drafting.py`).
 
-8-bit weights are symmetric with one scale an output: it then stands outside the sum over inputs, which can be
-done in integers (`rljax/kernels/quantized_product`), and at 8 bits finer groups gain little.
+8-bit weights are symmetric with one scale for each output: the scale then stands outside the sum over inputs,
+which can be computed in integers (`rljax/kernels/quantized_product`). At 8 bits finer groups gain little.
 
 A quantizer is a function `(weight [out, in], WeightFormat, Implementation) -> QuantizedWeight` and a line in
 `QUANTIZERS`. `rtn` rounds to nearest (`rljax/kernels/round_to_nearest`); `clipped` looks for the range of
 each group that leaves the least squared error, as AWQ's clipping step does (Lin et al., 2024), but without
-activations. What more a quantizer wants to know, such as activation statistics, it can be given by
+activations. Further inputs of a quantizer, such as activation statistics, can be bound by
 `functools.partial`.
 """
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from rljax.engine.engine import DecodeEngine
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""What is quantized of every layer."""
+"""The quantized weights of every layer."""
 
 _SHRINKS = tuple(1.0 - 0.05 * step for step in range(11))  # shares of a group's range that `clipped` tries
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored.
+    """The storage format of weights.
 
     Attributes:
       bits: 4 (with a zero in each group) or 8 (symmetric).
@@ -74,8 +74,8 @@ Quantizer = Callable[[Array, WeightFormat, Implementation], QuantizedWeight]
 
 
 def default_format(bits: int) -> WeightFormat:
-    """What the paper uses: 4 bits in groups of 128, or 8 bits by output; in the form this device is fast
-    with.
+    """Returns the paper's format, 4 bits in groups of 128 or 8 bits by output, in the form that is fast on
+    this device.
     """
     if bits != 8:
         return WeightFormat(bits, 128)
@@ -86,15 +86,15 @@ def default_format(bits: int) -> WeightFormat:
 
 
 def rtn(weight: Array, fmt: WeightFormat, implementation: Implementation = None) -> QuantizedWeight:
-    """Round to nearest: the grid of a group spans its weights, and 0."""
+    """Rounds to nearest: the grid of a group spans its weights, and 0."""
     return _quantized(round_to_nearest(weight, fmt.bits, fmt.group, implementation), weight, fmt)
 
 
 def clipped(weight: Array, fmt: WeightFormat, implementation: Implementation = None) -> QuantizedWeight:
-    """Round to nearest on the grid with the least squared error, of those that span a part of the range.
+    """Rounds to nearest on the grid with the least squared error, among grids that span a part of the range.
 
     Raises:
-      Refused: only kernels were named, which there are none of.
+      Refused: `implementation` names only kernels, and there are none.
     """
     require_xla(
         "round_to_nearest",
@@ -128,12 +128,12 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": rtn, "clipped": clipped}
 
 
 class QuantizedPolicy:
-    """The policy's weights as its self-drafter reads them, refreshed when the policy changes.
+    """The policy's weights for its self-drafter, refreshed when the policy changes.
 
     Args:
-      fmt: how projections are stored.
+      fmt: format of the projections.
       quantizer: a name in `QUANTIZERS`.
-      kernels: who rounds to nearest, and who computes products with the weights.
+      kernels: implementations of rounding to nearest and of products with the weights.
 
     Attributes:
       params: the drafter's params; None before the first refresh, and after `release`.

@@ -1,6 +1,6 @@
-"""Host loops are compiled when they first run: a rollout that nobody sees, before the first that counts.
+"""Compiles the host loops of drafters before the first rollout, by drafting in a small artificial one.
 
-Compiling SRT's takes some 15 s; numba keeps the result on disk, beside the files, where it can.
+Compiling SRT's loops takes some 15 s; numba keeps the result on disk, beside the files, where it can.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _RESPONSE = (3, 1, 2, 4, 1, 2, 3)
 
 
 def rehearse(drafter: HostDrafter, nodes: int) -> None:
-    """Drafts for two requests, twice, up to `nodes` at a time. The drafter is of no use afterwards."""
+    """Drafts for two requests in two rollouts, up to `nodes` at a time. Discard the drafter afterwards."""
     both = np.arange(2, dtype=np.int32)
     none, ended = np.zeros(2, np.int32), np.zeros(2, bool)
     for _ in range(2):  # the second one has a history

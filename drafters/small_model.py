@@ -1,12 +1,12 @@
 """A small model of the policy's family drafts, as SpecActor's 0.5B and 1.5B ones do for a 32B policy.
 
-Any checkpoint that the policy could be will do, if it has the policy's vocabulary. It is not trained:
-SpecActor found acceptance to stay the same over a hundred steps (section 6). It decodes on the device, beside
-the target (`rljax/engine/companion.py`), so here is only what it is made from.
+Any checkpoint with a supported architecture and the policy's vocabulary can draft. It is not trained: in
+SpecActor's measurements acceptance stayed the same over a hundred steps (section 6). It decodes on the
+device, beside the target (`rljax/engine/companion.py`); this file loads and checks it.
 
-Models of one family may differ in how far their embeddings are padded (Qwen2.5: 151,936 rows up to 3B,
-152,064 above), with the same tokens. So vocabularies of other sizes are taken if the tokenizers agree: what
-the small model has more is cut off, and what it has less it never drafts.
+Models of one family may pad their embeddings differently (Qwen2.5: 151,936 rows up to 3B, 152,064 above),
+with the same tokens. So a vocabulary of another size is accepted if the tokenizers agree: rows beyond the
+policy's are cut off, and tokens beyond the small model's are never drafted.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 
-_LENGTHS = (2, 4, 8)  # of chains, to choose from
+_LENGTHS = (2, 4, 8)  # lengths of chains to choose from
 
 
 class SmallModelArguments(Arguments):
@@ -48,13 +48,13 @@ class SmallModelDrafter:
     """A checkpoint that drafts.
 
     Args:
-      arguments: see there.
+      arguments: see `SmallModelArguments`.
 
     Attributes:
-      config: its architecture; after `check` with no more of a vocabulary than the policy's.
+      config: its architecture; after `check` with a vocabulary that is at most the policy's.
 
     Raises:
-      ConfigError: there is no such checkpoint, or none that the forward pass can compute.
+      ConfigError: there is no such checkpoint, or its architecture is not supported.
     """
 
     def __init__(self, arguments: SmallModelArguments) -> None:
@@ -68,24 +68,24 @@ class SmallModelDrafter:
         self.strategies: tuple[DraftStrategy, ...] = ()
 
     def check(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        """Raises a ConfigError unless the vocabulary is that of a policy with this tokenizer; without one,
-        all that is known of it is its size.
+        """Raises a ConfigError unless the vocabulary is that of the policy. Without a tokenizer only the
+        sizes can be compared.
         """
-        own, its = self.config.vocab_size, policy.vocab_size
-        if own == its:
+        size, policy_size = self.config.vocab_size, policy.vocab_size
+        if size == policy_size:
             return
-        same, used = False, its if tokenizer is None else tokenizer.vocab_size
+        same, used = False, policy_size if tokenizer is None else tokenizer.vocab_size
         if tokenizer is not None and (self.path / "tokenizer.json").is_file():
             same = Tokenizer.load(self.path).same_tokens(tokenizer)
-        if not same or own < used:
+        if not same or size < used:
             raise ConfigError(
-                f"speculation.args.path: {self.path} has vocab_size {own} where the policy has {its}, and not"
-                f" the policy's {used} tokens; use a model of the same family"
+                f"speculation.args.path: {self.path} has vocab_size {size} where the policy has {policy_size}, and"
+                f" not the policy's {used} tokens; use a model of the same family"
             )
-        self.config = dataclasses.replace(self.config, vocab_size=min(own, its))
+        self.config = dataclasses.replace(self.config, vocab_size=min(size, policy_size))
 
     def companion(self, target: DecodeEngine) -> Companion:
-        """Loads the weights, to draft beside `target`; after `check`."""
+        """Loads the weights for drafting beside `target`; call `check` before."""
         numerics = target.numerics
         if self.dtype is not None:
             numerics = dataclasses.replace(numerics, compute_dtype=self.dtype)
@@ -108,7 +108,7 @@ class SmallModelDrafter:
         self.companion(engine)
 
     def refresh(self, params: Params) -> None:
-        """It does not follow the policy."""
+        """Does nothing: the model does not follow the policy."""
 
     def warm_up(
         self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int, widens: bool = False
@@ -122,7 +122,7 @@ class SmallModelDrafter:
         self._companion.pretend(np.asarray(state.lengths))
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The companion prefills what is inserted."""
+        """Returns the prompts: the companion prefills those that are inserted."""
         return prompts
 
     def insert(
@@ -160,26 +160,26 @@ class SmallModelDrafter:
     # -- what a drafter hears --------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
-        """The companion is told of requests when they enter a slot."""
+        """Does nothing: requests reach the companion with `insert`."""
 
     def observe(self, sampled: Sampled) -> None:
-        """The companion is told of tokens slot by slot."""
+        """Does nothing: tokens reach the companion with `advance`."""
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Is not trained."""
+        """Does nothing: the model is not trained."""
 
     def state(self) -> dict[str, np.ndarray]:
         return {}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """The state of another drafter: none of it is of use."""
+        """Does nothing: the model has no state."""
 
     def metrics(self) -> dict[str, float]:
-        """`caught_up`: tokens of the last rollout that took the companion a pass beside drafting."""
+        """Returns `caught_up`: tokens of the last rollout that took the companion a pass beside drafting."""
         return {} if self._companion is None else {"caught_up": float(self._companion.extended)}
 
 
 def _cut(params: Params, vocab_size: int) -> Params:
-    """The first `vocab_size` tokens of embedding and LM head."""
+    """Returns params with the first `vocab_size` tokens of embedding and LM head."""
     rows = {name: params[name][:vocab_size] for name in ("embed", "lm_head") if name in params}
     return params | rows

@@ -8,9 +8,9 @@
 TLT's model-free drafter (section 5.3) retrieves n-grams from the rollouts of the same prompt: here that is
 `srt`, without a limit on n.
 
-Candidates behind the longest known suffix are ranked by their share of what followed it. With a history, what
-followed at the same place where the request sampled something else is drafted, too, and how far each of the
-two is to be believed is learned while requests run (`drafters/context_loops.py`).
+Candidates behind the longest known suffix are ranked by their share of what followed it. A drafter with a
+history also drafts behind a substitution, where the request sampled something else than history has at the
+same place. The weights of the two sources are learned while requests run (`drafters/context_loops.py`).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from drafters.suffix_automaton import SuffixForest, new_mixture
 
 Scope = Literal["request", "prompt", "all"]
 
-_REMEMBERED = 0.9  # share of what was learned of the mixture that a new rollout starts with
+_REMEMBERED = 0.9  # share of the mixture's counts that is carried over to the next rollout
 
 
 def insert_past(
@@ -67,7 +67,7 @@ class SuffixArguments(MatchArguments):
 
 
 class RememberingArguments(MemoryArguments, SuffixArguments):
-    """Of suffix drafters with a history."""
+    """Arguments of suffix drafters with a history."""
 
     rollouts: int = Field(
         2, ge=1, description="Rollouts kept of each prompt. Raise for more history, from older policies."
@@ -92,28 +92,28 @@ class PromptLookupArguments(MatchArguments):
 
 
 def srt(arguments: SrtArguments) -> "SuffixDrafter":
-    """Continues what was answered to the same prompt, in earlier rollouts and in this one."""
+    """Drafts from the responses to the same prompt, in earlier rollouts and in this one."""
     history = RolloutHistory(arguments.rollouts, arguments.max_tokens, arguments.spill_dir)
     return SuffixDrafter("prompt", arguments, history)
 
 
 def suffix_decoding(arguments: SuffixDecodingArguments) -> "SuffixDrafter":
-    """Continues what was answered to any prompt."""
+    """Drafts from the responses to all prompts."""
     return SuffixDrafter("all", arguments, RolloutHistory(arguments.rollouts, arguments.max_tokens))
 
 
 def prompt_lookup(arguments: PromptLookupArguments) -> "SuffixDrafter":
-    """Continues what stands in the request's own prompt and response."""
+    """Drafts from the request's own prompt and response."""
     return SuffixDrafter("request", SuffixArguments(substitutions=False, **dict(arguments)))
 
 
 class SuffixDrafter:
-    """Proposes what followed the longest known suffix of each context, and of each edited context.
+    """Proposes the tokens that followed the longest known suffix of each context, and of each edited context.
 
     Args:
-      scope: whose tokens are searched: the request's own, all of its prompt's, or everybody's.
-      arguments: see there.
-      history: where earlier rollouts are kept; None for none.
+      scope: the tokens that are searched: the request's own, those of its prompt, or those of all prompts.
+      arguments: see `SuffixArguments`.
+      history: keeps earlier rollouts; None for a drafter without a history.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class SuffixDrafter:
         }
         self._mixture = new_mixture(arguments.novelty) if arguments.substitutions else None
         self._forest = SuffixForest(self._max_match)
-        self._learned = True  # whether the last rollout was
-        # The root of scope "all", which outlives a rollout if that is learned.
-        self._everybody: int | None = None
+        self._learned = True  # whether `learn` has received the last rollout
+        # The root of scope "all", which is kept after a rollout that was learned.
+        self._shared_root: int | None = None
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         if self._mixture is not None:  # old counts weigh less: the policy has moved
@@ -145,16 +145,16 @@ class SuffixDrafter:
             self._forest.extend(self._sequences, *_padded([request.prompt_ids for request in requests]))
 
     def _plant(self, requests: Sequence[DraftRequest]) -> np.ndarray:
-        """The automaton of every request, holding what is known: root ids, int32 [n]."""
+        """Builds the automaton of every request from the history; returns root ids, int32 [n]."""
         if self._scope == "all":
-            if self._everybody is None or not self._learned:  # an evaluation leaves nothing behind
+            if self._shared_root is None or not self._learned:  # evaluations are not remembered
                 self._forest = SuffixForest(self._max_match)
-                self._everybody = self._forest.add_root()
+                self._shared_root = self._forest.add_root()
                 for prompt in self.history.prompts():
                     for past in self.history.recall(prompt):
-                        insert_past(self._forest, self._everybody, past)
+                        insert_past(self._forest, self._shared_root, past)
             self._learned = False
-            return np.full(len(requests), self._everybody, np.int32)
+            return np.full(len(requests), self._shared_root, np.int32)
         self._forest = SuffixForest(self._max_match)
         if self._scope == "request":
             return np.asarray([self._forest.add_root() for _ in requests], np.int32)
@@ -167,7 +167,9 @@ class SuffixDrafter:
         return np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
 
     def _insert_ahead(self, requests: Sequence[DraftRequest], roots: np.ndarray) -> None:
-        """What was sampled ahead for a request tells of its group's others, and where it was wrong of it."""
+        """Inserts responses that were sampled ahead: drafts for the other samples of their groups, and for
+        the same requests once they differ.
+        """
         known = [i for i, request in enumerate(requests) if request.ahead is not None]
         if known and self._scope != "request":
             sequences = self._forest.start(roots[known])
@@ -198,8 +200,8 @@ class SuffixDrafter:
         self.history.record(outcomes)
         self._learned = True
         if self._scope == "all" and (not self._live or self._forest.num_tokens > 2 * self.history.num_tokens):
-            # Planted anew from the history.
-            self._forest, self._everybody = SuffixForest(self._max_match), None
+            # The next rollout builds it from the history.
+            self._forest, self._shared_root = SuffixForest(self._max_match), None
 
     def state(self) -> dict[str, np.ndarray]:
         state = {} if self.history is None else self.history.state()
@@ -208,7 +210,7 @@ class SuffixDrafter:
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         if self.history is not None:
             self.history.load_state(state)
-            self._everybody = None
+            self._shared_root = None
         learned = state.get("mixture")
         if self._mixture is not None and learned is not None and learned.shape == self._mixture.shape:
             self._mixture[:] = learned
@@ -221,7 +223,7 @@ class SuffixDrafter:
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [n, T], filled up with 0, and the lengths, int32 [n]."""
+    """Returns the sequences as rows padded with 0, int32 [n, T], and their lengths, int32 [n]."""
     lengths = np.asarray([len(tokens) for tokens in sequences], np.int32)
     padded = np.zeros((len(sequences), lengths.max(initial=0)), np.int32)
     for row, tokens in enumerate(sequences):

@@ -23,7 +23,7 @@ _NO_MIXTURE = np.empty((0, context_loops.SOURCES))
 
 
 def new_mixture(novelty: float) -> np.ndarray:
-    """What `SuffixForest.follow` learns, before it has seen anything: float64 [situations, sources].
+    """Returns the prior of the mixture that `SuffixForest.follow` learns: float64 [situations, sources].
 
     Args:
       novelty: pseudo-count of tokens that no source knows; that of every source is 1.
@@ -40,11 +40,10 @@ class Proposals:
     Attributes:
       tokens: int32 [B, N]; 0 where invalid.
       parents: int32 [B, N]; -1 = directly behind the context, and where invalid. Parents precede children.
-      log_probability: of the path from the context to the node, float32 [B, N], not increasing along a row
-        (nodes come in the order of best-first growth); -inf where invalid.
-      counts: nodes of each tree, int32 [B].
-      match_lengths: length of the suffix that was matched, int32 [B]; the start of a sequence counts as a
-        token.
+      log_probability: float32 [B, N], log probability of the path from the context to the node; not
+        increasing along a row (nodes come in the order of best-first growth); -inf where invalid.
+      counts: int32 [B], nodes of each tree.
+      match_lengths: int32 [B], length of the matched suffix; the start of a sequence counts as a token.
     """
 
     tokens: np.ndarray
@@ -68,9 +67,9 @@ class SuffixForest:
     the forest to themselves. To insert in parallel, give every thread a forest, with prompts of its own.
 
     Attributes:
-      max_match: contexts are cut to so many tokens. Counts of longer strings are not kept, which makes
-        insertion cheaper where the same long stretches come back again and again. None: no limit.
-      num_tokens: inserted so far.
+      max_match: contexts are cut to this many tokens. Counts of longer strings are not kept, which makes
+        insertion cheaper where the same long stretches are repeated. None: no limit.
+      num_tokens: tokens inserted so far.
     """
 
     def __init__(self, max_match: int | None = None) -> None:
@@ -83,7 +82,7 @@ class SuffixForest:
         self._table = self._empty_table(16)
         self._roots = np.empty(4, np.int32)
         self._num_roots = 0
-        # By sequence: its state, the length of what it matched there, its weight, kind and edited context.
+        # By sequence: its state, the matched length there, its weight, kind and edited context.
         self._states = np.empty(16, np.int32)
         self._lengths = np.empty(16, np.int32)
         self._weights = np.empty(16, np.float32)
@@ -116,7 +115,7 @@ class SuffixForest:
     # --- sequences ---------------------------------------------------------------------------------------
 
     def add_root(self) -> int:
-        """A new, empty automaton; returns its id."""
+        """Adds an empty automaton and returns its id."""
         if self._header[loops.STATES] + 2 > len(self._nodes):
             self._grow_nodes()
         state = loops.add_root(self._nodes, self._node_weights, self._header)
@@ -130,8 +129,8 @@ class SuffixForest:
 
         Args:
           roots: int32 [B].
-          weights: what an occurrence in the sequence adds to the weight of a string, float32 [B], finite and
-            not negative (HistoSpec: the reward); 1 by default.
+          weights: float32 [B], finite and not negative: an occurrence in the sequence adds it to the weight
+            of a string (HistoSpec: the reward); 1 by default.
 
         Returns:
           Sequence ids, int32 [B].
@@ -149,7 +148,7 @@ class SuffixForest:
         return sequences
 
     def track(self, roots: np.ndarray) -> np.ndarray:
-        """Begins sequences that only read: roots int32 [B] -> sequence ids, int32 [B]."""
+        """Begins sequences that are followed but not inserted: roots int32 [B] -> sequence ids, int32 [B]."""
         roots = self._root_states(roots)
         sequences = self._new_sequences(np.zeros(len(roots), np.float32), _FOLLOWED)
         self._states[sequences] = roots + 1
@@ -162,7 +161,7 @@ class SuffixForest:
         Args:
           sequences: ids, int32 [B].
           tokens: int32 [B, T], not negative where valid.
-          counts: how many tokens of each row to append, int32 [B].
+          counts: int32 [B], how many tokens of each row to append.
         """
         sequences, tokens, counts = self._batch(sequences, tokens, counts, _INSERTED)
         row = column = 0
@@ -181,8 +180,8 @@ class SuffixForest:
     def advance(self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Moves sequences begun with `track` by tokens; arguments as for `extend`.
 
-        The match is at most one token longer after a token than before it: text that is inserted later than
-        a sequence has passed it is found again only behind a mismatch.
+        The match grows by at most one token for each token: text that is inserted after a sequence has
+        passed it is matched again only after a mismatch.
         """
         sequences, tokens, counts = self._batch(sequences, tokens, counts, _FOLLOWED)
         loops.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
@@ -195,11 +194,11 @@ class SuffixForest:
         mixture: np.ndarray,
         min_match: int = 1,
     ) -> None:
-        """Moves the edited contexts of sequences, begun with `start` or `track`, by tokens, and learns from
-        them what each source of candidates is worth.
+        """Moves the edited contexts of sequences, begun with `start` or `track`, by tokens, and learns the
+        weights of the sources of candidates from them.
 
-        To be called before `extend` or `advance` with the same tokens: they are compared with what was known
-        when drafts for them were proposed.
+        Call it before `extend` or `advance` with the same tokens: they are compared with the automaton as it
+        was when drafts for them were proposed.
 
         Args:
           sequences, tokens, counts: as for `extend`.
@@ -232,25 +231,25 @@ class SuffixForest:
     ) -> Proposals:
         """Grows a tree of likely continuations of every sequence, best first.
 
-        The context of a node is the matched suffix with the path to the node; what followed its longest
-        suffix that anything followed are the candidates behind it. A candidate's probability there is
-        mass / (total + novelty), mass being its count or weight, and that of a path is the product.
+        The context of a node is the matched suffix with the path to the node. The candidates behind it are
+        the tokens that followed its longest suffix with a continuation. A candidate's probability is
+        mass / (total + novelty), where mass is its count or weight; that of a path is the product.
 
         Args:
           sequences: ids, int32 [B].
-          budgets: at most so many nodes, int32 [B].
+          budgets: int32 [B], the largest number of nodes.
           max_nodes: N of the result; budgets are cut to it.
           min_match: nothing is proposed behind a context whose longest suffix with a continuation is shorter;
-            0 allows what is frequent anywhere.
-          max_match: the match is cut to so many tokens (the forest's own limit holds besides).
-          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes;
-            with an edited context, what agreed of its last tokens counts as match, too.
-          rank: what candidates are weighed by.
-          novelty: pseudo-count of all that has not followed a context yet, in units of the mass.
-          mixture: from `new_mixture`, as `follow` has taught it: candidates behind the edited context are
-            proposed, too, and probabilities are interpolated (`drafters/draft_loops.py`) instead of
+            0 allows the tokens that are frequent anywhere.
+          max_match: the match is cut to this many tokens, and to the forest's own limit.
+          budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes. With an
+            edited context, the number of its last tokens that agreed counts as a match, too.
+          rank: the mass of a candidate.
+          novelty: pseudo-count of all tokens that have not followed a context yet, in units of the mass.
+          mixture: from `new_mixture`, as `follow` has updated it: candidates behind the edited context are
+            proposed, too, and probabilities are interpolated (`drafters/context_loops.py`) instead of
             smoothed by `novelty`; only for the rank "count".
-          min_probability: candidates whose path is less probable are left out.
+          min_probability: candidates with a less probable path are left out.
           chain_only: follow only the best candidate of each node.
         """
         sequences = vector(sequences, "sequences", np.int32)
@@ -336,7 +335,7 @@ class SuffixForest:
     def _batch(
         self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The arguments of `extend`, `advance` and `follow`, checked before anything changes."""
+        """Checks the arguments of `extend`, `advance` and `follow` before anything changes."""
         sequences = vector(sequences, "sequences", np.int32)
         counts = vector(counts, "counts", np.int32, len(sequences))
         tokens = np.asarray(tokens)
@@ -354,8 +353,8 @@ class SuffixForest:
         if problem == loops.WRONG_ID:
             raise ValueError(f"sequences: {sequences[row]} is not known, there are {self._num_sequences}")
         if problem == loops.WRONG_KIND:
-            wanted, other = ("start", "track") if kind == _INSERTED else ("track", "start")
-            raise ValueError(f"sequences: {sequences[row]} was begun with {other}, expected {wanted}")
+            expected, other = ("start", "track") if kind == _INSERTED else ("track", "start")
+            raise ValueError(f"sequences: {sequences[row]} was begun with {other}, expected {expected}")
         if problem == loops.WRONG_COUNT:
             raise ValueError(f"counts[{row}]: {counts[row]}, expected 0 to {tokens.shape[1]}")
         if problem == loops.WRONG_TOKEN:

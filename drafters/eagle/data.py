@@ -1,9 +1,9 @@
-"""What heads are trained on: tokens and hidden states that RL's own passes computed, kept on the host.
+"""The training data of heads: tokens and features (hidden states) from RL's own passes, kept on the host.
 
 TLT, section 4.2 ("Spot Training with DataBuffer", "Sequence Packing"). A head is trained while a rollout is
-still running, on the responses that have finished: those are short. So the buffer is kept across steps with a
-**one-step offset**: the sequences of the step before are there too, and its *long* ones come first, because
-that is what the current, partial set has not got yet. What is older is dropped: it is from older policies.
+still running, on the responses that have finished, which are the short ones. So the buffer is kept across
+steps with a **one-step offset**: it also holds the sequences of the step before, and draws the *long* ones
+first, since the current step has none yet. Older sequences are dropped, as they come from older policies.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ class HeadSequence:
 
     Attributes:
       tokens: int32 [n], prompt and response.
-      states: [n, S, d], the policy's (`model.py`), in the type they are kept in.
-      response_mask: bool [n], the token is of the response.
+      states: [n, S, d], the policy's features (`model.py`), in the buffer's dtype.
+      response_mask: bool [n], True for tokens of the response.
       step: the RL step that sampled it.
-      number: its own in the buffer, in the order they came in.
+      number: its number in the buffer, in order of arrival.
     """
 
     tokens: np.ndarray
@@ -47,12 +47,12 @@ class DataBuffer:
     """Sequences of the current step and the one before, within bounded host memory.
 
     Args:
-      max_bytes: of tokens, states and masks. Beyond it sequences of the step before go first, then the
-        shorter ones of the current step.
+      max_bytes: limit for tokens, features and masks. Beyond it, sequences of the step before are dropped
+        first, then the shorter ones of the current step.
       state_shape: (S, d).
-      dtype: type that states are kept in: "float32", "bfloat16" or "float16".
-      previous_share: share of the tokens drawn that is left to the step before for as long as there are
-        others.
+      dtype: dtype of the stored features: "float32", "bfloat16" or "float16".
+      previous_share: share of the drawn tokens that comes from the step before, as long as both steps have
+        sequences left.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class DataBuffer:
         self._replace([])
         self._reserved = 0
         self.refused = 0
-        """Sequences that were larger than all that the buffer may hold."""
+        """Number of sequences that were larger than the buffer."""
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     @property
     def bytes(self) -> int:
-        """Held now; never more than `max_bytes` without what is reserved."""
+        """Bytes held now, at most `max_bytes` minus the reserved ones."""
         return self._bytes
 
     def _replace(self, sequences: list[HeadSequence]) -> None:
@@ -88,12 +88,12 @@ class DataBuffer:
         self._bytes = sum(sequence.bytes for sequence in sequences)  # kept: `reserve` comes with every pass
 
     def reserve(self, size: int) -> None:
-        """Leaves `size` of `max_bytes` to whoever collects what is not finished yet."""
+        """Reserves `size` of the `max_bytes` for responses that are not finished yet."""
         self._reserved = size
         self._make_room()
 
     def begin_step(self, step: int) -> None:
-        """RL step `step` begins: what is older than the one before is dropped."""
+        """Begins RL step `step`: sequences from before the previous step are dropped."""
         self._step = step
         self._replace([sequence for sequence in self._sequences if sequence.step >= step - 1])
 
@@ -130,7 +130,7 @@ class DataBuffer:
         excess = self.bytes + self._reserved - self.max_bytes
         if excess <= 0:
             return
-        # The step before first, and the shorter ones first: long ones are what is scarce.
+        # Drop sequences of the step before first, and shorter ones first: long ones are scarce.
         order = sorted(
             range(len(self)), key=lambda i: (self._sequences[i].step, self._sequences[i].length, i)
         )
@@ -143,7 +143,7 @@ class DataBuffer:
         self._replace([each for index, each in enumerate(self._sequences) if index not in dropped])
 
     def draw(self, seed: int) -> list[HeadSequence]:
-        """All sequences in the order to train on them: a function of what is held and of the seed.
+        """Returns all sequences in training order, a function of the buffer's content and the seed.
 
         Those of the step before by length, longest first; those of the current step shuffled; mixed so that
         `previous_share` of the tokens, as nearly as whole sequences allow, come from the step before.
@@ -164,7 +164,7 @@ class DataBuffer:
         return drawn
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: flat arrays, states as unsigned integers of their width."""
+        """Returns the arrays that a checkpoint keeps: flat, features as unsigned integers of their width."""
         held = self._sequences
         states = [each.states.reshape(-1) for each in held]
         flat = np.concatenate(states) if held else np.zeros(0, self._dtype)
@@ -181,10 +181,10 @@ class DataBuffer:
         }
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned.
+        """Restores the arrays that `state` returned.
 
         Raises:
-          ValueError: it is of another policy, or of another type.
+          ValueError: they belong to another policy, or have another dtype.
         """
         lengths = np.asarray(state["lengths"])
         size = int(np.prod(self._state_shape))

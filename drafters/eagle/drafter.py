@@ -1,7 +1,7 @@
-"""The head as a drafter of the loop: it drafts for the slots (`slots.py`), and learns from what they sample.
+"""The head as a drafter: it drafts for the engine's slots (`slots.py`), and learns from their responses.
 
-It is trained on the states that every forward pass of the engine hands out (`spot_trainer.py`), so no
-forward pass is made for it.
+It is trained (`spot_trainer.py`) on the features that every forward pass of the engine hands out, so it needs
+no forward pass of its own.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class EagleDrafter:
     """A head that drafts and learns beside the policy.
 
     Args:
-      arguments: see there.
+      arguments: see `EagleArguments`.
     """
 
     def __init__(self, arguments: EagleArguments) -> None:
@@ -56,8 +56,8 @@ class EagleDrafter:
         self._trainer: HeadTrainer | FrozenHead | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
-        self._slices = 0  # of this rollout
-        self._learned = False  # from rollouts of this step: with the next policy another one begins
+        self._slices = 0  # slices of this rollout
+        self._learned = False  # `learn` was called in this step; the next policy begins another step
         self._budget = TimeBudget(arguments.train_share)
         self._last_metrics: dict[str, float] = {}
         self._begin_collecting([])
@@ -94,16 +94,16 @@ class EagleDrafter:
             self._trainer.begin_step(self._step)
             if self._restored is not None:
                 self._trainer.load_state(self._restored)
-                self._restored = None  # a whole buffer of states
+                self._restored = None  # it holds a whole buffer of features
         moved = before is None or before["embed"] is not self._shared["embed"]
-        if self._learned and moved:  # rollouts of one step, as dynamic sampling makes them, share a policy
+        if self._learned and moved:  # the rollouts of a step (dynamic sampling) share a policy
             self._step, self._learned = self._step + 1, False
             self._trainer.begin_step(self._step)
         self._slots.use(tree_cast(self._trainer.params, self._slots.numerics.dtype), self._shared)
 
     @property
     def params(self) -> Params | None:
-        """The head's weights as they are now; None before the first rollout."""
+        """The head's present weights; None before the first rollout."""
         return None if self._trainer is None else self._trainer.params
 
     @property
@@ -159,7 +159,7 @@ class EagleDrafter:
             self._requests[slot] = request
             if self._trainable[request]:
                 known = len(self._prompts[request]) - 1
-                self._let_go(request)
+                self._drop(request)
                 self._keep(request, prefilled.states[row, :known])
                 self._tokens[request] = list(self._prompts[request])
         if self._collects:
@@ -172,10 +172,10 @@ class EagleDrafter:
     def append(
         self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Its states are not handed out: the slots are begun again, and their responses not trained on."""
+        """Empties the slots and does not train on their responses: appended tokens come without features."""
         self._slots.forget(slots)
         for slot in slots:
-            self._let_go(self._requests.get(slot))
+            self._drop(self._requests.get(slot))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._slots.compact(slots, batch)
@@ -195,19 +195,19 @@ class EagleDrafter:
         self._begin_collecting(requests)
 
     def observe(self, sampled: Sampled) -> None:
-        """`advance` has brought the states; here it turns out which tokens are kept, and what is complete."""
+        """Adds the tokens that were kept, and trains on complete responses; `advance` brought the features."""
         for row, request in enumerate(sampled.requests.tolist()):
             if request not in self._tokens:
                 continue
             self._tokens[request] += sampled.tokens[row, : sampled.counts[row]].tolist()
             if sampled.ended[row]:
                 tokens, states = self._tokens[request], self._states[request]
-                self._let_go(request)
+                self._drop(request)
                 self._bound_memory()
                 self._add(len(self._prompts[request]), tokens, states)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """A rollout is over: more slices, if there is time for them; the policy waits for these."""
+        """Ends a rollout: runs the slices that are left, as time allows; the policy's update waits for it."""
         if self._arguments.train and self._trainer is not None:
             while self.train():
                 pass
@@ -218,11 +218,11 @@ class EagleDrafter:
             self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:
-        if self._saver is not None:  # the last step ends with a checkpoint: so the last save is waited for
+        if self._saver is not None:  # wait for the save under way: the last step ends with a checkpoint
             with _saving():
                 self._saver.wait()
         position = {"step": np.asarray(self._step, np.int64), "learned": np.asarray(self._learned)}
-        if self._trainer is None:  # nothing has been decoded yet
+        if self._trainer is None:  # no rollout yet
             return {} if self._restored is None else position | self._restored
         return position | self._trainer.state()
 
@@ -235,7 +235,7 @@ class EagleDrafter:
             self._trainer.load_state(state)
 
     def metrics(self) -> dict[str, float]:
-        """What `HeadTrainer.metrics` says, as `head/...`."""
+        """Returns the metrics of `HeadTrainer.metrics`, as `head/...`."""
         return {f"head/{name}": value for name, value in self._last_metrics.items()}
 
     # -- training --------------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ class EagleDrafter:
         self._trainable = [self._trains and request.trainable for request in requests]
         self._prompts = [request.prompt_ids for request in requests]
         self._requests: dict[int, int] = {}  # by slot
-        self._states: dict[int, list[np.ndarray]] = {}  # by request, of all tokens but the last
-        self._sizes: dict[int, int] = {}  # of these, in bytes; a prompt that a group shares counts for each
+        self._states: dict[int, list[np.ndarray]] = {}  # features by request, of all tokens but the last
+        self._sizes: dict[int, int] = {}  # their bytes; a prompt that a group shares counts for each request
         self._tokens: dict[int, list[int]] = {}
         if self._trainer is not None:
             self._trainer.reserve(0)
@@ -262,17 +262,17 @@ class EagleDrafter:
         self._states.setdefault(request, []).append(states)
         self._sizes[request] = self._sizes.get(request, 0) + states.nbytes
 
-    def _let_go(self, request: int | None) -> None:
+    def _drop(self, request: int | None) -> None:
         for kept in (self._states, self._sizes, self._tokens):
             kept.pop(request, None)
 
     def _bound_memory(self) -> None:
-        """Responses that still run take at most half of the buffer's memory: the shorter ones are let go."""
+        """Limits running responses to half of the buffer's memory: the shortest are dropped."""
         running = sum(self._sizes.values())
         while running > self._arguments.buffer_bytes // 2:
             shortest = min(self._sizes, key=self._sizes.__getitem__)
             running -= self._sizes[shortest]
-            self._let_go(shortest)
+            self._drop(shortest)
         self._trainer.reserve(running)
 
     def _collect(self, states: Array, counts: np.ndarray) -> None:
@@ -280,19 +280,19 @@ class EagleDrafter:
         learnt = [(slot, request) for slot, request in learnt if request in self._states]
         if not learnt:
             return
-        states = np.asarray(states)  # of all slots: taking some would wait for what the device does next
+        states = np.asarray(states)  # all slots: selecting some would wait for the next program
         for slot, request in learnt:
             self._keep(request, states[slot, : counts[slot]].copy())
         self._bound_memory()
 
     def _add(self, prompt: int, tokens: list[int], parts: list[np.ndarray]) -> None:
-        """A complete response, up to its last token, which the policy has not read."""
+        """Adds a complete response without its last token, which the policy has not read."""
         known = len(tokens) - 1
         states = np.concatenate(parts)[:known]  # a stop string may have cut the response
         self._trainer.add(np.asarray(tokens[:known], np.int32), states, np.arange(known) >= prompt)
 
     def train(self) -> bool:
-        """One slice; False when there is nothing left to do in this step, or no time."""
+        """Runs one slice; returns False when the slices, the data or the time of this step are used up."""
         if not self._arguments.train or self._slices >= self._arguments.slices:
             return False
         if self.train_below > 0 and not self._budget.allows():
@@ -311,7 +311,7 @@ def _warn(failure: CheckpointError) -> None:
 
 @contextlib.contextmanager
 def _saving() -> Iterator[None]:
-    """A run must not take a failed save for one of its own checkpoint."""
+    """Turns a failed save into a DrafterError, so that it is not taken for a failed checkpoint of the run."""
     try:
         yield
     except CheckpointError as error:
@@ -320,11 +320,11 @@ def _saving() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class PrefilledHead:
-    """Prompts as the head knows them.
+    """Prompts that the head has prefilled.
 
     Attributes:
-      state: a slot a prompt.
-      states: [N, T, S, d], the policy's states, on the host; None where nothing is trained on them.
+      state: one slot for each prompt.
+      states: [N, T, S, d], the policy's features, on the host; None if nothing is trained on them.
     """
 
     state: DrafterState

@@ -4,16 +4,16 @@ EAGLE-2 (Li et al., 2024, arXiv 2406.16858): every level expands its `top_k` mos
 candidates the `nodes` most promising are verified (section 4.2's reranking). TLT calls the three numbers
 topK, Draft_Depth and Tokens_to_Verify.
 
-**Ranking under the noise.** What will be sampled is argmax(log p + G), and G is known: a head with q close to
-p should offer what wins under *this* noise (`docs/speculation.md`). A token's chance behind its parent is
-taken as softmax(log q + G): among siblings that is the order of log q + G, and, being normalised, it can be
-multiplied along a path and compared between branches. Without noise keys it is q.
+**Ranking under the noise.** The policy will sample argmax(log p + G), and G is known: a head with q close to
+p should propose the tokens that win under *this* noise (`docs/speculation.md`). The probability of a token
+behind its parent is taken as softmax(log q + G): among siblings it has the order of log q + G, and as it is
+normalised, it can be multiplied along a path and compared between branches. Without noise keys it is q.
 
-**The cache.** Entry i of a slot is pair i (see `model.py`), from states that the policy verified. Drafting
-reads it and writes nothing: the entries of draft nodes live in arrays of their own, so there is nothing
-provisional to be hidden or put right. `absorb` brings in what was verified. A head may begin late
-(speculation switched on in the middle of a response): it then simply knows nothing of the pairs before, and
-its positions count from the first pair it was given, which RoPE does not mind.
+**The cache.** Entry i of a slot is pair i (see `model.py`), from features of verified tokens. Drafting reads
+the cache and does not write it: the entries of draft nodes live in separate arrays, so that no provisional
+entry has to be hidden or corrected. `absorb` appends verified pairs. A head may begin late (speculation
+switched on in the middle of a response): it then knows no earlier pairs, and its positions count from its
+first pair, since RoPE depends on differences of positions only.
 
     state = empty_state(config, batch, length, dtype)
     state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
@@ -61,7 +61,7 @@ class DraftStrategy:
 
 @struct.dataclass
 class DrafterState:
-    """What a head knows of B slots.
+    """The state of a head for B slots.
 
     Attributes:
       cache: keys and values of the absorbed pairs, one layer.
@@ -76,11 +76,12 @@ class DrafterState:
 
 @struct.dataclass
 class ScoredTree:
-    """A draft tree with what the head thinks of it, the most promising nodes first.
+    """A draft tree with the head's probabilities, the most promising nodes first.
 
     Attributes:
       tree: `DraftTree`, N nodes a slot.
-      log_probability: float32 [B, N], of a node and all its ancestors; -inf where there is no node.
+      log_probability: float32 [B, N], log probability of a node and all its ancestors; -inf where there is
+        no node.
     """
 
     tree: DraftTree
@@ -88,7 +89,7 @@ class ScoredTree:
 
 
 def empty_state(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DrafterState:
-    """Slots that know nothing yet, with room for `length` pairs (a multiple of KEY_BLOCK)."""
+    """Returns the state of empty slots, with room for `length` pairs (a multiple of KEY_BLOCK)."""
     return DrafterState(
         cache=empty_cache(config.layer, batch, length, dtype),
         lengths=jnp.zeros((batch,), jnp.int32),
@@ -97,7 +98,7 @@ def empty_state(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -
 
 
 def forget(state: DrafterState, slots: Array) -> DrafterState:
-    """Nothing is known of the slots marked in bool [B] any more: another request, or pairs were missed."""
+    """Empties the slots marked in bool [B]: they hold another request, or missed some pairs."""
     return dataclasses.replace(
         state,
         lengths=jnp.where(slots, 0, state.lengths),
@@ -110,8 +111,8 @@ class _Attention:
     """Attention of T new entries per slot against the cache and P + T entries outside of it.
 
     Attributes:
-      cache: of the absorbed pairs.
-      lengths: int32 [B], how many there are.
+      cache: keys and values of the absorbed pairs.
+      lengths: int32 [B], the number of absorbed pairs.
       keys, values: [B, P, Hk, D], earlier entries outside the cache.
       visible: bool [B, T, P + T], which of the earlier and the new entries each new one sees.
       numerics: see `Numerics`.
@@ -159,18 +160,18 @@ def absorb(
     rope: Array,
     numerics: Numerics,
 ) -> DrafterState:
-    """Brings in verified pairs, after prefill, a decoding step, or a verifying pass.
+    """Appends verified pairs, after prefill, a plain step, or a verifying pass.
 
     Args:
       params: the head's.
       config: its shape.
       shared: the policy's embeddings and LM head.
-      state: before. Pairs must come without gaps (else `forget` first), and fit into the cache: what does
-        not is left out.
-      states: the policy's states at W positions, [B, W, S, d]; of a verifying pass, along the accepted path,
-        beginning with the slot's last token (node 0).
-      tokens: int32 [B, W], the token behind each: the next of the prompt, or what was sampled there.
-      counts: int32 [B], how many of the W are real.
+      state: the state before. Pairs must come without gaps (else `forget` first); pairs that do not fit into
+        the cache are left out.
+      states: [B, W, S, d], the policy's features at W positions; after a verifying pass, along the accepted
+        path, beginning with the slot's last token (node 0).
+      tokens: int32 [B, W], the token behind each position: the next of the prompt, or the sampled one.
+      counts: int32 [B], how many of the W positions are valid.
       rope: `rope_table(config.policy, length)`, at least as long as the cache.
       numerics: see `Numerics`.
     """

@@ -14,30 +14,30 @@ from rljax.models.transformer import Params
 
 
 class FrozenHead:
-    """A head that is only drafted with, in the place of its trainer: weights, and nothing to train them by.
+    """A head that only drafts, in the place of its trainer.
 
     Args:
-      params: its weights, until others are loaded.
+      params: its weights, until `load_state`.
 
     Attributes:
       params: its weights.
-      updates: that they have had, as far as is known.
+      updates: the number of updates behind the weights; 0 where it is unknown.
     """
 
     def __init__(self, params: Params) -> None:
         self.params, self.updates = params, 0
 
     def begin_step(self, step: int) -> None:
-        """Steps are of no concern to it."""
+        """Does nothing: it is not trained."""
 
     def reserve(self, size: int) -> None:
-        """It has no buffer."""
+        """Does nothing: it has no buffer."""
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes up the weights of what `HeadTrainer.state` returned.
+        """Restores the weights from the arrays that `HeadTrainer.state` returned.
 
         Raises:
-          CheckpointError: they are of another head.
+          CheckpointError: they belong to another head.
         """
         expected = {f"train.params.{name}": leaf for name, leaf in named_leaves(self.params).items()}
         check_same(expected, state, "train.params.", "the policy and head")
@@ -47,7 +47,7 @@ class FrozenHead:
 
 
 def check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: str, what: str) -> None:
-    """Raises a CheckpointError unless what `state` has behind `prefix` has the shapes of `expected`."""
+    """Raises a CheckpointError unless the entries of `state` under `prefix` have the shapes of `expected`."""
     surplus = [name for name in state if name.startswith(prefix) and name not in expected]
     for name in [*expected, *surplus]:
         here, there = _shape(expected.get(name)), _shape(state.get(name))
@@ -59,7 +59,7 @@ def check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: st
 
 
 def named_leaves(state: TrainState | Params) -> dict[str, Array]:
-    """The leaves by their path, such as `params.layer.q`."""
+    """Returns the leaves by path, such as `params.layer.q`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

@@ -8,15 +8,15 @@ from rljax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class HeadTraining:
-    """How a head is trained.
+    """The objective of a head.
 
     Attributes:
-      steps: times the head is applied, k: 1 is EAGLE, 3 HASS, 7 EAGLE-3.
-      step_decay: step j weighs step_decay^j (EAGLE-3's code: 0.8).
-      hidden_weight: of the smooth L1 between hidden states; not for eagle3, whose outputs are no hidden
-        states of the policy.
-      cross_entropy_weight, reverse_kl_weight, lk_weight: see `losses.py`.
-      logit_chunk: positions, over all rows, whose logits exist at once.
+      steps: how often the head is applied, k: 1 is EAGLE, 3 HASS, 7 EAGLE-3.
+      step_decay: step j has weight step_decay^j (EAGLE-3's code: 0.8).
+      hidden_weight: weight of the smooth L1 distance between hidden states; must be 0 for eagle3, whose
+        outputs are not hidden states of the policy.
+      cross_entropy_weight, reverse_kl_weight, lk_weight: weights of the losses in `losses.py`.
+      logit_chunk: number of positions, over all rows, whose logits are in memory at once.
     """
 
     steps: int = 1
@@ -29,7 +29,7 @@ class HeadTraining:
 
 
 def published_training(variant: Variant) -> HeadTraining:
-    """The losses and steps of TLT's Figure 7, weighted as in the authors' code."""
+    """Returns the losses and steps of TLT's Figure 7, weighted as in the authors' code."""
     if variant == "eagle3":
         return HeadTraining(steps=7, step_decay=0.8)
     return HeadTraining(steps=3 if variant == "hass" else 1, hidden_weight=1.0, cross_entropy_weight=0.1)
@@ -43,16 +43,16 @@ def head_training(
     reverse_kl_weight: float | None = None,
     lk_weight: float | None = None,
 ) -> HeadTraining:
-    """`published_training` of a variant, with what is given in the place of its own.
+    """Returns `published_training` of a variant, with every argument that is not None in place of its value.
 
     Args:
-      variant: of the head.
+      variant: the head's variant.
       unrolled_steps: `HeadTraining.steps`.
-      hidden_weight, cross_entropy_weight, reverse_kl_weight, lk_weight: as of `HeadTraining`.
+      hidden_weight, cross_entropy_weight, reverse_kl_weight, lk_weight: as in `HeadTraining`.
 
     Raises:
-      ConfigError: a number that cannot be, hidden states that the variant does not predict, or nothing to
-        learn from; the message begins with the argument.
+      ConfigError: an invalid number, a weight for hidden states that the variant does not predict, or all
+        weights 0; the message begins with the argument.
     """
     weights = {
         "hidden_weight": hidden_weight,
@@ -60,15 +60,15 @@ def head_training(
         "reverse_kl_weight": reverse_kl_weight,
         "lk_weight": lk_weight,
     }
-    given = {name: weight for name, weight in weights.items() if weight is not None}
-    for name, weight in given.items():
+    changed = {name: weight for name, weight in weights.items() if weight is not None}
+    for name, weight in changed.items():
         if not 0 <= weight < float("inf"):
             raise ConfigError(f"{name}: should be a finite number and not negative, got {weight}")
     if unrolled_steps is not None:
         if unrolled_steps < 1:
             raise ConfigError(f"unrolled_steps: should be at least 1, got {unrolled_steps}")
-        given["steps"] = unrolled_steps
-    training = dataclasses.replace(published_training(variant), **given)
+        changed["steps"] = unrolled_steps
+    training = dataclasses.replace(published_training(variant), **changed)
     if variant == "eagle3" and training.hidden_weight:
         raise ConfigError("hidden_weight: eagle3's outputs are no hidden states of the policy; leave it at 0")
     if not any(getattr(training, name) for name in weights):

@@ -1,18 +1,18 @@
-"""What a head knows of the engine's slots, on the device: it takes up what the policy verified, and drafts.
+"""The state of a head for the engine's slots, on the device: it absorbs verified tokens, and drafts.
 
     slots.use(head_params, shared)                 # the weights of the rollout that begins
     slots.start(batch)
     slots.insert(slots.prefill(prefix, prompts), rows, into)
-    slots.advance(result)                          # every visit of the engine
+    slots.advance(result)                          # after every pass
     slots.widen(batch); slots.compact(kept, batch)
     tree = slots.draft(state, strategy)
 
-Every forward pass of the engine hands out the policy's states (`DecodeEngine.hidden_layers`). They are taken
-up when drafts are next asked for: until then they wait, for a few visits. A slot whose states were missed is
-forgotten, and known again from the next ones on.
+Every forward pass of the engine hands out the policy's features (`DecodeEngine.hidden_layers`). They are
+absorbed when drafts are next asked for; until then those of the last few results wait. A slot that misses
+features is emptied, and continues with the next ones.
 
-Programs are the engine's pool's, as the engine's own are: shapes are rounded up, all are compiled before the
-first rollout, counted, and kept for the next process.
+Programs are in the engine's pool: shapes are rounded up, and all programs are compiled before the first
+rollout, counted, and kept for the next process.
 """
 
 import collections
@@ -44,20 +44,20 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 
 _WIDTHS = (2, 4, 8, 16, 64)
-"""Tokens of a slot that are taken up in one go: a program each."""
-_WAITING = 4  # visits whose states are kept until drafts are asked for
+"""Numbers of tokens a slot that are absorbed at once; each compiles a program."""
+_WAITING = 4  # results whose features are kept until drafts are asked for
 
 
 class HeadSlots:
-    """A head beside the slots of an engine's state.
+    """A head beside the slots of an engine's decode state.
 
     Args:
       config: the head's shape.
-      engine: whose slots; its shapes, sampling distribution, rule and pool are used here, too.
-      deepest: levels of the deepest tree that will be drafted.
+      engine: the engine; its shapes, sampling distribution, verification rule and pool are used, too.
+      deepest: depth of the deepest tree that will be drafted.
 
     Attributes:
-      numerics: how the head computes: as the policy, but for row invariance, which drafts need not.
+      numerics: the policy's, without row invariance, which drafts do not need.
     """
 
     def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int) -> None:
@@ -69,16 +69,16 @@ class HeadSlots:
         self._visits: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
 
     def use(self, params: Params, shared: Params) -> None:
-        """The head's weights from here on, in its compute dtype, and the policy's (`shared_params`)."""
+        """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
         self._params, self._shared = params, shared
 
     def start(self, batch: int) -> None:
-        """All slots of a state of `batch` are empty."""
+        """Begins with `batch` empty slots."""
         self._state = self._empty(batch, self._length)
         self._visits.clear()
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
-        """The pairs of every prompt: all tokens but the first, each behind the state before it."""
+        """Returns the state after the prompts' pairs: each token but the first, with the features before it."""
         rows, length = prefix.states.shape[:2]
         tokens, counts = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -87,7 +87,7 @@ class HeadSlots:
         return self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Nothing is known of `slots` until they sample again."""
+        """Empties `slots` until they sample again."""
         for _, _, counts in self._visits:
             counts[list(slots)] = 0
         missed = np.zeros(len(self._state.lengths), bool)
@@ -95,8 +95,8 @@ class HeadSlots:
         self._forget(missed)
 
     def insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
-        """Prefilled row rows[i] goes into slot slots[i]."""
-        for _, _, counts in self._visits:  # of the requests that were there before
+        """Inserts prefilled row rows[i] into slot slots[i]."""
+        for _, _, counts in self._visits:  # they belong to earlier requests
             counts[list(slots)] = 0
         batch = len(self._state.lengths)
         from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
@@ -105,7 +105,7 @@ class HeadSlots:
         self._state = self._run("insert", shapes, _insert, self._state, prefilled, from_, into)
 
     def advance(self, result: DecodeResult) -> np.ndarray:
-        """Slots have sampled tokens; how many each, int32 [B]."""
+        """Keeps the features of sampled tokens; returns their number in every slot, int32 [B]."""
         counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
         self._visits.append((result.states, np.maximum(result.tokens, 0), counts.copy()))
         if len(self._visits) > _WAITING:
@@ -113,16 +113,14 @@ class HeadSlots:
         return counts
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        """Only `slots` go on, in that order, in a state of `batch`."""
+        """Keeps only `slots`, in that order, in a state of `batch` slots."""
         self._catch_up()
         taken = np.zeros(batch, np.int32)
         taken[: len(slots)] = slots
         self._compact(taken)
 
     def widen(self, batch: int) -> None:
-        """All slots go on, with empty ones behind them, in a state of `batch`: bucket by bucket, as the
-        engine's.
-        """
+        """Keeps all slots and adds empty ones up to `batch`, bucket by bucket, as the engine does."""
         self._catch_up()
         for wider in self._engine.buckets.batch:
             slots = len(self._state.lengths)
@@ -131,7 +129,7 @@ class HeadSlots:
                 self._state = self._run("widen", (slots, wider), widened, self._state, donate=())
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
-        """Trees below the slots' last tokens."""
+        """Returns draft trees below the slots' last tokens."""
         self._catch_up()
         coupled = self._engine.verification == "coupled"
         static = {
@@ -152,15 +150,15 @@ class HeadSlots:
         return self._run("draft", shapes, lambda given: draft(**given, **static), given, donate=())
 
     def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], widens: bool = False) -> None:
-        """Compiles all of this but drafting, for prompts and states of these shapes, `widen` where it
-        `widens`. Leaves no slot known.
+        """Compiles everything but drafting, for prefixes and decode states of these shapes, and `widen` if
+        `widens`. All slots are empty afterwards.
         """
         prefilled = [self.prefill(prefix, []) for prefix in prefixes]
         states = prefixes[0].states
         for batch in batches:
             self.start(batch)
-            for own in prefilled:
-                self.insert(own, [], [])
+            for prefix_state in prefilled:
+                self.insert(prefix_state, [], [])
             self._forget(np.zeros(batch, bool))
             visits = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
             for tokens in {self._engine.decode_steps_per_visit} | visits:
@@ -184,7 +182,7 @@ class HeadSlots:
     def _run(
         self, name: str, shapes: tuple, function: Callable[..., Any], *args: Any, donate: tuple = (0,)
     ) -> Any:
-        """A program over such shapes, which may overwrite its first argument."""
+        """Runs a program from the pool. It may overwrite the arguments at `donate`."""
         args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
         key = (f"head_{name}", *shapes, *self._key)
         return self._engine.pool.get(key, function, args, donate_argnums=donate)(*args)
@@ -208,7 +206,7 @@ class HeadSlots:
                 self._state = self._absorb(self._state, *self._window(states, tokens, start, width), left)
 
     def _window(self, states: Array, tokens: np.ndarray, start: int, width: int) -> tuple[Array, np.ndarray]:
-        """`width` of a visit's states and tokens, from `start` on."""
+        """Returns `width` positions of features and tokens, from `start` on."""
         there = tokens[:, start : start + width]
         tokens = np.pad(there, [(0, 0), (0, width - there.shape[1])])
         if states.shape[1] == width:
@@ -220,7 +218,7 @@ class HeadSlots:
     def _absorb(
         self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray
     ) -> DrafterState:
-        """Brings in counts[i] pairs of slot i."""
+        """Appends counts[i] pairs to slot i."""
         static = {"config": self.config, "numerics": self.numerics}
         given = {
             "params": self._params,
@@ -237,14 +235,14 @@ class HeadSlots:
 
 
 def _window(states: Array, start: Array, width: int) -> Array:
-    """states[:, start : start + width], with zeros behind the last."""
+    """Returns states[:, start : start + width], padded with zeros."""
     return lax.dynamic_slice_in_dim(
         jnp.pad(states, [(0, 0), (0, -states.shape[1] % width), (0, 0), (0, 0)]), start, width, axis=1
     )
 
 
 def _insert(state: DrafterState, prefilled: DrafterState, rows: Array, slots: Array) -> DrafterState:
-    """Row rows[i] of what was prefilled into slot slots[i]; slots out of range are skipped."""
+    """Copies prefilled row rows[i] into slot slots[i]; slots out of range are skipped."""
     return DrafterState(
         cache=copy_rows(state.cache, prefilled.cache, rows, slots),
         lengths=state.lengths.at[slots].set(prefilled.lengths[rows], mode="drop"),

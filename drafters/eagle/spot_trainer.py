@@ -1,21 +1,21 @@
 """Training a head beside the policy, one small update at a time: TLT's Spot Trainer (section 4.2).
 
-What is idle may train for a moment and stop after any update (`slice`), so nothing waits for more than one:
+An idle device trains for a moment and stops after any update (`slice`), so nothing waits for more than one:
 
     trainer.begin_step(step)
     trainer.add(tokens, states, response_mask)       # whenever a response has finished
     while idle: trainer.slice(shared_params(policy_params, policy_config))
     drafter_params = trainer.params                  # for the next rollout
 
-**What is trained on.** The buffer's sequences (`drafters/eagle/data.py`) in its order, each once before any
-comes again; what is added in between joins the pass that is under way, and each step begins a new one.
+**Order.** The buffer's sequences (`drafters/eagle/data.py`) in its order, each once before any is repeated.
+Sequences that are added in between join the current round, and each step begins a new one.
 
-**Long sequences.** A sequence longer than a packed row is cut into windows: the states hold what the policy
-has read, so a window needs nothing from before. In it the head is in the position of one that begins to draft
-in the middle of a response (`drafters/eagle/drafting.py`): it sees no earlier pairs, and positions count from
-0. Windows overlap so that every start has all of its unrolled steps in one of them; the few at a seam that
-have some of theirs in both count twice. Positions beyond a row are never seen: make rows as long as drafting
-gets.
+**Long sequences.** A sequence longer than a packed row is cut into windows: the policy's features depend on
+all earlier tokens already, so a window needs nothing from before it. In a window the head works as one that
+begins to draft in the middle of a response (`drafters/eagle/drafting.py`): it sees no earlier pairs, and
+positions count from 0. Windows overlap so that every start has all of its unrolled steps in one of them; the
+few starts at a seam with steps in both count twice. Positions beyond a row are never trained: make rows as
+long as the longest responses.
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ from rljax.numerics.rows import Numerics
 
 @dataclasses.dataclass(frozen=True)
 class BufferSettings:
-    """How much is kept to train on; see `DataBuffer`.
+    """Settings of the buffer; see `DataBuffer`.
 
     Attributes:
-      max_bytes: of host memory.
-      dtype: type that states are kept in.
+      max_bytes: host memory that it may take.
+      dtype: dtype of the stored features.
       previous_share: share of the tokens that comes from the step before.
     """
 
@@ -62,8 +62,9 @@ class BufferSettings:
 
 @functools.cache
 def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.GradientTransformation:
-    """EAGLE's: AdamW with betas 0.9 and 0.95 and gradients clipped. The rate is constant, since how many
-    updates there will be is up to what is idle; the authors take 3e-5 for models of billions of weights.
+    """Returns EAGLE's optimizer: AdamW with betas 0.9 and 0.95 and clipped gradients. The learning rate is
+    constant, since the number of updates depends on idle time; the authors use 3e-5 for models of billions of
+    weights.
     """
     return make_optimizer(
         name="adamw",
@@ -80,20 +81,20 @@ def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.Gradie
 
 
 class HeadTrainer:
-    """A head that is being trained, with what it is trained on.
+    """A head in training, with its buffer and optimizer.
 
     Args:
-      head: its shape.
+      head: the head's shape.
       training: losses and unrolled steps.
-      optimizer: such as `head_optimizer(...)`.
+      optimizer: for example `head_optimizer(...)`.
       rope: `rope_table(head.policy, length)`, float32 [at least pack_length + training.steps - 1, 2, D/2].
       numerics: see `Numerics`.
-      buffer: what is kept.
+      buffer: settings of the buffer.
       pack_length: tokens in a packed row.
-      rows: packed rows in an update. Every update has this one shape, and is compiled once.
-      seed: of the order to train in.
+      rows: packed rows in an update. Every update has this shape, and is compiled once.
+      seed: seed of the training order.
       params: the head's first weights; copied.
-      pool: compiled programs; may be shared with other trainers, and with the policy's. None for an own one.
+      pool: compiled programs; may be shared with other trainers and with the policy. None makes a new one.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class HeadTrainer:
         self._dtype = np.dtype(buffer.dtype)
         self._seed = seed
         self._passes = 0
-        self._trained: set[int] = set()  # numbers of the sequences that this pass has been over
+        self._trained: set[int] = set()  # numbers of the sequences of this round so far
         self._skipped = 0
         self._pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self._step_metrics: dict[str, float] = {}
@@ -136,29 +137,29 @@ class HeadTrainer:
 
     @property
     def params(self) -> Params:
-        """The head's weights as they are now: a copy, which later slices leave alone. (The trainer's own
-        arrays are given up to its updates, so that training needs no memory for a second state.)
+        """A copy of the head's present weights, which later slices do not change. (Updates consume the
+        trainer's arrays, so that training needs no memory for a second state.)
         """
         return jax.tree.map(jnp.copy, self._state.params)
 
     @property
     def updates(self) -> int:
-        """Updates so far, skipped ones not counted."""
+        """Number of updates so far, without skipped ones."""
         return int(self._state.updates)
 
     def begin_step(self, step: int) -> None:
-        """RL step `step` begins: see `DataBuffer.begin_step`. A new pass over what is left begins with it."""
+        """Begins RL step `step` (see `DataBuffer.begin_step`) and a new round over the sequences."""
         self._buffer.begin_step(step)
         self._begin_pass()
         self._reset_metrics()
 
     def add(self, tokens: np.ndarray, states: np.ndarray, response_mask: np.ndarray) -> None:
-        """Takes a finished sequence of the current step.
+        """Adds a finished sequence of the current step.
 
         Args:
           tokens: int [n], prompt and response.
-          states: [n, S, d], the policy's (`drafters/eagle/model.py`), on the host.
-          response_mask: bool [n], the token is of the response.
+          states: [n, S, d], the policy's features (`drafters/eagle/model.py`), on the host.
+          response_mask: bool [n], True for tokens of the response.
         """
         for window in windows(len(tokens), self.pack_length, self._training.steps + 1):
             # The first token that a head can predict is its third: without one there is nothing to learn.
@@ -166,11 +167,11 @@ class HeadTrainer:
                 self._buffer.add(tokens[window], states[window], response_mask[window])
 
     def reserve(self, size: int) -> None:
-        """Leaves so many bytes of the buffer's to what is not finished yet; see `DataBuffer.reserve`."""
+        """Reserves bytes of the buffer for responses that are not finished; see `DataBuffer.reserve`."""
         self._buffer.reserve(size)
 
     def warm_up(self, shared: Params) -> float:
-        """Compiles the update, and returns the seconds that one takes: those of an empty batch, on a copy."""
+        """Compiles the update, and returns its seconds, measured on an empty batch and a copy of the state."""
         program = self._compiled(shared)
         state = jax.tree.map(jnp.copy, self._state)
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._batch_shape())
@@ -180,17 +181,17 @@ class HeadTrainer:
         return time.perf_counter() - start
 
     def slice(self, shared: Params) -> dict[str, float] | None:
-        """One update on the next packed batch, and its metrics when it is done; None when there is nothing to
-        train on.
+        """Runs one update on the next packed batch and waits for it.
 
-        An update whose result is not finite is left out and counted (`skipped` is 1 then): a head is not
-        worth a run.
+        An update with a non-finite result is skipped and counted (`skipped` is 1 then): a head must not stop
+        a run.
 
         Args:
           shared: the policy's embeddings and LM head (`shared_params`), read only.
 
         Returns:
-          the metrics of `train_step`, `skipped`, `tokens` and `padding` (the share of the batch without one).
+          the metrics of `train_step`, `skipped`, `tokens` and `padding` (the share of positions without a
+          token); None if the buffer is empty.
         """
         packed = self._next_rows()
         if packed is None:
@@ -209,9 +210,9 @@ class HeadTrainer:
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Since the step began: `slices`, `slice_tokens`, `slice_seconds`, and of the last slice `loss`,
-        `accept_length` and `acceptance/1`. In all: `updates`, `skipped`, `refused` (sequences larger than the
-        buffer). Now: `buffer_sequences`, `buffer_bytes`.
+        """Returns `slices`, `slice_tokens` and `slice_seconds` of the present step; `loss`, `accept_length`
+        and `acceptance/1` of the last slice; the totals `updates`, `skipped` and `refused` (sequences larger
+        than the buffer); and the present `buffer_sequences` and `buffer_bytes`.
         """
         return {
             **self._step_metrics,
@@ -223,7 +224,7 @@ class HeadTrainer:
         }
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that going on with the same bits takes, as flat arrays that nothing changes afterwards."""
+        """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
         named = {f"train.{name}": np.array(leaf) for name, leaf in named_leaves(self._state).items()}
         buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
         position = {
@@ -235,10 +236,10 @@ class HeadTrainer:
         return named | buffer | position
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes up what `state` returned.
+        """Restores the arrays that `state` returned.
 
         Raises:
-          CheckpointError: it is of another head, or was trained with another optimizer.
+          CheckpointError: they belong to another head, or to another optimizer.
         """
         expected = {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
         check_same(expected, state, "train.", "the policy, head and optimizer")
@@ -248,7 +249,7 @@ class HeadTrainer:
             )
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the buffer in the checkpoint of the head: {error}") from error
-        # Copies: these arrays are given up to updates.
+        # Copies, since updates consume these arrays.
         leaves = [jnp.array(state[name], copy=True) for name in expected]
         self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
         self._seed, self._passes = int(state["seed"]), int(state["passes"])
@@ -315,7 +316,7 @@ class HeadTrainer:
 def _update(
     state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
 ) -> tuple[TrainState, Metrics]:
-    """`train_step`, left out where its result is not finite."""
+    """As `train_step`, but keeps the state where the result is not finite."""
     changed, metrics = train_step(state, batch, shared, rope, **static)
     finite = jnp.isfinite(metrics["loss"])
     for leaf in jax.tree.leaves(changed):

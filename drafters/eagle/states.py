@@ -1,7 +1,7 @@
-"""The policy's states of finished sequences, from one packed forward pass (TLT, section 4.1, step 3).
+"""The policy's features for finished sequences, from one packed forward pass (TLT, section 4.1, step 3).
 
-The pass is the one that training's logprobs come from (`rljax/training/scoring.py`); the states stay with the
-host, so nothing of the policy is needed while a head is trained.
+It is the same pass as that of training's logprobs (`rljax/training/scoring.py`). The features stay on the
+host, so that training a head needs only the policy's embeddings and LM head.
 """
 
 import functools
@@ -36,12 +36,13 @@ def policy_states(
     rope: Array,
     numerics: Numerics,
 ) -> Array:
-    """States [R, T, S, d] of packed rows: residual streams behind `layers`, then the final hidden state.
+    """Returns the features [R, T, S, d] of packed rows: residual streams behind `layers`, then the final
+    hidden state.
 
     Args:
       params: the policy's.
       policy: its architecture.
-      layers: of the head (`HeadConfig.layers`).
+      layers: `HeadConfig.layers` of the head.
       tokens, positions, segment_ids: int32 [R, T].
       rope: `rope_table(policy, length)`, at least T long.
       numerics: see `Numerics`.
@@ -54,13 +55,13 @@ def policy_states(
 
 
 class StateReader:
-    """Computes the states of prompts and responses, packed, in programs of one shape.
+    """Computes the features of prompts and responses, packed, in programs of one shape.
 
     Args:
-      head: whose states.
+      head: the head that reads them.
       numerics: see `Numerics`.
       pack_length: tokens in a row; at least the longest sequence.
-      rows: computed at once.
+      rows: packed rows that are computed at once.
     """
 
     def __init__(self, head: HeadConfig, numerics: Numerics, pack_length: int, rows: int) -> None:
@@ -71,7 +72,7 @@ class StateReader:
         )
 
     def read(self, params: Params, pairs: Sequence[tuple[ArrayLike, ArrayLike]]) -> Iterator[States]:
-        """The states of every (prompt_ids, response_ids), row after row of the packing.
+        """Yields the features of every (prompt_ids, response_ids), row after row of the packing.
 
         Args:
           params: the policy's weights.

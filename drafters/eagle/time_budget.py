@@ -1,37 +1,37 @@
-"""How much time a rollout leaves for training a head."""
+"""Limits the time that training a head takes from rollouts."""
 
 import time
 
 
 class TimeBudget:
-    """Seconds that may be spent on training: a share of those that pass otherwise. What is left is kept.
+    """A budget of seconds for training: a share of the time that passes otherwise. Unspent time is kept.
 
     Args:
-      share: of the other time.
+      share: seconds of training for each other second.
     """
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._left = self._last = 0.0  # seconds; the last piece of work is what the next one is taken to need
+        self._left = self._last = 0.0  # seconds; the next slice is expected to take as long as the last
         self._since = time.perf_counter()
 
     def resume(self) -> None:
-        """What has passed until now does not count."""
+        """Starts counting anew: the time since the last call adds nothing to the budget."""
         self._since = time.perf_counter()
 
     def allows(self) -> bool:
-        """Whether there is time for another piece of work."""
+        """Returns whether the budget covers another slice."""
         now = time.perf_counter()
         self._left += self._share * (now - self._since)
         self._since = now
         return self._left >= self._last
 
     def expect(self, seconds: float) -> None:
-        """What the next piece of work is taken to need, before any was done."""
+        """Sets the expected seconds of the next slice, before the first one."""
         self._last = seconds
 
     def spend(self, seconds: float) -> None:
-        """A piece of work is over."""
+        """Takes the seconds of a finished slice from the budget."""
         self._left -= seconds
         self._last = seconds
         self._since = time.perf_counter()

@@ -1,8 +1,8 @@
 """One training function for every head of the family: (state, batch) -> (state, metrics), pure.
 
 EAGLE (section 3.2), HASS (section 3.2), EAGLE-3 (section 3.1) and TLT (section 4.1, Figure 7) differ in the
-states that are read, the loss, and the number of *training-time test* steps: how often the head's own outputs
-are fed back into it, as in drafting.
+features that are read, the loss, and the number of *training-time test* steps: how often the head's own
+outputs are fed back into it, as in drafting.
 
 The outputs of the steps come from `drafters/eagle/unrolling.py`; which losses and how many steps, from
 `drafters/eagle/objective.py`.
@@ -35,9 +35,9 @@ def _compare(
     mask: Array,
     numerics: Numerics,
 ) -> tuple[Array, Array, Array]:
-    """Loss, top-1 agreement and acceptance at positions [P]: outputs and target hidden states [P, d].
+    """Returns loss, top-1 agreement and acceptance [P], from outputs and target hidden states [P, d].
 
-    Positions outside the mask are computed on zeros: what lies there may be anything.
+    Positions outside the mask, which may hold any values, are computed on zeros.
     """
     outputs = jnp.where(mask[:, None], outputs, 0)
     target = jnp.where(mask[:, None], target, 0)
@@ -69,15 +69,15 @@ def head_loss(
     rope: Array,
     numerics: Numerics,
 ) -> tuple[Array, Metrics]:
-    """The loss of a batch, sum_j step_decay^j mean_s loss[j, s], and its metrics.
+    """Computes the loss of a batch, sum_j step_decay^j mean_s loss[j, s], and its metrics.
 
-    A start counts at step j where the policy's prediction at position s + j + 1 is of a response token.
+    A start s counts at step j if the policy predicts a response token at position s + j + 1.
 
     Returns:
-      the loss [], and metrics []: `loss/J`, `agreement/J` (the policy's most likely token is the head's, too)
-      and `acceptance/J` a step, J from 1; `accept_length`: the mean over starts of the tokens that a
-      verifying pass of a chain of k would yield (`losses.expected_accept_length`), no token behind the
-      response counted; `starts`.
+      the loss [], and metrics []: for each step, J from 1, `loss/J`, `agreement/J` (the policy and the head
+      have the same most likely token) and `acceptance/J`; `accept_length`, the mean over starts of the tokens
+      that a verifying pass over a chain of k would yield (`losses.expected_accept_length`), without tokens
+      behind the response; `starts`, their number.
     """
     if config.fused and training.hidden_weight:
         raise ValueError("hidden_weight: eagle3's outputs are not compared with hidden states; set it to 0")
@@ -156,6 +156,6 @@ jitted_train_step = jax.jit(
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state of the first update. The params are copied, and stay valid: updates consume their state."""
+    """Returns the state before the first update. `params` is copied, since updates consume their state."""
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))

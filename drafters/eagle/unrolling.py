@@ -8,8 +8,8 @@ and the pair sees what it would see while drafting:
     keys of steps 1 .. j at s itself      (its own outputs: a diagonal band, one key a step)
 
 Everything is indexed by the start s, so step 0 is ordinary causal attention over packed rows, and a step
-costs one more key, not one more row. Step j's output stands against the policy at position s + j + 1: same
-distribution, and for EAGLE and HASS the same hidden state.
+costs one more key, not one more row. Step j's output is compared with the policy at position s + j + 1: its
+distribution, and for EAGLE and HASS its hidden state.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from rljax.numerics.attention import MASKED, scale_queries
 from rljax.numerics.rows import Numerics, row_max
 
 _QUERY_BLOCK = 256
-"""Starts whose scores exist at once in an unrolled step."""
+"""Number of starts whose attention scores are in memory at once in an unrolled step."""
 
 
 @flax.struct.dataclass
 class HeadBatch:
-    """R packed rows of T tokens with the policy's states.
+    """R packed rows of T tokens with the policy's features.
 
     Attributes:
       tokens: int32 [R, T].
       positions: int32 [R, T], from 0 in every segment.
       segment_ids: int32 [R, T], from 1 in every row; 0 is padding.
-      response_mask: bool [R, T], the token *behind* this one is a response token (as in `PackedBatch`).
-      states: [R, T, S, d], see `model.py`.
+      response_mask: bool [R, T], the *next* token is a response token (as in `PackedBatch`).
+      states: [R, T, S, d], the features, see `model.py`.
     """
 
     tokens: Array
@@ -50,19 +50,19 @@ class HeadBatch:
 
 
 def shifted(x: Array, distance: int) -> Array:
-    """x [R, T, ...] moved forward: what stands `distance` later in the row, zeros behind its end."""
+    """Returns x [R, T, ...] shifted left by `distance` positions, with zeros behind the end of the row."""
     rest = [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, distance:], [(0, 0), (0, min(distance, x.shape[1])), *rest])
 
 
 @dataclasses.dataclass(frozen=True)
 class _BandAttention:
-    """Attention of an unrolled step: step 0's pairs up to the start, and the own outputs since.
+    """Attention of an unrolled step: step 0's pairs up to the start, and the start's own outputs since then.
 
     Attributes:
       segment_ids: int32 [R, T].
-      steps: keys and values [R, T, Hk, D] of every step before, the first causal, the others seen by their
-        own start only.
+      steps: keys and values [R, T, Hk, D] of every step before; the first is causal, the others are visible
+        to their own start only.
       numerics: see `Numerics`.
     """
 
@@ -119,7 +119,7 @@ def unroll(
     numerics: Numerics,
     steps: int,
 ) -> list[Array]:
-    """The head's outputs at every start and step.
+    """Returns the head's outputs at every start and step.
 
     Args:
       params: the head's.
@@ -131,8 +131,8 @@ def unroll(
       steps: k.
 
     Returns:
-      [R, T, d] a step; entry [r, s] of step j is of pair s + j, and means nothing where token s + j + 1 is
-      not in the segment of s.
+      [R, T, d] for each step. Entry [r, s] of step j belongs to pair s + j; it is undefined where token
+      s + j + 1 is not in the segment of s.
     """
     kept: list[tuple[Array, Array]] = []
     outputs: list[Array] = []
