@@ -79,8 +79,8 @@ class SmallModelDrafter:
             same = Tokenizer.load(self.path).same_tokens(tokenizer)
         if not same or size < used:
             raise ConfigError(
-                f"speculation.args.path: {self.path} has vocab_size {size} where the policy has {policy_size}, and"
-                f" not the policy's {used} tokens; use a model of the same family"
+                f"speculation.args.path: {self.path} has vocab_size {size} where the policy has"
+                f" {policy_size}, and not the policy's {used} tokens; use a model of the same family"
             )
         self.config = dataclasses.replace(self.config, vocab_size=min(size, policy_size))
 

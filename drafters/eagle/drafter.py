@@ -195,7 +195,7 @@ class EagleDrafter:
         self._begin_collecting(requests)
 
     def observe(self, sampled: Sampled) -> None:
-        """Adds the tokens that were kept, and trains on complete responses; `advance` brought the features."""
+        """Adds the tokens that were kept, and complete responses to the buffer."""
         for row, request in enumerate(sampled.requests.tolist()):
             if request not in self._tokens:
                 continue

@@ -78,7 +78,7 @@ class HeadSlots:
         self._visits.clear()
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
-        """Returns the state after the prompts' pairs: each token but the first, with the features before it."""
+        """Returns the state after the prompts' pairs: every token but the first, with the features before."""
         rows, length = prefix.states.shape[:2]
         tokens, counts = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):

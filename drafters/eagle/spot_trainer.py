@@ -171,7 +171,7 @@ class HeadTrainer:
         self._buffer.reserve(size)
 
     def warm_up(self, shared: Params) -> float:
-        """Compiles the update, and returns its seconds, measured on an empty batch and a copy of the state."""
+        """Compiles the update; returns its seconds, measured on an empty batch and a copy of the state."""
         program = self._compiled(shared)
         state = jax.tree.map(jnp.copy, self._state)
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._batch_shape())
