@@ -162,8 +162,8 @@ class QuantizedPolicy:
         self.read_bytes = 0
 
     def refresh(self, params: Params) -> Params:
-        """The drafter's weights for a policy `params` as the engine has it. Consumes those of the refresh
-        before.
+        """Returns the drafter's weights for the policy `params`, which are in the engine's form. Consumes the
+        weights of the previous refresh.
         """
         projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
         if not self._layers:  # both programs are compiled before the clock starts
@@ -184,7 +184,7 @@ class QuantizedPolicy:
         return self.params
 
     def release(self) -> None:
-        """Keeps no weights of the policy alive; the next refresh needs no more memory than the last."""
+        """Drops the references to the policy's weights, and keeps the memory for the next refresh."""
         self.params = None
 
 
@@ -205,10 +205,10 @@ class QuantizedArguments(Arguments):
 
 
 class QuantizedDrafter:
-    """The policy drafts for itself (EfficientRollout): nothing to train, and it follows every update.
+    """The policy drafts for itself (EfficientRollout): no training, and it follows every update.
 
     Args:
-      arguments: see there.
+      arguments: see `QuantizedArguments`.
     """
 
     def __init__(self, arguments: QuantizedArguments) -> None:
@@ -222,7 +222,7 @@ class QuantizedDrafter:
         self._policy = QuantizedPolicy(self.format, self._quantizer, engine.numerics.kernels)
 
     def draft_params(self) -> Params:
-        """Quantized when they are first asked for: a rollout that does not draft with them pays nothing."""
+        """Returns the weights, quantized at the first call: a rollout without such drafts pays nothing."""
         return self._policy.refresh(self._source) if self._policy.params is None else self._policy.params
 
     @property
@@ -235,22 +235,22 @@ class QuantizedDrafter:
             self._source = params
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
-        """Nothing is known of requests but what the engine has of them."""
+        """Does nothing: the engine keeps everything about the requests."""
 
     def observe(self, sampled: Sampled) -> None:
-        """Nothing to learn from it."""
+        """Does nothing: the drafts do not depend on it."""
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn from them: the next policy is the next drafter."""
+        """Does nothing: the next policy is the next drafter."""
 
     def state(self) -> dict[str, np.ndarray]:
         return {}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """The state of another drafter: none of it is of use."""
+        """Does nothing: the drafter has no state."""
 
     def metrics(self) -> dict[str, float]:
-        """`refresh_seconds` of the policy quantized last, and the `draft_bytes` that it takes beside it."""
+        """Returns `refresh_seconds` of the last refresh, and `draft_bytes`, the size of the rounded weights."""
         return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
 
 

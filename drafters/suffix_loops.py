@@ -11,7 +11,7 @@ Layout, made for few cache misses:
 * further edges are rows of four int32 in one open-addressing hash table over (source, token), and those of
   one state are a list linked by tokens, which survives rehashing.
 
-`TOP` leads past states that are never asked for. Contexts are cut to `max_match` tokens, so only strings of
+`TOP` leads past states that are never queried. Contexts are cut to `max_match` tokens, so only strings of
 at most `max_match` + 1 tokens are counted: states whose suffix link is at most `max_match` long. `TOP` is the
 first such one along the links; if clones were put above it since, the way goes on from there.
 """
@@ -144,7 +144,7 @@ def check_batch(sequences, tokens, counts, kinds, num_sequences, kind):
 
 @compiled
 def top(nodes, state, max_match):
-    """The first state from here along the suffix links whose count is kept."""
+    """Returns the first state along the suffix links, from this one on, with a count that is kept."""
     state = nodes[state, TOP]
     while True:
         link = nodes[state, LINK]
@@ -180,10 +180,10 @@ def add_root(nodes, weights, header):
 
 @compiled
 def _append(nodes, weights, table, header, max_match, last, token):
-    """State of the sequence at `last` with one token more; -1 - (edges needed) if there is no room for it.
+    """Appends a token to the sequence at state `last`; returns its state, or -1 - (edges needed) if full.
 
-    As a sequence begins with the marker, nothing can stand before it: it is the longest string of its state,
-    and where the edge exists already, so is the longer sequence. Only suffixes are ever cloned.
+    A sequence begins with the marker, so no string extends it to the left: it is the longest string of its
+    state, and where the edge exists already, so is the longer sequence. Only suffixes are cloned.
     """
     target = find_edge(nodes, table, last, token)
     if target >= 0:
@@ -244,10 +244,10 @@ def _append(nodes, weights, table, header, max_match, last, token):
 
 @compiled
 def _count(nodes, weights, max_match, states, added, pending):
-    """One occurrence more of the strings of the first `pending` states and of all their suffixes.
+    """Counts one more occurrence of the strings of the first `pending` states and of all their suffixes.
 
-    The walks go on side by side, so that their cache misses overlap, which insertion spends its time on.
-    Counting late is sound: a split in between copies what is counted, and the walks then pass the new state.
+    The walks run side by side, so that their cache misses, which dominate insertion, overlap. Counting late
+    is correct: a split in between copies the present count, and the walks then pass the new state.
     """
     for i in range(pending):
         states[i] = top(nodes, states[i], max_match)
@@ -280,9 +280,9 @@ def start(nodes, weights, roots, sequence_weights, sequences, states, lengths):
 def extend(
     nodes, weights, table, header, max_match, sequences, tokens, counts, states, lengths, own, row, column
 ):
-    """Appends tokens[row:, column:] and on; returns where it stopped for want of room, and the edges needed.
+    """Appends tokens from [row, column] on; returns where the room ended, and the number of edges needed.
 
-    States [S], lengths [S] and own weights [S] belong to all sequences of the forest.
+    states, lengths and weights are [S], for all sequences of the forest.
     """
     reached, added = np.empty(_SIDE_BY_SIDE, np.int64), np.empty(_SIDE_BY_SIDE, np.float32)
     pending = 0
@@ -317,7 +317,7 @@ def extend(
 
 @compiled
 def settle(nodes, state, length):
-    """The state that holds the string of this length now: clones since may have taken it over."""
+    """Returns the state that holds the string of this length now: it may have moved to a clone."""
     while True:
         link = nodes[state, LINK]
         if link < 0 or nodes[link, LENGTH] < length:
@@ -327,7 +327,7 @@ def settle(nodes, state, length):
 
 @compiled
 def advance(nodes, table, sequences, tokens, counts, states, lengths):
-    """Moves (state, length) of contexts that are not in the forest to their longest suffix that is."""
+    """Moves the state and length of followed contexts by tokens, to their longest suffix in the forest."""
     for row in range(sequences.shape[0]):
         length = np.int64(lengths[sequences[row]])
         state = settle(nodes, np.int64(states[sequences[row]]), length)
@@ -345,10 +345,10 @@ def advance(nodes, table, sequences, tokens, counts, states, lengths):
 
 @compiled
 def context(nodes, state, length, limit):
-    """State and length of the longest suffix of at most `limit` tokens that something has followed.
+    """Returns state and length of the longest suffix of at most `limit` tokens with a continuation.
 
-    The string of this length belongs to the state, so the links, whose lengths lie elsewhere in memory, need
-    only be looked at where it is too long or where nothing follows.
+    The string of this length belongs to the state, so the links, whose lengths are elsewhere in memory, are
+    read only where it is too long or has no continuation.
     """
     while length > limit or nodes[state, TOKEN] == NONE:
         link = nodes[state, LINK]

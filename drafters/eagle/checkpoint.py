@@ -1,8 +1,8 @@
-"""Heads out and in, in the layout that SGLang's and vLLM's EAGLE and EAGLE-3 loaders read.
+"""Writes and reads heads, in the layout of SGLang's and vLLM's EAGLE and EAGLE-3 loaders.
 
-A directory with `config.json` and `model.safetensors`. Only what is trained is stored: both engines take
+A directory with `config.json` and `model.safetensors`. Only trained weights are stored: both engines take
 embeddings and LM head from the policy (`tie_word_embeddings` as in the policy; EAGLE-3's `draft_vocab_size`
-null means the policy's whole vocabulary). What the two disagree about:
+null means the policy's whole vocabulary). The two engines differ in:
 
 - the architecture of EAGLE: SGLang wants `LlamaForCausalLMEagle`; vLLM puts "Eagle" in front of
   `LlamaForCausalLM` itself. Both read EAGLE-3 as `LlamaForCausalLMEagle3`.
@@ -59,7 +59,7 @@ _CONFIG_KEYS = {
 
 
 def _tensor_names(config: HeadConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Tensor name -> (place in the params pytree, shape)."""
+    """Returns by tensor name its path in the params pytree and its shape."""
     shapes = head_shapes(config)
     prefix = "midlayer" if config.fused else "layers.0"
     names = {"fc.weight": (("fc",), shapes["fc"])}
@@ -171,7 +171,7 @@ def _at(params: Params, path: tuple[str, ...]) -> Any:
 
 
 def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
-    """A head and its float32 weights, from `save_head` or from elsewhere in the same layout.
+    """Loads a head and its float32 weights, written by `save_head` or by others in the same layout.
 
     An EAGLE head is loaded as `eagle`; to train it as HASS, replace `variant`.
 
@@ -223,7 +223,7 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
 def _head_config(
     file: Path, content: dict[str, Any], tensors: dict[str, np.ndarray], policy: ModelConfig
 ) -> HeadConfig:
-    """Which head it is: EAGLE-3's layer is called `midlayer`."""
+    """Returns the shape of the stored head; the layer of an EAGLE-3 head is named `midlayer`."""
     if not any(name.startswith("midlayer.") for name in tensors):
         return HeadConfig("eagle", policy)
     if content.get("eagle_aux_hidden_state_layer_ids"):

@@ -1,8 +1,8 @@
-"""How much of what a head drafts would be accepted, on rollouts it has not seen (TLT, Table 6, Figure 16).
+"""The acceptance of a head's drafts on held-out rollouts (TLT, Table 6, Figure 16).
 
-Computed from states, without decoding: at every start in a response the head drafts `depth` tokens deep along
-what was really sampled, fed with its own outputs as in drafting, and each of its distributions q is compared
-with the policy's p: sum_v min(p, q) is the chance that the token is accepted, if those before it were.
+Computed from features, without decoding: at every start in a response the head drafts `depth` tokens deep
+along the sampled tokens, from its own outputs as in drafting. Each of its distributions q is compared with
+the policy's p: sum_v min(p, q) is the probability that the token is accepted, if those before it were.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from rljax.numerics.rows import Numerics
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What a chain of drafts is worth.
+    """The acceptance of chains of drafts.
 
     Attributes:
       accept_length: tokens that a verifying pass yields on average, the policy's own included.
@@ -91,6 +91,6 @@ def evaluate_head(
 
 
 def describe(acceptance: Acceptance) -> str:
-    """One line for the user."""
+    """Returns one line for the user."""
     positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
     return f"accept length {acceptance.accept_length:.2f}, acceptance by position {positions}"

@@ -1,12 +1,12 @@
-"""What a head learns from: losses between the policy's distribution p and the head's q, position by position.
+"""The losses of heads, between the policy's distribution p and the head's q, position by position.
 
     EAGLE, HASS   smooth L1 of the hidden states + 0.1 cross entropy (EAGLE, section 3.2)
     EAGLE-3       cross entropy (EAGLE-3, section 3.1)
     OSD           reverse KL (Liu et al., 2023, "Online Speculative Decoding", arXiv 2310.07177; TLT, 6.6)
     LK            -log of the acceptance rate (Samarin et al., 2026, "LK Losses", arXiv 2602.23881)
 
-Every function takes log-probabilities float32 [..., V] of p and q and returns one number a position,
-float32 [...]; the caller masks and averages.
+Every function takes log-probabilities float32 [..., V] of p and q and returns one number for each
+position, float32 [...]; the caller masks and averages.
 """
 
 import jax.numpy as jnp
@@ -52,12 +52,13 @@ def lk(p: Array, q: Array) -> Array:
 
 
 def expected_accept_length(acceptances: Array) -> Array:
-    """Tokens a verifying pass yields from a chain, the one that the policy samples itself included:
+    """Returns the tokens that a verifying pass over a chain yields, with the policy's own last token:
 
         1 + sum_j prod_{i <= j} a[i]
 
     Args:
-      acceptances: float32 [k, ...], of the token at each depth given that all before it were accepted.
+      acceptances: float32 [k, ...], acceptance of the token at each depth, given that all before it were
+        accepted.
 
     Returns:
       float32 [...].

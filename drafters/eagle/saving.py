@@ -1,6 +1,6 @@
 """Checkpoints of a head while it is trained: TLT's selective asynchronous checkpointing (section 4.2).
 
-*Selective*: only what is trained is written, not the policy's embeddings and LM head. *Asynchronous*:
+*Selective*: only the trained weights are written, not the policy's embeddings and LM head. *Asynchronous*:
 training goes on as soon as the weights have been copied to the host; a thread writes them. A head that was
 stopped at any moment loses what was learned since the last save, and nothing else.
 
@@ -44,8 +44,8 @@ class AsyncHeadSaver:
         self._failure: CheckpointError | None = None
 
     def save(self, step: int, params: Params) -> None:
-        """Starts writing, and returns when the weights are copied to the host: the caller may change or
-        donate them. One save runs at a time: the call first waits for the last one.
+        """Starts writing, and returns when the weights are copied to the host, so that the caller may change
+        or donate them. One save runs at a time: the call first waits for the last one.
 
         Raises:
           CheckpointError: the last save could not be written, and nobody was told.
@@ -65,7 +65,7 @@ class AsyncHeadSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; a CheckpointError when it failed."""
+        """Waits until the last save is on disk; raises a CheckpointError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -74,8 +74,7 @@ class AsyncHeadSaver:
             raise failure
 
     def latest(self) -> tuple[int, Params] | None:
-        """The newest complete save, NumPy arrays and its step; None when there is none. Waits for the save
-        under way.
+        """Returns the newest complete save, NumPy arrays and its step, or None. Waits for the save under way.
 
         Raises:
           CheckpointError: the last save failed, or a file is damaged.
