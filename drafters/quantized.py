@@ -250,7 +250,7 @@ class QuantizedDrafter:
         """Does nothing: the drafter has no state."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns `refresh_seconds` of the last refresh, and `draft_bytes`, the size of the rounded weights."""
+        """Returns `refresh_seconds` of the last refresh, and `draft_bytes`, the rounded weights in bytes."""
         return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
 
 
