@@ -28,35 +28,13 @@ from flax import struct
 from jax import Array, lax
 
 from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
-from rljax.engine.draft_tree import DraftTree, most_nodes
+from rljax.engine.draft_tree import DraftStrategy, DraftTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
 from rljax.numerics.attention import MASKED, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftStrategy:
-    """The shape of a draft tree; static in a compiled program.
-
-    Attributes:
-      depth: levels, the tokens that can be accepted at most (TLT's Draft_Depth).
-      top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
-      nodes: draft nodes that are returned, N (TLT's Tokens_to_Verify, without the slot's last token).
-    """
-
-    depth: int
-    top_k: int
-    nodes: int
-
-    def __post_init__(self):
-        if self.depth < 1 or self.top_k < 1:
-            raise ValueError(f"depth and top_k must be at least 1, got {self}")
-        most = most_nodes(self.depth, self.top_k)
-        if not 1 <= self.nodes <= most:
-            raise ValueError(f"nodes: a tree of depth {self.depth} and top_k {self.top_k} has 1 to {most}")
 
 
 @struct.dataclass

@@ -7,6 +7,8 @@ Trees differ in size, and slots may have none: a pass computes only the nodes th
 all slots one behind the other.
 """
 
+import dataclasses
+
 import numpy as np
 from flax import struct
 from jax import Array
@@ -23,6 +25,31 @@ def most_nodes(depth: int, top_k: int) -> int:
     (EAGLE-2).
     """
     return min(top_k + (depth - 1) * top_k**2, MAX_NODES - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftStrategy:
+    """The shape of a draft tree; static in a compiled program.
+
+    Attributes:
+      depth: levels of the tree, the most tokens that can be accepted (TLT's Draft_Depth).
+      top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
+      nodes: draft nodes of a slot, N (TLT's Tokens_to_Verify, without the slot's last token).
+
+    Raises:
+      ValueError: a number below 1, or more nodes than a tree of this depth and width has.
+    """
+
+    depth: int
+    top_k: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.top_k < 1:
+            raise ValueError(f"depth and top_k must be at least 1, got {self}")
+        most = most_nodes(self.depth, self.top_k)
+        if not 1 <= self.nodes <= most:
+            raise ValueError(f"nodes: a tree of depth {self.depth} and top_k {self.top_k} has 1 to {most}")
 
 
 @struct.dataclass

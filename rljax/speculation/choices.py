@@ -1,110 +1,138 @@
-"""What a manager decides before every step, and what the speculator expects of it."""
+"""What a manager decides before a pass (`Choice`), and what it hears afterwards (`PassRecord`)."""
 
 import dataclasses
-import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
-from rljax.engine.buckets import Buckets
-from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
-from rljax.speculation.pass_choice import Candidates, PassTimes, candidates, plain_rate
-from rljax.speculation.proposers import ActiveSlots, Proposal, Proposer
-from rljax.speculation.strategies import Arm, Strategy
+from rljax.engine.draft_tree import DraftTree
+from rljax.engine.visits import DecodeResult
+from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.proposals import Proposal
+from rljax.speculation.strategies import Arm
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the next step does.
+    """The manager's decision about the next step. Made by `plain` or `verify`.
 
     Attributes:
-      proposal: whose drafts are verified; None for a plain step.
-      found: its nodes as candidates.
-      rows: of the pass; 0 for a plain step.
-      reason: why, for the log.
-      expected: tokens per second that it promises, drafting included; 0 where nothing is promised.
-      plain: that plain decoding promises.
-      arm: of the bandit.
-      seconds: that drafting took on the device, whether it is used or not.
+      proposal: the drafts to verify; None for a plain step.
+      candidates: the proposal's nodes that may be verified; None for a plain step.
+      rows: rows of the pass; 0 for a plain step.
+      reason: a sentence for the log.
+      expected_rate: tokens per second that this choice promises, drafting included; 0 where nothing is known.
+      plain_rate: tokens per second that plain decoding promises; 0 where nothing is known.
+      arm: the arm of the bandit; None for its plain step, and for other managers.
+      draft_seconds: time that drafting took, whether the drafts are verified or not.
     """
 
     proposal: Proposal | None
-    found: Candidates | None
+    candidates: Candidates | None
     rows: int
     reason: str
-    expected: float
-    plain: float
+    expected_rate: float
+    plain_rate: float
     arm: Arm = None
-    seconds: float = 0.0
+    draft_seconds: float = 0.0
 
+    @classmethod
+    def plain(
+        cls,
+        reason: str,
+        plain_rate: float,
+        *,
+        expected_rate: float | None = None,
+        arm: Arm = None,
+        draft_seconds: float = 0.0,
+    ) -> Self:
+        """A plain step. It promises `plain_rate`, unless the manager expects something else of its arm."""
+        expected = plain_rate if expected_rate is None else expected_rate
+        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds)
 
-class Manager(Protocol):
-    """Decides what the next step does."""
-
-    def begin(self, training: bool, step: int) -> None:
-        """A rollout begins, with weights that may have moved.
-
-        Args:
-          training: False where it is none of training, so that what is accepted in it says nothing of that.
-          step: of training; with dynamic sampling a step may have several rollouts.
-        """
-
-    def choose(
-        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
-    ) -> tuple[DecodeState, Choice]:
-        """Drafts where that pays. Consumes `state`."""
-
-    def record(self, choice: Choice, batch: int, responses: int, tokens: int, seconds: float) -> None:
-        """What came of a choice in a state of `batch`: tokens, and its passes' time, for which so many
-        responses decoded or waited.
-        """
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
-
-    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes up its own part of what `state` returned, and returns the rest."""
-
-
-def plain_promise(times: PassTimes, state: DecodeState, active: ActiveSlots) -> float:
-    """Wanted tokens per second of plain steps of a state, also of slots that this pass leaves out."""
-    return plain_rate(int(active.wanted.sum()) + active.standing_by, times, state.batch, state.cache.length)
+    @classmethod
+    def verify(
+        cls,
+        proposal: Proposal,
+        candidates: Candidates,
+        rows: int,
+        reason: str,
+        *,
+        expected_rate: float,
+        plain_rate: float,
+        arm: Arm = None,
+        draft_seconds: float = 0.0,
+    ) -> Self:
+        """A pass of `rows` rows over the likeliest candidates of a proposal."""
+        return cls(proposal, candidates, rows, reason, expected_rate, plain_rate, arm, draft_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafted:
-    """What came of drafting by a strategy.
+class VerifiedNodes:
+    """The fate of the draft nodes of n slots in a pass: bool [n, N] each.
 
     Attributes:
-      proposal: the drafts.
-      found: those that the strategy verifies, as candidates.
-      rows: of the smallest pass that has room for them, or of the largest; 0 if there is nothing to verify.
-      seconds: that drafting took, on the host or on the device.
+      verified: nodes that the pass computed.
+      accepted: those of them that a token of the response came from.
+      correct: those of them that were sampled. One more than accepted where a response ends: its last token
+        is counted as the pass's own, yet the node that foretold it was right.
     """
 
-    proposal: Proposal
-    found: Candidates
-    rows: int
+    verified: np.ndarray
+    accepted: np.ndarray
+    correct: np.ndarray
+
+    @classmethod
+    def from_result(cls, result: DecodeResult, tree: DraftTree, slots: np.ndarray) -> Self:
+        """Reads them off a pass over `tree`, for `slots`, int32 [n]."""
+        path = result.path[slots]  # [n, N + 1], nodes along the accepted path; node 0 is the last token
+        counts = (result.tokens[slots] >= 0).sum(axis=1, keepdims=True)
+        accepted = _on_path(path, np.arange(1, tree.nodes + 2) <= counts)
+        return cls(tree.valid[slots], accepted, _on_path(path, path >= 0))
+
+    def by_depth(self, levels: np.ndarray) -> tuple[list[int], list[int]]:
+        """Numbers of verified and of accepted nodes, by depth from 1 on. Levels as `Proposal.levels`."""
+        levels = levels[:, : self.verified.shape[1]]
+        verified, accepted = np.bincount(levels[self.verified]), np.bincount(levels[self.accepted])
+        return verified.tolist()[1:], accepted.tolist()[1:]
+
+
+def _on_path(path: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Draft nodes in the selected columns of paths: bool [n, N]; both arguments are [n, N + 1]."""
+    nodes = np.zeros(path.shape, bool)
+    np.put_along_axis(nodes, np.where(columns, path, 0), True, axis=1)
+    return nodes[:, 1:]  # node 0 is the last token, not a draft
+
+
+@dataclasses.dataclass(frozen=True)
+class PassRecord:
+    """What came of a choice: one verifying pass, or a few plain steps in a row.
+
+    Attributes:
+      choice: the choice that was carried out.
+      batch: slots of the decode state.
+      responses: responses that decoded.
+      tokens: tokens that they got.
+      seconds: time of the forward passes, without drafting.
+      standing_by: further responses that waited for a verifying pass over half of the slots.
+      requests: int32 [n], the request in each row of `nodes`; None for plain steps.
+      nodes: the fate of the drafts; None for plain steps.
+      verified_by_depth, accepted_by_depth: numbers of draft nodes, by depth from 1 on.
+    """
+
+    choice: Choice
+    batch: int
+    responses: int
+    tokens: int
     seconds: float
+    standing_by: int = 0
+    requests: np.ndarray | None = None
+    nodes: VerifiedNodes | None = None
+    verified_by_depth: Sequence[int] = ()
+    accepted_by_depth: Sequence[int] = ()
 
-
-def draft(
-    proposer: Proposer,
-    strategy: Strategy,
-    state: DecodeState,
-    active: ActiveSlots,
-    statistics: DecodeStatistics,
-    buckets: Buckets,
-) -> tuple[DecodeState, Drafted]:
-    """Drafts by a strategy, whatever that promises. Consumes `state`."""
-    start = time.perf_counter()
-    state, proposal = proposer.propose(state, active, statistics, strategy)
-    usable = proposal.within(strategy)
-    found = candidates(usable, proposal.probability, active.wanted, active.standing_by)
-    rows = 0
-    if usable.any():
-        wanted = len(active.slots) + int(usable.sum())
-        sizes = [rows for rows, _ in buckets.passes(state.batch)]
-        rows = next((rows for rows in sizes if rows >= wanted), sizes[-1])
-    return state, Drafted(proposal, found, rows, time.perf_counter() - start)
+    @property
+    def waiting(self) -> int:
+        """Responses that the passes held up: those that decoded, and those standing by."""
+        return self.responses + self.standing_by

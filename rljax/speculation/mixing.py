@@ -1,7 +1,7 @@
-"""Several proposals as one tree (`drafters/mixed.py`), and back: who is credited with what was accepted.
+"""Several proposals as one tree (`drafters/mixed.py`), and back: credit for each drafter's own nodes.
 
-Mixer           mixes what was proposed anyway (`Expected` of the manager)
-MixedProposer   several drafters as one that strategies can name (`Bandit`)
+    Mixer           mixes proposals that were made anyway (`ExpectedManager`)
+    MixedProposer   presents several drafters as one that strategies can name (`BanditManager`)
 """
 
 import dataclasses
@@ -13,16 +13,17 @@ from drafters.base import Drafts
 from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
 from rljax.engine.state import DecodeState
 from rljax.rollout.records import DecodeStatistics
-from rljax.speculation.proposers import ActiveSlots, HostProposer, Proposal, Proposer
+from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 from rljax.speculation.strategies import MIXED, Strategy
 
 
 class Mixer:
-    """Mixes proposals, and learns what it is worth that drafters agree.
+    """Mixes proposals, and learns how much likelier a node is that several drafters propose.
 
     Args:
-      proposers: who may draft.
-      nodes: of a slot, at most.
+      proposers: the drafters.
+      nodes: nodes of a mixed tree at most.
     """
 
     def __init__(self, proposers: Sequence[Proposer], nodes: int) -> None:
@@ -31,11 +32,11 @@ class Mixer:
         self._nodes = nodes
 
     def forget(self) -> None:
-        """Old counts weigh less."""
+        """Halves the weight of earlier counts."""
         self._agreement.forget()
 
     def mix(self, proposals: Sequence[Proposal], slots: int) -> "MixedProposal":
-        """One tree of several for the same slots."""
+        """One tree from several proposals for the same slots."""
         by_number = {self._numbers[id(proposal.proposer)]: proposal for proposal in proposals}
         nothing = _empty(slots, self._nodes)
         drafts, probabilities = [], []
@@ -63,11 +64,11 @@ class Mixer:
         )
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
+        """Checkpoint content."""
         return self._agreement.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes up its own part of what `state` returned, and returns the rest."""
+        """Restores the part of `state` that is the mixer's, and returns the rest."""
         self._agreement.load_state(state)
         return {name: array for name, array in state.items() if not name.startswith("agreement_")}
 
@@ -77,9 +78,9 @@ class MixedProposal(Proposal):
     """A tree of several drafters.
 
     Attributes:
-      mixture: where each node is from.
-      parts: the proposals that it is mixed from, by the number of their drafter.
-      agreement: learns from what becomes of it.
+      mixture: the drafters that each node comes from.
+      parts: the mixed proposals, by the number of their drafter.
+      agreement: learns from the fate of the nodes.
     """
 
     mixture: Mixture
@@ -91,20 +92,22 @@ class MixedProposal(Proposal):
         return " and ".join(part.name for part in self.parts.values())
 
     def within(self, strategy: Strategy) -> np.ndarray:
-        """The strategy's depth and width are those of the parts."""
+        """Only cut to the strategy's nodes: its depth and width are those of the parts."""
         return self.usable & (np.cumsum(self.usable, axis=1) <= strategy.nodes)
 
-    def credit(self, verified: np.ndarray, accepted: np.ndarray) -> None:
+    def credit(self, verified: np.ndarray, correct: np.ndarray) -> None:
         width = self.tokens.shape[1]
-        verified, accepted = _widen(verified, width), _widen(accepted, width)
-        behind = np.take_along_axis(accepted, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
-        self.agreement.observe(self.mixture, verified & behind, accepted)
+        verified, correct = _widen(verified, width), _widen(correct, width)
+        # Agreement is judged where the parent was right.
+        parent_correct = np.take_along_axis(correct, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
+        self.agreement.observe(self.mixture, verified & parent_correct, correct)
+        # Each part is credited for its own nodes, at their places in the mixture.
         for number, part in self.parts.items():
             places = self.mixture.places[number]  # [n, N]
             kept = places >= 0
-            own_verified = kept & np.take_along_axis(verified, np.maximum(places, 0), axis=1)
-            own_accepted = own_verified & np.take_along_axis(accepted, np.maximum(places, 0), axis=1)
-            part.credit(own_verified, own_accepted)
+            part_verified = kept & np.take_along_axis(verified, np.maximum(places, 0), axis=1)
+            part_correct = part_verified & np.take_along_axis(correct, np.maximum(places, 0), axis=1)
+            part.credit(part_verified, part_correct)
 
     def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         width = self.tokens.shape[1]
@@ -113,14 +116,14 @@ class MixedProposal(Proposal):
 
 
 class MixedProposer:
-    """Several drafters as one: all of them draft, and one tree comes of it.
+    """Presents several drafters as one proposer: all of them draft, and their trees are mixed.
 
     Args:
-      parts: whose trees.
-      mixer: made for these and maybe others.
+      parts: the proposers of the drafters.
+      mixer: made for these proposers, and maybe further ones.
 
     Attributes:
-      name: the drafters', as strategies name them.
+      name: the drafters' names, as in strategies.
     """
 
     def __init__(self, parts: Sequence[Proposer], mixer: Mixer) -> None:
@@ -128,12 +131,12 @@ class MixedProposer:
         self._parts, self._mixer = tuple(parts), mixer
 
     def default_strategies(self, room: int) -> list[Strategy]:
-        """With every tree that a part can draft on the device, as many nodes as there is room for."""
+        """For every tree that a part can draft on the device, as many nodes as there is room for."""
         drafting = filter(_on_device, self._parts)
         shapes = sorted(
-            {(each.depth, each.top_k) for part in drafting for each in part.default_strategies(room)}
+            {(tree.depth, tree.top_k) for part in drafting for tree in part.default_strategies(room)}
         )
-        return [Strategy(self.name, depth, top_k, room) for depth, top_k in shapes]
+        return [Strategy(depth, top_k, room, self.name) for depth, top_k in shapes]
 
     def propose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics, strategy: Strategy
@@ -147,17 +150,17 @@ class MixedProposer:
 
 
 def proposer_of(strategy: Strategy, proposers: Sequence[Proposer], mixer: Mixer) -> Proposer | MixedProposer:
-    """Who drafts as a strategy says: one of `proposers`, or several."""
+    """The proposer that a strategy names: one of `proposers`, or several as one."""
     by_name = {proposer.name: proposer for proposer in proposers}
     parts = [by_name[name] for name in strategy.drafters]
     return parts[0] if len(parts) == 1 else MixedProposer(parts, mixer)
 
 
 def pairs(proposers: Sequence[Proposer], mixer: Mixer) -> list[MixedProposer]:
-    """The first drafter on the host with each that drafts on the device: these fail in different places."""
-    host = next((each for each in proposers if not _on_device(each)), None)
-    others = [each for each in proposers if _on_device(each)]
-    return [] if host is None else [MixedProposer((host, each), mixer) for each in others]
+    """The first drafter on the host with each one on the device: these fail in different places."""
+    host = next((proposer for proposer in proposers if not _on_device(proposer)), None)
+    others = [proposer for proposer in proposers if _on_device(proposer)]
+    return [] if host is None else [MixedProposer((host, other), mixer) for other in others]
 
 
 def _on_device(proposer: Proposer) -> bool:
@@ -165,10 +168,11 @@ def _on_device(proposer: Proposer) -> bool:
 
 
 def _empty(slots: int, nodes: int) -> Proposal:
+    """A proposal without nodes."""
     zeros = np.zeros((slots, nodes), np.int32)
     return Proposal(None, zeros, zeros - 1, zeros > 0, np.zeros((slots, nodes)), zeros, 0.0)
 
 
 def _widen(nodes: np.ndarray, width: int) -> np.ndarray:
-    """bool [n, N] -> bool [n, width]."""
+    """Pads nodes with False: bool [n, V] -> bool [n, width]."""
     return np.pad(nodes, [(0, 0), (0, width - nodes.shape[1])])

@@ -1,14 +1,14 @@
-"""Strategies of speculation, and which of them come into question at which batch size.
+"""Strategies of speculation, and the arms that a bandit has at each batch size.
 
-TLT (section 5.1 and the first lines of Algorithm 1): strategies are grouped by how many tokens they verify,
-and the groups are mapped to batch sizes: the larger the batch, the fewer tokens. What is ours:
+TLT (section 5.1 and the first lines of Algorithm 1) groups strategies by the number of tokens that they
+verify, and maps the groups to batch sizes: the larger the batch, the fewer tokens. Differences:
 
-- the batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
-  passes bound what a batch may verify;
-- neighbouring groups come into question, too, so that there is something to choose from: with one group a
-  bucket and one strategy a group, as TLT's code has it, a bandit never explores;
-- each drafter's strategies are mapped for themselves, so that every drafter has a say at every batch size;
-- the plain step, without drafts, comes into question everywhere.
+- The batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
+  passes bound what a batch may verify.
+- Neighbouring groups are arms, too. With one group a bucket and one strategy a group, as in TLT's code, a
+  bandit never explores.
+- Each drafter's strategies are mapped separately, so that every drafter has an arm at every batch size.
+- The plain step is an arm everywhere.
 """
 
 import collections
@@ -18,33 +18,33 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import MAX_NODES, most_nodes
+from rljax.engine.draft_tree import MAX_NODES, DraftStrategy, most_nodes
 from rljax.errors import ConfigError, known_names
 
 MIXED = "+"
-"""Between the names of drafters whose trees are mixed."""
+"""Stands between the names of drafters whose trees are mixed."""
+
+_NUMBERS = ("depth", "top_k", "nodes")
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Strategy:
-    """Who drafts, and how much is drafted and verified.
+@dataclasses.dataclass(frozen=True)
+class Strategy(DraftStrategy):
+    """The trees that a drafter drafts, and how many of their nodes are verified.
+
+    Of a mixture, depth and top_k are for the drafters on the device, and nodes is for the mixture: it may be
+    more than a tree of that depth and width has.
 
     Attributes:
-      drafter: a drafter's name, or of several whose trees are verified as one, with "+" between them.
-      depth: levels of the tree, the tokens that can be accepted at most (TLT's Draft_Depth).
-      top_k: children of a node, and nodes of a level that are continued; 1 drafts a chain.
-      nodes: draft nodes of a slot to verify (TLT's Tokens_to_Verify, without the slot's last token).
+      drafter: a drafter's name; or several names, with "+" between them, whose trees are verified as one.
 
-    Of several, depth and top_k are for those that draft on the device, nodes is for the mixture.
+    Raises:
+      ValueError: a number out of range; the message begins with its name.
     """
 
     drafter: str
-    depth: int
-    top_k: int
-    nodes: int
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "nodes"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             if not 1 <= value < MAX_NODES:
                 raise ValueError(f"{name}: should be from 1 to {MAX_NODES - 1}, got {value}")
@@ -57,7 +57,7 @@ class Strategy:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Those whose trees are mixed, or the one."""
+        """Names of the drafters."""
         return tuple(self.drafter.split(MIXED))
 
     def __str__(self) -> str:
@@ -65,16 +65,16 @@ class Strategy:
 
 
 Arm = Strategy | None
-"""What a step can do: speculate in one way, or (None) decode plainly."""
+"""One way to decode: a strategy, or None for a plain step."""
 
 
 def arm_name(arm: Arm) -> str:
-    """For logs."""
+    """The arm as logs name it."""
     return "plain" if arm is None else str(arm)
 
 
 _KEY = "speculation.strategies"
-_FIELDS = {field.name: field.type for field in dataclasses.fields(Strategy)}
+_FIELDS = {"drafter": str} | dict.fromkeys(_NUMBERS, int)
 _EXAMPLE = "{drafter: srt, depth: 15, top_k: 4, nodes: 15}"
 
 
@@ -134,7 +134,7 @@ def _parse_strategy(given: Any, key: str, drafters: Collection[str]) -> Strategy
 
 
 def group_by_nodes(strategies: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
-    """Strategies that verify as many nodes together, those that verify most first."""
+    """Strategies grouped by the nodes that they verify, the most nodes first."""
     groups = collections.defaultdict(list)
     for strategy in strategies:
         groups[strategy.nodes].append(strategy)
@@ -150,20 +150,20 @@ def room_per_slot(buckets: Buckets, batch: int) -> int:
 def arms_by_batch(
     strategies: Sequence[Strategy], buckets: Buckets, max_batch: int, neighbours: int = 1
 ) -> dict[int, tuple[Arm, ...]]:
-    """What comes into question at every batch bucket: the plain step, and strategies in the order given.
+    """The arms of every batch bucket: the plain step, then strategies in the order given.
 
-    Of the m groups of a drafter, those with the most nodes first, the j-th of n batch buckets has what lies
-    between j/n and (j + 1)/n of the way: group j where n = m, as in Algorithm 1. To these come `neighbours`
-    groups on either side. Groups that verify more than a pass over the batch has room for are left out,
-    except the smallest: its pass goes to the likeliest nodes. So neither the most nor the fewest nodes of a
-    batch ever rise with its size, and every strategy comes into question somewhere. Batches above
-    `max_batch`, and those that no pass verifies, decode plainly.
+    A drafter's m groups, those with the most nodes first, are laid along the n batch buckets that verify: the
+    j-th bucket has the groups between j/n and (j + 1)/n of the way, so group j where n = m, as in Algorithm
+    1, and `neighbours` groups on either side. Groups with more nodes than a pass over the batch has room for
+    are left out, except the smallest group, whose pass goes to the likeliest nodes. So neither the most nor
+    the fewest nodes of a bucket increase with its size, and every strategy is an arm somewhere. Batches above
+    `max_batch`, and those that no pass verifies, only have the plain step.
 
     Args:
       strategies: as configured.
       buckets: the engine's.
       max_batch: `speculation.max_batch`.
-      neighbours: how many groups on either side; 0 is the paper's mapping.
+      neighbours: further groups on either side; 0 is the paper's mapping.
 
     Raises:
       ConfigError: a strategy with more nodes than any pass has room for.
@@ -181,16 +181,16 @@ def arms_by_batch(
         spans = _spans(rooms, [group[0].nodes for group in groups], neighbours)
         for batch, (first, last) in zip(batches, spans, strict=True):
             arms[batch].update(itertools.chain.from_iterable(groups[first : last + 1]))
-    return {batch: (None, *(s for s in strategies if s in own)) for batch, own in arms.items()}
+    return {batch: (None, *(s for s in strategies if s in chosen)) for batch, chosen in arms.items()}
 
 
 def _spans(rooms: Sequence[int], sizes: Sequence[int], neighbours: int) -> list[tuple[int, int]]:
     """The first and the last group of every batch.
 
     Args:
-      rooms: draft nodes that a slot has room for, by batch.
+      rooms: draft nodes that a pass has room for of each slot, by batch.
       sizes: nodes of the groups, descending.
-      neighbours: how many more groups on either side.
+      neighbours: further groups on either side.
     """
     batches, groups = len(rooms), len(sizes)
     spans = []
@@ -199,7 +199,7 @@ def _spans(rooms: Sequence[int], sizes: Sequence[int], neighbours: int) -> list[
         first = max(j * groups // batches - neighbours, fitting, 0)
         behind = -(-(j + 1) * groups // batches) + neighbours
         spans.append((first, min(max(behind - 1, fitting), groups - 1)))
-    # What fits a batch must not be lost because it does not fit the next.
+    # A group that fits a batch stays there, even if the next batch has no room for it.
     for j in range(batches - 1):
         first, last = spans[j]
         spans[j] = first, max(last, spans[j + 1][0] - 1)

@@ -1,15 +1,15 @@
-"""The draft length over training steps: up while nearly all draft tokens are accepted, down while too few.
+"""The draft length over training steps: longer while nearly all drafts are accepted, shorter while too few.
 
 EfficientRollout, section 3.3 and Algorithm 1 (appendix E.1), lines 14 to 19.
-After each step, with tau the tokens of a pass, P the patience:
+After each step, with tau the tokens of a pass and P the patience:
 
     min of the last P tau >= 1 + gamma * alpha_up:    the next longer length
     max of the last P tau <= 1 + gamma * alpha_down:  the next shorter one
 
-Stated here in acceptance, (tau - 1) / gamma, the share of draft tokens that were accepted: at least alpha_up,
-at most alpha_down. Every step is judged by the length that it drafted, and patience begins anew with a new
-length; the algorithm as printed compares tau of the length before with the thresholds of the new one, so that
-a single step could take back the rise from 5 to 7 that the step before had earned.
+Here both are stated in acceptance, (tau - 1) / gamma, the share of draft tokens that were accepted: at least
+alpha_up, at most alpha_down. One difference: every step is judged by the length that it drafted, and patience
+begins anew with a new length. The algorithm as printed compares tau of the earlier length with the thresholds
+of the new one, so that a single step could take back the rise from 5 to 7 that the step before had earned.
 """
 
 import itertools
@@ -18,20 +18,27 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class PatienceLadder:
+PAPER_LENGTHS = (5, 7, 9, 11)
+"""EfficientRollout's draft lengths (section 4.1)."""
+
+
+class DraftLengthSchedule:
     """Chooses the draft length of the next training step; defaults are the paper's (section 4.1).
 
     Args:
-      lengths: the draft lengths there are, ascending.
-      first: the one to begin with; None is the shortest.
+      lengths: the draft lengths, ascending.
+      first: the length to begin with; None for the shortest.
       alpha_up: acceptance from which longer drafts pay.
       alpha_down: acceptance at which drafts are too long.
       patience: consecutive steps that must agree.
+
+    Raises:
+      ValueError: an argument out of range.
     """
 
     def __init__(
         self,
-        lengths: Sequence[int] = (5, 7, 9, 11),
+        lengths: Sequence[int] = PAPER_LENGTHS,
         first: int | None = None,
         alpha_up: float = 0.94,
         alpha_down: float = 0.85,
@@ -50,20 +57,20 @@ class PatienceLadder:
             raise ValueError(f"patience: {patience}, expected at least 1")
         self._lengths = tuple(lengths)
         self._alpha_up, self._alpha_down, self._patience = alpha_up, alpha_down, patience
-        self._rung = self._lengths.index(first)
-        self._run = 0  # steps in a row that asked for longer drafts, or, negative, for shorter ones
+        self._index = self._lengths.index(first)
+        self._streak = 0  # steps in a row that asked for longer drafts, or, negative, for shorter ones
 
     @property
     def length(self) -> int:
         """Draft tokens of a pass, gamma."""
-        return self._lengths[self._rung]
+        return self._lengths[self._index]
 
     def update(self, acceptance: float | None) -> int:
         """A training step is over.
 
         Args:
-          acceptance: share of its draft tokens that were accepted; None where nothing was drafted, which says
-            nothing: the step counts as if it had not been.
+          acceptance: share of its draft tokens that were accepted. None where nothing was drafted: the step is
+            left out.
 
         Returns:
           The draft length of the next step.
@@ -73,25 +80,25 @@ class PatienceLadder:
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance: {acceptance}, expected a share")
         if acceptance >= self._alpha_up:
-            self._run = max(self._run, 0) + 1
+            self._streak = max(self._streak, 0) + 1
         elif acceptance <= self._alpha_down:
-            self._run = min(self._run, 0) - 1
+            self._streak = min(self._streak, 0) - 1
         else:
-            self._run = 0
-        if abs(self._run) >= self._patience:
-            rung = self._rung + (1 if self._run > 0 else -1)
-            if 0 <= rung < len(self._lengths):
-                self._rung, self._run = rung, 0
+            self._streak = 0
+        if abs(self._streak) >= self._patience:
+            index = self._index + (1 if self._streak > 0 else -1)
+            if 0 <= index < len(self._lengths):
+                self._index, self._streak = index, 0
         return self.length
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
-        return {"patience_ladder": np.asarray([self.length, self._run], np.int64)}
+        """Checkpoint content."""
+        return {"patience_ladder": np.asarray([self.length, self._streak], np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` returned. A length that there is no more begins as the longest below it."""
+        """Restores `state`. Where its length is not among the lengths, the longest one below it is taken."""
         if "patience_ladder" not in state:
             return
-        length, run = map(int, state["patience_ladder"])
-        self._rung = max(sum(known <= length for known in self._lengths) - 1, 0)
-        self._run = run if length == self.length else 0
+        length, streak = map(int, state["patience_ladder"])
+        self._index = max(sum(known <= length for known in self._lengths) - 1, 0)
+        self._streak = streak if length == self.length else 0

@@ -1,0 +1,209 @@
+"""Drafts that are made on the device and so take its time.
+
+    SelfProposer      the policy drafts chains for itself, with other weights and on its own KV cache
+    DeviceProposer    a drafter that follows the slots on the device drafts trees
+"""
+
+import time
+
+import numpy as np
+
+from drafters.base import DeviceDrafter, Drafts, SelfDrafter, chains
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.self_drafting import margin_log_probability
+from rljax.engine.state import DecodeState
+from rljax.models.transformer import Params
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
+from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
+from rljax.speculation.drafter_group import ask
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import ActiveSlots, Proposal, bins_of, calibrated_proposal, restore
+from rljax.speculation.strategies import Strategy
+from rljax.speculation.warm_up import time_drafts, time_trees
+
+_CHAIN_LENGTHS = (2, 4, 8)  # draft lengths that a bandit chooses from
+
+
+class _OnDevice:
+    """The shared part of both proposers.
+
+    Args:
+      name: the drafter's name, for messages.
+      drafter: the drafter.
+      engine: the decode engine.
+      times: what passes and drafting take.
+    """
+
+    def __init__(
+        self, name: str, drafter: SelfDrafter | DeviceDrafter, engine: DecodeEngine, times: PassTimes
+    ) -> None:
+        self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
+        self._calibration = NodeCalibration()
+        self._acceptance = ChainAcceptance()
+
+    def refresh(self, params: Params) -> None:
+        ask(self.name, self.drafter, "refresh", params)
+
+    def forget(self) -> None:
+        self._calibration.forget()
+        self._acceptance.forget()
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            f"calibration_of_{self.name}": self._calibration.state(),
+            f"chains_of_{self.name}": self._acceptance.state(),
+        }
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        loaders = {
+            f"calibration_of_{self.name}": self._calibration.load_state,
+            f"chains_of_{self.name}": self._acceptance.load_state,
+        }
+        return restore(state, loaders)
+
+
+class SelfProposer(_OnDevice):
+    """A `Proposer` for chains that the policy drafts for itself, with other weights.
+
+    Attributes:
+      verified: int64 [2], drafts that this process verified so far, and accepted.
+    """
+
+    def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+        super().__init__(name, drafter, engine, times)
+        self._length = 0  # length of the chains that were promised last
+        self._start = WorthStarting()
+        self.verified = np.zeros(2, np.int64)
+
+    def refresh(self, params: Params) -> None:
+        super().refresh(params)
+        self._start = WorthStarting()
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that a draft is accepted, given that its predecessors are."""
+        return self._acceptance.rate
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        draft_params = ask(self.name, self.drafter, "draft_params")
+        for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
+            self._times.add_draft(batch, length, self.name, seconds)
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        current = int(active.current.sum())
+        self._length, rate = self.choose_length(shape, len(active.slots), current)
+        plain = self._times.plain_rate(current + active.standing_by, *shape)
+        saving = 1.0 - plain / rate if rate > plain else 0.0
+        return rate if self._start.allows(self.drafter.pending_seconds, saving) else 0.0
+
+    def default_strategies(self, room: int) -> list[Strategy]:
+        lengths = sorted({min(length, room) for length in _CHAIN_LENGTHS})
+        return [Strategy(length, 1, length, self.name) for length in lengths]
+
+    def choose_length(self, shape: tuple[int, int], slots: int, current: int) -> tuple[int, float]:
+        """Draft steps before the next pass, and the tokens per second that they promise."""
+        buckets, acceptance = self._engine.buckets, self._acceptance.rate
+        return best_length(self.name, acceptance, slots, current, buckets, self._times, *shape)
+
+    def propose(
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
+    ) -> tuple[DecodeState, Proposal]:
+        # Draft, and measure: all of it counts as drafting, only the steps as what steps take.
+        start = time.perf_counter()
+        length = self._length if strategy is None else strategy.depth
+        params = ask(self.name, self.drafter, "draft_params")
+        ready = time.perf_counter()
+        state, drafted = self._engine.draft(params, state, length)
+        tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
+        end = time.perf_counter()
+        self._times.add_draft(state.batch, state.cache.length, self.name, (end - ready) / length)
+        seconds = end - start
+        statistics.draft_seconds += seconds
+        # A margin tells how likely its token is, given the tokens before; along a chain these multiply.
+        usable = tokens >= 0
+        bins = self._calibration.bins(margin_log_probability(margins))
+        probability = np.cumprod(np.where(usable, self._calibration.rates[bins], 1.0), axis=1)
+        parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
+        return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
+
+    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+        # A margin says something of its own token only: drafts behind the first refused one were not judged.
+        taken = correct.sum(axis=1)
+        judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
+        self._acceptance.add(int(judged.sum()), int(taken.sum()))
+        self._calibration.add(bins_of(proposal, judged), correct[judged])
+        self.verified += np.asarray([verified.sum(), taken.sum()])
+
+
+class DeviceProposer(_OnDevice):
+    """A `Proposer` for trees from a drafter that follows the slots on the device."""
+
+    def __init__(self, name: str, drafter: DeviceDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+        super().__init__(name, drafter, engine, times)
+        self._strategy = drafter.strategies[0]  # the tree that was promised last
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        for strategy in self.drafter.strategies:
+            for seconds in time_trees(self._engine, self.drafter, strategy, batch, length, repeats):
+                self._times.add_draft(batch, length, self.name, seconds, strategy)
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        self._strategy, rate = best_strategy(
+            self.name,
+            self.drafter.strategies,
+            self._acceptance.rate,
+            len(active.slots),
+            int(active.current.sum()),
+            self._engine.buckets,
+            self._times,
+            *shape,
+        )
+        return rate
+
+    def default_strategies(self, room: int) -> list[Strategy]:
+        sizes = set()
+        for tree in self.drafter.strategies:
+            most = min(tree.nodes, room)
+            sizes |= {(tree.depth, tree.top_k, nodes) for nodes in (most, max(most // 2, 1))}
+        return [Strategy(*size, self.name) for size in sorted(sizes)]
+
+    def propose(
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
+    ) -> tuple[DecodeState, Proposal]:
+        # Draft one of the drafter's trees, and measure.
+        start, tree = time.perf_counter(), self._strategy
+        if strategy is not None:
+            shape = (strategy.depth, strategy.top_k)
+            tree = next(tree for tree in self.drafter.strategies if (tree.depth, tree.top_k) == shape)
+        drafted = ask(self.name, self.drafter, "draft", state, tree)
+        arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
+        tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
+        seconds = time.perf_counter() - start
+        self._times.add_draft(state.batch, state.cache.length, self.name, seconds, tree)
+        statistics.draft_seconds += seconds
+        # Pad to the widest pass, as trees from the host are.
+        padding = [(0, 0), (0, self._engine.buckets.max_drafts - tokens.shape[1])]
+        drafts = Drafts(
+            np.pad(tokens, padding),
+            np.pad(parents, padding, constant_values=-1),
+            np.pad(scores, padding, constant_values=-np.inf),
+            usable.sum(axis=1),
+        )
+        usable = np.pad(usable, padding)
+        if self._engine.verification == "rejection":
+            drafts, usable = chains(drafts, usable)
+        return state, calibrated_proposal(self, drafts, usable, self._calibration, seconds)
+
+    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+        judged, taken = proposal.judged(verified, correct)
+        self._acceptance.add(int(judged.sum()), int(taken.sum()))
+        self._calibration.add(bins_of(proposal, verified), correct[verified])

@@ -1,0 +1,49 @@
+"""Drafting by a given strategy, for managers that choose among strategies."""
+
+import dataclasses
+import time
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.state import DecodeState
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+from rljax.speculation.strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """Drafts by a strategy.
+
+    Attributes:
+      proposal: the drafts.
+      candidates: the nodes that the strategy verifies.
+      rows: rows of the smallest pass that has room for them, or of the largest; 0 if there are none.
+      seconds: time that drafting took, on the host or on the device.
+    """
+
+    proposal: Proposal
+    candidates: Candidates
+    rows: int
+    seconds: float
+
+
+def draft(
+    proposer: Proposer,
+    strategy: Strategy,
+    state: DecodeState,
+    active: ActiveSlots,
+    statistics: DecodeStatistics,
+    buckets: Buckets,
+) -> tuple[DecodeState, Drafted]:
+    """Drafts by a strategy, whatever that promises. Consumes `state`."""
+    start = time.perf_counter()
+    state, proposal = proposer.propose(state, active, statistics, strategy)
+    usable = proposal.within(strategy)
+    candidates = Candidates.from_nodes(usable, proposal.probability, active.current, active.standing_by)
+    rows = 0
+    if usable.any():
+        needed = len(active.slots) + int(usable.sum())
+        sizes = [rows for rows, _ in buckets.passes(state.batch)]
+        rows = next((rows for rows in sizes if rows >= needed), sizes[-1])
+    return state, Drafted(proposal, candidates, rows, time.perf_counter() - start)

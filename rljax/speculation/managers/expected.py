@@ -1,0 +1,105 @@
+"""The default manager: verifies what promises the most tokens per second.
+
+Drafters on the host are asked before every pass, since that is nearly free. Drafters that take time promise
+first, from the acceptance of their drafts so far and from measured times, and draft only where that is
+clearly more than what is at hand. Then plain decoding and every compiled number of rows are compared. The
+idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times in place of a fitted roofline.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.state import DecodeState
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.choices import Choice, PassRecord
+from rljax.speculation.draft_length import MARGIN
+from rljax.speculation.managers.manager import plain_promise
+from rljax.speculation.mixing import Mixer
+from rljax.speculation.pass_choice import Candidates, RowsChoice, best_rows
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+
+
+class ExpectedManager:
+    """Chooses what promises the most tokens per second.
+
+    Args:
+      proposers: the drafters.
+      buckets: sizes of passes.
+      times: what passes and drafting take.
+      mix: also verify the drafts of several drafters as one tree, where more than one has drafted.
+      choose_rows: chooses the rows of a pass over candidates.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        buckets: Buckets,
+        times: PassTimes,
+        mix: bool = False,
+        choose_rows: RowsChoice = best_rows,
+    ) -> None:
+        self._proposers, self._buckets, self._times = proposers, buckets, times
+        self._mixer = Mixer(proposers, buckets.max_drafts) if mix and len(proposers) > 1 else None
+        self._choose_rows = choose_rows
+
+    def begin(self, training: bool, step: int) -> None:
+        if self._mixer is not None:
+            self._mixer.forget()
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        shape = (state.batch, state.cache.length)
+        plain_rate = plain_promise(self._times, state, active)
+        best = plain = Choice.plain("nothing promises more than a plain step", plain_rate)
+        proposals: list[Proposal] = []
+        draft_seconds = 0.0
+        promises = [(proposer.promise(shape, active), proposer) for proposer in self._proposers]
+        # The most promising first: those that cost nothing, then those from which clearly more is expected.
+        for promise, proposer in sorted(promises, key=lambda pair: -pair[0]):
+            if promise <= (1.0 + MARGIN) * best.expected_rate:
+                continue
+            state, proposal = proposer.propose(state, active, statistics)
+            proposals.append(proposal)
+            draft_seconds += proposal.seconds
+            # Compare the best passes over every tree so far; each pays for all drafting.
+            trees = list(proposals)
+            if self._mixer is not None and len(proposals) > 1:
+                trees.append(self._mixer.mix(proposals, len(active.slots)))
+            passes = [self._best_pass(tree, shape, active, draft_seconds, plain_rate) for tree in trees]
+            paying = [choice for choice in passes if choice is not None]
+            best = max(paying, key=lambda choice: choice.expected_rate, default=plain)
+        return state, dataclasses.replace(best, draft_seconds=draft_seconds)
+
+    def _best_pass(
+        self,
+        proposal: Proposal,
+        shape: tuple[int, int],
+        active: ActiveSlots,
+        draft_seconds: float,
+        plain_rate: float,
+    ) -> Choice | None:
+        """The best pass over a proposal; None where none pays."""
+        candidates = Candidates.from_nodes(
+            proposal.usable, proposal.probability, active.current, active.standing_by, draft_seconds
+        )
+        rows = self._choose_rows(candidates, self._buckets, self._times, *shape)
+        if not rows:
+            return None
+        nodes = dict(self._buckets.passes(shape[0]))[rows]
+        rate = candidates.expected(rows, nodes) / (draft_seconds + self._times.verify(*shape, rows))
+        reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
+        return Choice.verify(proposal, candidates, rows, reason, expected_rate=rate, plain_rate=plain_rate)
+
+    def record(self, record: PassRecord) -> None:
+        """Does nothing: proposers learn the acceptance, and times are measured for all managers."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {} if self._mixer is None else self._mixer.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state if self._mixer is None else self._mixer.load_state(state)

@@ -1,0 +1,65 @@
+"""One strategy, always, as the papers' always-on baselines do."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.state import DecodeState
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.choices import Choice, PassRecord
+from rljax.speculation.managers.drafting import draft
+from rljax.speculation.managers.manager import plain_promise
+from rljax.speculation.mixing import Mixer, proposer_of
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.strategies import Strategy
+
+
+class FixedManager:
+    """Uses one strategy before every pass, whether it pays or not.
+
+    Args:
+      proposers: the drafters.
+      buckets: sizes of passes.
+      times: what passes take, for the promises in the log.
+      strategy: the strategy.
+    """
+
+    def __init__(
+        self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, strategy: Strategy
+    ) -> None:
+        self._proposer = proposer_of(strategy, proposers, Mixer(proposers, buckets.max_drafts))
+        self._buckets, self._times, self._strategy = buckets, times, strategy
+
+    def begin(self, training: bool, step: int) -> None:
+        """Does nothing."""
+
+    def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        state, drafted = draft(self._proposer, self._strategy, state, active, statistics, self._buckets)
+        reason, plain_rate = f"always {self._strategy}", plain_promise(self._times, state, active)
+        if not drafted.rows:
+            reason = f"{self._proposer.name} had nothing to verify ({reason})"
+            return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds)
+        nodes = dict(self._buckets.passes(state.batch))[drafted.rows]
+        seconds = drafted.seconds + self._times.verify(state.batch, state.cache.length, drafted.rows)
+        return state, Choice.verify(
+            drafted.proposal,
+            drafted.candidates,
+            drafted.rows,
+            reason,
+            expected_rate=drafted.candidates.expected(drafted.rows, nodes) / seconds,
+            plain_rate=plain_rate,
+            draft_seconds=drafted.seconds,
+        )
+
+    def record(self, record: PassRecord) -> None:
+        """Does nothing."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state

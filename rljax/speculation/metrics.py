@@ -1,0 +1,42 @@
+"""The metrics of speculation."""
+
+import functools
+from collections.abc import Mapping
+
+from drafters.base import Drafter, TrainedDrafter, usable_metrics
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.drafter_group import ask_for, is_on_host
+
+
+def speculation_metrics(
+    statistics: DecodeStatistics, drafters: Mapping[str, Drafter], runs_ahead: bool
+) -> dict[str, float]:
+    """What speculation did in the rollouts of `statistics`, and what the drafters report themselves.
+
+    Names begin with "speculation/"; those of the second drafter and later ones also with the drafter's name.
+    """
+    waited = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
+    metrics = {
+        "accept_length": statistics.accept_length,
+        "acceptance": statistics.accepted / max(statistics.drafted, 1),
+        "verified_per_token": statistics.rows / max(statistics.tokens, 1),
+        "speculated_share": statistics.verified / max(statistics.steps, 1),
+        "drafted": statistics.drafted,
+        "accepted": statistics.accepted,
+        "unusable": statistics.unusable,
+        "host_share": statistics.host_seconds / max(waited, 1e-9),
+        "idle_share": statistics.idle_seconds
+        / max(statistics.idle_seconds + statistics.device_seconds, 1e-9),
+    }
+    if not all(map(is_on_host, drafters.values())):
+        metrics["draft_share"] = statistics.draft_seconds / max(waited, 1e-9)
+    if any(isinstance(drafter, TrainedDrafter) for drafter in drafters.values()):
+        metrics["train_share"] = statistics.train_seconds / max(waited, 1e-9)
+    if runs_ahead:
+        metrics["run_ahead_tokens"] = statistics.ahead_tokens
+        metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
+    for number, (name, drafter) in enumerate(drafters.items()):
+        prefix, taken = (f"{name}/" if number else ""), tuple(metrics)
+        reported = ask_for(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))
+        metrics |= {prefix + key: value for key, value in reported.items()}
+    return {f"speculation/{name}": value for name, value in metrics.items()}

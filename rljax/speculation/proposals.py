@@ -1,0 +1,200 @@
+"""What a drafter offers for a verifying pass (`Proposal`), and the interface that managers ask (`Proposer`).
+
+    HostProposer      `host_proposer.py`: asks a drafter on the host, which costs next to nothing
+    SelfProposer      `device_proposers.py`: other weights of the policy draft chains on the policy's KV cache
+    DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the device drafts trees
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from drafters.base import Drafter, Drafts
+from rljax.engine.state import DecodeState
+from rljax.models.transformer import Params
+from rljax.rollout.records import DecodeStatistics
+from rljax.speculation.acceptance import NodeCalibration
+from rljax.speculation.strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class ActiveSlots:
+    """The n slots that take part in a pass.
+
+    Attributes:
+      slots: int32 [n], their places in the decode state.
+      requests: int32 [n], the request that each decodes.
+      positions: int32 [n], the position of its next token.
+      current: bool [n], False for requests of the next rollout, which are only sampled ahead.
+      standing_by: further slots that decode a current request and do not take part.
+    """
+
+    slots: np.ndarray
+    requests: np.ndarray
+    positions: np.ndarray
+    current: np.ndarray
+    standing_by: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Draft trees of one drafter for n slots: N nodes each, the most promising first.
+
+    Attributes:
+      proposer: the proposer that drafted.
+      tokens, parents: int32 [n, N], as in `Drafts`.
+      usable: bool [n, N], False for invalid nodes.
+      probability: float [n, N], the probability of being accepted with all ancestors, from the acceptance of
+        such nodes so far.
+      bins: int [n, N], the nodes' bins in the proposer's `NodeCalibration`.
+      seconds: time that drafting took on the device.
+    """
+
+    proposer: "Proposer"
+    tokens: np.ndarray
+    parents: np.ndarray
+    usable: np.ndarray
+    probability: np.ndarray
+    bins: np.ndarray
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The drafter's name."""
+        return self.proposer.name
+
+    @functools.cached_property
+    def _valid_parents(self) -> np.ndarray:
+        """`parents`, with -1 at invalid nodes, where anything may stand."""
+        return np.where(self.usable, self.parents, -1)
+
+    @functools.cached_property
+    def levels(self) -> np.ndarray:
+        """Depth of each node, int64 [n, N]: 1 for children of the last sampled token, and for invalid nodes."""
+        parents = self._valid_parents
+        levels, rows = np.ones(parents.shape, np.int64), np.arange(len(parents))
+        for column in range(parents.shape[1]):  # parents precede their children
+            parent = parents[:, column]
+            levels[:, column] = np.where(parent < 0, 1, levels[rows, np.maximum(parent, 0)] + 1)
+        return levels
+
+    def within(self, strategy: Strategy) -> np.ndarray:
+        """Nodes that a strategy verifies, bool [n, N]: cut to its depth, its children a node, and its nodes."""
+        kept, rows = self.usable & (self.levels <= strategy.depth), np.arange(len(self.usable))
+        parents = self._valid_parents
+        for column in range(kept.shape[1]):  # parents precede their children
+            parent = parents[:, column]
+            siblings = (parents[:, :column] == parent[:, None]) & kept[:, :column]
+            parent_kept = (parent < 0) | kept[rows, np.maximum(parent, 0)]
+            kept[:, column] &= parent_kept & (siblings.sum(axis=1) < strategy.top_k)
+        return kept & (np.cumsum(kept, axis=1) <= strategy.nodes)
+
+    def judged(self, verified: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Levels of each slot that were judged, and how many of them were right: int [n] each.
+
+        A level is judged if it has a verified node and the level above was right. Arguments as of `credit`.
+        """
+        offered = np.where(verified, self.levels[:, : verified.shape[1]], 0).max(axis=1, initial=0)
+        taken = correct.sum(axis=1)
+        return np.minimum(taken + 1, offered), taken
+
+    def credit(self, verified: np.ndarray, correct: np.ndarray) -> None:
+        """Tells the proposer which nodes were verified, and which of these were sampled.
+
+        Both are bool [n, V], V <= N: later nodes were not verified.
+        """
+        self.proposer.credit(self, verified, correct)
+
+    def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By drafter, how many of its nodes were verified for each slot, and accepted: int32 [n] each.
+
+        Arguments as of `credit`.
+        """
+        return {self.name: (verified.sum(axis=1, dtype=np.int32), accepted.sum(axis=1, dtype=np.int32))}
+
+
+class Proposer(Protocol):
+    """A drafter as managers see it.
+
+    Before it drafts, a proposer that takes time predicts what its drafts are worth (`promise`), from their
+    acceptance so far and from measured times; afterwards it is told what became of them (`credit`).
+    Checkpoints keep the acceptance and not the times: those depend on the machine, and the warm-up takes them.
+
+    Attributes:
+      name: the drafter's name.
+      drafter: the drafter.
+    """
+
+    name: str
+    drafter: Drafter
+
+    def refresh(self, params: Params) -> None:
+        """A rollout with these weights begins."""
+
+    def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
+        """Compiles drafting over a state of this batch and cache length, and measures its time."""
+
+    def forget(self) -> None:
+        """Halves the weight of earlier acceptance: the policy has moved."""
+
+    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        """Tokens of current requests per second that drafting may bring; infinite where asking is free.
+
+        Args:
+          shape: batch and cache length of the decode state.
+          active: the slots that would draft.
+        """
+
+    def default_strategies(self, room: int) -> list[Strategy]:
+        """Strategies for a bandit that was given none, with up to `room` draft nodes of a slot."""
+
+    def propose(
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
+    ) -> tuple[DecodeState, Proposal]:
+        """Drafts for the active slots. Consumes `state`.
+
+        Args:
+          state: the decode state.
+          active: the slots to draft for.
+          statistics: the rollout's, to which the time of drafting is added.
+          strategy: the trees to draft; None for those of the last `promise`.
+        """
+
+    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+        """Learns from the fate of one of its proposals, see `Proposal.credit`."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Checkpoint content: the acceptance so far. Names hold no slash."""
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Restores the part of `state` that is this proposer's, and returns the rest."""
+
+
+def calibrated_proposal(
+    proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: NodeCalibration, seconds: float = 0.0
+) -> Proposal:
+    """The proposal of drafts whose own probabilities are corrected by `calibration`."""
+    bins = calibration.bins(drafts.log_probability)
+    return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, seconds)
+
+
+def bins_of(proposal: Proposal, nodes: np.ndarray) -> np.ndarray:
+    """Calibration bins of the nodes that are set in bool [n, V], V <= N."""
+    return proposal.bins[:, : nodes.shape[1]][nodes]
+
+
+def restore(
+    state: dict[str, np.ndarray], loaders: dict[str, Callable[[np.ndarray], None]]
+) -> dict[str, np.ndarray]:
+    """Passes the named arrays that are there to their loaders, and returns the others."""
+    for name, load in loaders.items():
+        if name in state:
+            load(state[name])
+    return {name: array for name, array in state.items() if name not in loaders}

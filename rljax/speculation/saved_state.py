@@ -1,0 +1,42 @@
+"""What checkpoints keep of drafters: their arrays, under prefixes that other drafters of a kind find again."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from drafters.base import Drafter, usable_state
+from rljax.speculation.drafter_group import ask, ask_for
+
+
+def drafter_states(drafters: Mapping[str, Drafter]) -> dict[str, np.ndarray]:
+    """The state of every drafter, its names behind the drafter's prefix."""
+    state: dict[str, np.ndarray] = {}
+    for prefix, name in _prefixes(drafters).items():
+        arrays = ask_for(name, drafters[name], "state", usable_state)
+        state |= {prefix + key: array for key, array in arrays.items()}
+    return state
+
+
+def load_drafter_states(
+    drafters: Mapping[str, Drafter], state: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Restores `drafter_states`, and returns the rest. A drafter without a state there starts empty."""
+    rest = dict(state)
+    for prefix, name in _prefixes(drafters).items():
+        arrays = {key.removeprefix(prefix): rest.pop(key) for key in list(rest) if key.startswith(prefix)}
+        if arrays:
+            ask(name, drafters[name], "load_state", arrays)
+    return rest
+
+
+def _prefixes(drafters: Mapping[str, Drafter]) -> dict[str, str]:
+    """From the prefix of each drafter's state to the drafter's name.
+
+    Drafters of a kind (`state_name`) share a prefix, so that one may go on where another left off; with
+    several of a kind in a run, the first has it.
+    """
+    prefixes: dict[str, str] = {}
+    for name, drafter in drafters.items():
+        prefix = getattr(drafter, "state_name", name) + "/"
+        prefixes[f"{name}/" if prefix in prefixes else prefix] = name
+    return prefixes

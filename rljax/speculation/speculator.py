@@ -1,0 +1,318 @@
+"""Speculative decoding as schedulers and servers use it.
+
+The pass itself is in `speculative_pass.py`. Here is what surrounds it: a rollout begins, requests join, slots
+are filled and moved, tokens are kept, and drafters hear of all that.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from drafters.aligned import AlignedDrafter
+from drafters.base import DeviceDrafter, Drafter, DraftRequest, Outcome, SelfDrafter
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.visits import Assignment, DecodeResult
+from rljax.models.transformer import Params
+from rljax.rollout.lengths import ResponseLengths
+from rljax.rollout.records import DecodeStatistics, Request
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
+from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
+from rljax.speculation.metrics import speculation_metrics
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.saved_state import drafter_states, load_drafter_states
+from rljax.speculation.speculative_pass import SpeculativeDecoder, VerifyingPass
+from rljax.speculation.warm_up import warm_up
+
+
+class Speculator:
+    """Decodes with drafters.
+
+    Args:
+      engine: the decode engine.
+      drafters: by name. The first one on the host proposes what was sampled ahead, too.
+      max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
+      run_ahead: see `RunAhead`; None never samples ahead.
+      times: what passes took so far; speculators of the same engine may share them.
+      strategies: how the manager chooses among the drafters.
+
+    Attributes:
+      drafters: by name.
+      proposers: the drafters as the manager asks them.
+      manager: who decides what a pass verifies.
+      decisions: the log of what was decided.
+      lengths: lengths of the responses so far, by prompt.
+      has_history: whether some drafter drafts from other responses to a prompt.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        drafters: Mapping[str, Drafter],
+        max_batch: int,
+        run_ahead: RunAhead | None = None,
+        times: PassTimes | None = None,
+        strategies: StrategyChoice = EXPECTED,
+    ) -> None:
+        self.engine, self.max_batch, self.run_ahead = engine, max_batch, run_ahead
+        self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
+        self._times = PassTimes() if times is None else times
+        drafters = dict(drafters)
+        if run_ahead is not None:
+            name = next(name for name, drafter in drafters.items() if is_on_host(drafter))
+            drafters[name] = AlignedDrafter(drafters[name])
+        self._group = DrafterGroup(drafters, engine)
+        self.drafters = self._group.by_name
+        self.has_history = any(map(is_on_host, drafters.values()))
+        self.proposers = [self._proposer(name, drafter) for name, drafter in drafters.items()]
+        self.manager = strategies.manager(self.proposers, engine.buckets, self._times, max_batch)
+        self._decoder = SpeculativeDecoder(engine, self.manager, self._group, self._times, max_batch)
+        self.decisions = self._decoder.decisions
+        self._state_of_others: dict[str, np.ndarray] = {}  # in checkpoints, for other drafters than these
+
+    def _proposer(self, name: str, drafter: Drafter) -> Proposer:
+        if isinstance(drafter, SelfDrafter):
+            return SelfProposer(name, drafter, self.engine, self._times)
+        if isinstance(drafter, DeviceDrafter):
+            return DeviceProposer(name, drafter, self.engine, self._times)
+        return HostProposer(name, drafter, self.engine)
+
+    # -- a pass ----------------------------------------------------------------------------------------------
+
+    def decode(
+        self,
+        params: Params,
+        state: DecodeState,
+        active: ActiveSlots,
+        until_active: int,
+        most_steps: int | None = None,
+    ) -> tuple[DecodeState, DecodeResult]:
+        """The next tokens of every active slot, see `SpeculativeDecoder.decode`."""
+        return self._decoder.decode(params, state, active, until_active, most_steps)
+
+    def start(
+        self, params: Params, state: DecodeState, active: ActiveSlots
+    ) -> tuple[DecodeState, VerifyingPass | None]:
+        """Begins a verifying pass over some slots, see `SpeculativeDecoder.start`."""
+        return self._decoder.start(params, state, active)
+
+    def finish(self, under_way: VerifyingPass) -> DecodeResult:
+        """Waits for the pass that was started first."""
+        return self._decoder.finish(under_way)
+
+    def decode_plainly(
+        self,
+        params: Params,
+        state: DecodeState,
+        active: ActiveSlots,
+        until_active: int,
+        most_steps: int | None = None,
+    ) -> tuple[DecodeState, DecodeResult]:
+        """A few plain steps of all slots, see `SpeculativeDecoder.decode_plainly`."""
+        return self._decoder.decode_plainly(params, state, active, until_active, most_steps)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        current: int,
+        batch: int,
+        statistics: DecodeStatistics,
+    ) -> None:
+        """A rollout begins.
+
+        Args:
+          params: the policy's weights.
+          requests: all that may be decoded.
+          current: how many of them, from the first on, are this rollout's; the others are only sampled ahead.
+          batch: slots of the decode state.
+          statistics: the rollout's, added to.
+        """
+        self._statistics = statistics
+        start = time.perf_counter()
+        rollout = requests[:current]
+        self.manager.begin(
+            any(request.training for request in rollout), max((request.step for request in rollout), default=0)
+        )
+        self.decisions.begin()
+        for proposer in self.proposers:
+            proposer.refresh(params)
+            proposer.forget()
+        statistics.draft_seconds += time.perf_counter() - start
+        self._decoder.begin(len(requests), statistics)
+        start = time.perf_counter()
+        self._group.ask_all("begin", self._draft_requests(requests, current))
+        self.restart(batch)
+        statistics.host_seconds += time.perf_counter() - start
+
+    def admit(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
+        """Requests have joined those that are decoded, between two calls of `decode`.
+
+        Drafters begin anew and hear the tokens sampled so far; those on the device keep the slots that they
+        know. The new requests' prompts are inserted afterwards.
+
+        Args:
+          requests: all that are decoded from now on.
+          tokens: the tokens of each so far.
+        """
+        start = time.perf_counter()
+        self._decoder.expect(len(requests))
+        self._group.ask_all("begin", self._draft_requests(requests, len(requests)))
+        begun = np.asarray([i for i, response in enumerate(tokens) if len(response)], np.int32)
+        if len(begun):
+            padded, counts = _padded([tokens[i] for i in begun])
+            self._group.observe(begun, padded, counts, np.zeros(len(begun), bool), {})
+        self._statistics.host_seconds += time.perf_counter() - start
+
+    def _draft_requests(self, requests: Sequence[Request], current: int) -> list[DraftRequest]:
+        """The requests as drafters know them: only the coupled rule lets them know the noise."""
+        coupled = self.engine.verification == "coupled"
+        known = []
+        for index, request in enumerate(requests):
+            ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
+            key = request.noise_key if coupled else None
+            trainable = request.training and index < current
+            known.append(DraftRequest(request.prompt_ids, key, ahead, trainable))
+        return known
+
+    def observe(
+        self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray
+    ) -> None:
+        """Tells drafters which tokens of the last pass were kept.
+
+        Args:
+          requests: int32 [n].
+          tokens: int32 [n, T], the sampled tokens.
+          counts: int32 [n], how many of them were kept.
+          ended: bool [n], the response is complete.
+        """
+        start = time.perf_counter()
+        self._group.observe(requests, tokens, counts, ended, self._decoder.draft_counts)
+        self._statistics.host_seconds += time.perf_counter() - start
+
+    def append(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[int],
+        sizes: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+    ) -> None:
+        """Appends tokens that were not sampled (a tool's answer).
+
+        Args:
+          slots, requests: where they are appended, a slot and a request each.
+          sizes: tokens of prompt and response before them; tokens sampled behind these were not kept.
+          tokens: the appended tokens.
+          ended: the response is complete.
+        """
+        start = time.perf_counter()
+        padded, counts = _padded(tokens)
+        for drafter in self._group.on_device:
+            drafter.append(slots, sizes, padded, counts)
+        self._group.observe(np.asarray(requests, np.int32), padded, counts, np.asarray(ended, bool), {})
+        self._statistics.host_seconds += time.perf_counter() - start
+
+    def counts(self, request: int) -> tuple[int, int]:
+        """Draft nodes verified for a request, and accepted."""
+        return int(self._decoder.drafted[request]), int(self._decoder.accepted[request])
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def restart(self, batch: int) -> None:
+        """The decode state is a new one, of `batch` empty slots."""
+        self._group.restart(batch)
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
+        """What drafters on the device keep of prompts that the engine has begun to prefill, for `insert`."""
+        self._decoder.clock.dispatched()
+        prefilled = self._group.prefill(prefix, prompts)
+        self._decoder.clock.host_waited()  # some drafters wait for the prefill
+        return prefilled
+
+    def insert(
+        self, prefilled: list[Any], assignments: Sequence[Assignment], requests: Sequence[int]
+    ) -> None:
+        """Prefilled prompts were inserted into slots."""
+        self._group.insert(prefilled, assignments, requests)
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        """Only `slots` go on, in a state of `batch`."""
+        self._group.compact(slots, batch)
+
+    def widen(self, batch: int) -> None:
+        """All slots go on, in a state of `batch`, which may be as before."""
+        self._group.widen(batch)
+
+    # -- training of drafters --------------------------------------------------------------------------------
+
+    def spare(self, running: int) -> None:
+        """Trains drafters a little, between two passes with so many running responses."""
+        for name, drafter in self._group.trained.items():
+            if running > drafter.train_below:
+                continue
+            start = time.perf_counter()
+            if ask(name, drafter, "train"):
+                self._statistics.train_seconds += self._decoder.clock.finished() - start
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Tells drafters the rewarded responses of a training rollout."""
+        self._group.ask_all("learn", outcomes)
+        for outcome in outcomes:
+            self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
+
+    # -- a run -----------------------------------------------------------------------------------------------
+
+    def warm_up(self, params: Params, prompt_length: int = 1, widens: bool = False) -> None:
+        """Compiles every program that drafts and verifies, and measures the time of each.
+
+        Args:
+          params: weights from `engine.load_params`.
+          prompt_length: the longest prompt, in tokens.
+          widens: compile what `widen` needs, too.
+        """
+        followers = self._group.on_device
+        warm_up(
+            self.engine, params, self.proposers, followers, self._times, self.max_batch, prompt_length, widens
+        )
+
+    def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
+        """What speculation did in the rollouts of `statistics`, and what the drafters report themselves."""
+        return speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Checkpoint content: drafters, acceptance of their drafts, the manager's, and response lengths."""
+        state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
+        state |= drafter_states(self.drafters)
+        for proposer in self.proposers:
+            state |= proposer.state()
+        return state | self.manager.state() | self.lengths.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Restores `state`. A drafter that the checkpoint does not have starts empty; the state of drafters
+        that this run does not have is kept for later checkpoints.
+        """
+        state = self.manager.load_state(self.lengths.load_state(state))
+        for proposer in self.proposers:
+            state = proposer.load_state(state)
+        if self.run_ahead is not None:
+            state = self.run_ahead.load_state(state)
+        state = load_drafter_states(self.drafters, state)
+        self._state_of_others = {key: array for key, array in state.items() if "/" in key}
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token lists as rows, int32 [n, T] with T at least 1, padded with 0, and their lengths, int32 [n]."""
+    counts = np.asarray([len(sequence) for sequence in tokens], np.int32)
+    padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
+    for row, sequence in enumerate(tokens):
+        padded[row, : len(sequence)] = sequence
+    return padded, counts

@@ -1,0 +1,167 @@
+"""Compiling and measuring before the first rollout: passes of every shape, plain steps, and drafting."""
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from drafters.base import DeviceDrafter, KnowingDrafter
+from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import free_bytes
+from rljax.engine.state import DecodeState
+from rljax.models.transformer import Params
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import Proposer
+
+_REPEATS = 3
+_PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
+
+
+def warm_up(
+    engine: DecodeEngine,
+    params: Params,
+    proposers: Sequence[Proposer],
+    drafters: Sequence[DeviceDrafter],
+    times: PassTimes,
+    max_batch: int,
+    prompt_length: int,
+    widens: bool,
+) -> None:
+    """Compiles every program that drafts and verifies, and measures the time of each.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`.
+      proposers: all of them.
+      drafters: the drafters on the device, which follow the slots.
+      times: where measured times go. Passes of a shape that it knows already are not measured again.
+      max_batch: larger batches decode plainly.
+      prompt_length: the longest prompt, in tokens.
+      widens: compile for states that grow, too.
+    """
+    for proposer in proposers:
+        proposer.refresh(params)
+    if drafters:
+        batches = engine.buckets.batch
+        prefixes = engine.warm_up_prefill(params, batches[-1], prompt_length)
+        for drafter in drafters:
+            drafter.warm_up(prefixes, batches, prompt_length, widens)
+    for batch in engine.buckets.verified_batches(max_batch):
+        for length in engine.buckets.cache:
+            if not times.has_plain(batch, length):
+                for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
+                    for seconds in measured:
+                        if rows:
+                            times.add_verify(batch, length, rows, seconds)
+                        else:
+                            times.add_plain(batch, length, seconds)
+            for proposer in proposers:
+                proposer.warm_up(params, batch, length, _REPEATS)
+
+
+def time_passes(
+    engine: DecodeEngine, params: Params, batch: int, length: int, repeats: int, passes: int | None = None
+) -> dict[int, list[float]]:
+    """Seconds of forward passes over a batch in half-filled caches, by rows; 0 stands for a plain step.
+
+    The shapes take turns, so that a busy machine slows all of them. A pass that does not fit into the
+    device's memory is left out, here and in rollouts.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`.
+      batch, length: the shape of the state.
+      repeats: measurements of each shape.
+      passes: passes of a shape between two host syncs, whose mean counts; less than half of `length`. None
+        for what a rollout does: one verifying pass, or a few plain steps.
+    """
+    state, slots = engine.init_state(batch, length), np.arange(batch)
+    _drop_too_large(engine, params, state)
+    widths = {0: 0} | dict(engine.buckets.passes(batch))
+    measured: dict[int, list[float]] = {rows: [] for rows in widths}
+    for repeat in range(repeats + 1):  # the first may compile
+        for rows, seconds in measured.items():
+            state = _half_full(state)
+            start, steps = time.perf_counter(), passes or 1
+            if rows:
+                tree = empty_tree(batch, widths[rows])
+                for _ in range(steps):
+                    state, pending = engine.verify(params, state, tree, pack_rows(tree, slots, rows))
+                pending.result()
+            else:
+                state, result = engine.generate(params, state, max_steps=passes or _PLAIN_STEPS)
+                steps = max(result.steps, 1)
+            if repeat:
+                seconds.append((time.perf_counter() - start) / steps)
+    return measured
+
+
+def _drop_too_large(engine: DecodeEngine, params: Params, state: DecodeState) -> None:
+    """Takes passes that do not fit into the device's memory out of the buckets, with a warning."""
+    free, batch = free_bytes(), state.batch
+    if free is None:
+        return
+    for rows, nodes in engine.buckets.passes(batch):
+        tree = empty_tree(batch, nodes)
+        needed = engine.verify_bytes(params, state, tree, pack_rows(tree, np.arange(batch), rows))
+        if needed > free:
+            engine.buckets.too_large.add((batch, rows))
+            warnings.warn(
+                f"a pass over {rows} tokens of {batch} responses needs {needed / 1e6:.0f} MB where"
+                f" {free / 1e6:.0f} MB are free: it is left out",
+                stacklevel=2,
+            )
+
+
+def time_drafts(
+    engine: DecodeEngine, draft_params: Params, batch: int, length: int, repeats: int
+) -> list[float]:
+    """Seconds of a self-drafter's steps; measured as in `time_passes`."""
+    state, seconds, steps = engine.init_state(batch, length), [], min(_PLAIN_STEPS, engine.buckets.max_drafts)
+    for _ in range(repeats + 1):
+        state = _half_full(state)
+        start = time.perf_counter()
+        state, drafts = engine.draft(draft_params, state, steps)
+        drafted = np.count_nonzero(np.asarray(drafts.tokens) >= 0, axis=1).max()
+        seconds.append((time.perf_counter() - start) / int(drafted))  # all may have ended before `steps`
+    return seconds[1:]  # the first may compile
+
+
+def time_trees(
+    engine: DecodeEngine,
+    drafter: DeviceDrafter,
+    strategy: DraftStrategy,
+    batch: int,
+    length: int,
+    repeats: int,
+) -> list[float]:
+    """Seconds of drafting a tree for every slot; measured as in `time_passes`."""
+    state, measured = _half_full(engine.init_state(batch, length)), []
+    drafter.start(batch)
+    knowing = isinstance(drafter, KnowingDrafter)
+    if knowing:
+        drafter.pretend(state)
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        drafted = drafter.draft(state, strategy)
+        np.asarray(drafted.log_probability)
+        seconds = time.perf_counter() - start
+        if knowing and strategy.top_k == 1:  # all chains may have ended before
+            seconds *= strategy.depth / max(int(np.asarray(drafted.tree.valid).sum(axis=1).max()), 1)
+        measured.append(seconds)
+    return measured[1:]  # the first may compile
+
+
+def _half_full(state: DecodeState) -> DecodeState:
+    """The state with all slots active in half-filled caches; a slot that sampled an EOS would be idle."""
+    batch, length = state.batch, state.cache.length
+    busy = {
+        "active": np.ones(batch, bool),
+        "lengths": np.full(batch, length // 2, np.int32),
+        "remaining": np.full(batch, length, np.int32),
+    }
+    placed = {name: jax.device_put(value, getattr(state, name).sharding) for name, value in busy.items()}
+    return state.replace(**placed)
