@@ -25,7 +25,7 @@ from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.pass_choice import time_drafts, time_passes
+from rljax.speculation.warm_up import time_drafts, time_passes
 
 _NODES = 16  # of a verifying pass, with every slot's last token
 _LENGTH = 512  # of a slot's cache

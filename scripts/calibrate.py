@@ -27,15 +27,8 @@ from rljax.speculation.managers.papers.calibration import (
     load_calibration,
     save_calibration,
 )
-from rljax.speculation.managers.papers.roofline import (
-    ERROR_GATE,
-    SIGN_GATE,
-    Gates,
-    Point,
-    Roofline,
-    gates,
-    held_out,
-)
+from rljax.speculation.managers.papers.roofline import Point, Roofline
+from rljax.speculation.managers.papers.roofline_gates import ERROR_GATE, SIGN_GATE, Gates, gates, held_out
 from rollout_benchmarks.variants import open_run
 
 _OUTPUT = Path("benchmarks/results/calibration.json")

@@ -8,6 +8,7 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.rollout.records import Request
 from rljax.sampling.noise import request_key
+from rljax.speculation.pass_times import PassTimes
 
 VOCAB, EOS, SLOTS = 64, 1, 4
 CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
@@ -31,27 +32,40 @@ def make_requests(lengths=(3, 20, 64, 8, 1, 30), limits=(60, 40, 64, 7, 1, 98)):
     ]
 
 
-class FixedTimes:
-    """In the place of pass times: such that depend on the rows only."""
+class FixedTimes(PassTimes):
+    """Pass times that depend on the rows only, whatever is measured; 0 rows are a plain step."""
 
-    def __init__(self, by_rows):
-        self.by_rows = by_rows
+    def __init__(self, by_rows, draft=None):
+        super().__init__()
+        self.by_rows, self.draft_seconds = by_rows, draft
 
-    def __getitem__(self, shape):
-        return self.by_rows[shape[2]]
+    def plain(self, batch, length):
+        return self.by_rows[0]
 
-    def add(self, shape, seconds):
+    def verify(self, batch, length, rows):
+        return self.by_rows[rows]
+
+    def draft(self, batch, length, drafter, strategy=None):
+        return self.draft_seconds
+
+    def _add(self, seconds, *key):
         assert seconds > 0
 
 
-class CheapTimes:
-    """In the place of pass times: whatever is drafted and verified takes less than a plain step."""
+class CheapTimes(PassTimes):
+    """Pass times by which drafting and verifying take less than a plain step."""
 
-    def __getitem__(self, shape):
-        return 1.0 if shape[2] == 0 else 1e-3
-
-    def __contains__(self, shape):
+    def has_plain(self, batch, length):
         return True
 
-    def add(self, shape, seconds):
+    def plain(self, batch, length):
+        return 1.0
+
+    def verify(self, batch, length, rows):
+        return 1e-3
+
+    def draft(self, batch, length, drafter, strategy=None):
+        return 1e-3
+
+    def _add(self, seconds, *key):
         assert seconds > 0

@@ -26,8 +26,9 @@ from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.stop_strings import StopStrings
 from rljax.rollout.tool_turns import ToolTurns
-from rljax.speculation.proposers import ActiveSlots
-from rljax.speculation.speculative_pass import Speculator, VerifyingPass
+from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.speculative_pass import VerifyingPass
+from rljax.speculation.speculator import Speculator
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
 

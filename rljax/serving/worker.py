@@ -26,8 +26,8 @@ from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.rollout.records import DecodeStatistics, FinishReason, Request
 from rljax.rollout.stop_strings import StopStrings
-from rljax.speculation.proposers import ActiveSlots
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.speculator import Speculator
 
 Ending = FinishReason | Literal["cancelled"]
 

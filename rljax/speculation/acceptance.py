@@ -12,7 +12,7 @@ _PRIOR_ACCEPTANCE, _PRIOR_DRAFTS = 0.8, 16.0  # high enough that a drafter never
 
 
 class NodeCalibration:
-    """Maps the probability that a drafter gives a node to the frequency with which such nodes were accepted."""
+    """Maps the probability that a drafter gives a node to how often such nodes were accepted."""
 
     def __init__(self) -> None:
         middle = (np.arange(_PROBABILITY_BINS) + 0.5) / _PROBABILITY_BINS

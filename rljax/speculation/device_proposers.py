@@ -1,7 +1,7 @@
 """Drafts that are made on the device and so take its time.
 
-    SelfProposer      the policy drafts chains for itself, with other weights and on its own KV cache
-    DeviceProposer    a drafter that follows the slots on the device drafts trees
+SelfProposer      the policy drafts chains for itself, with other weights and on its own KV cache
+DeviceProposer    a drafter that follows the slots on the device drafts trees
 """
 
 import time

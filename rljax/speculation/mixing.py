@@ -1,7 +1,7 @@
 """Several proposals as one tree (`drafters/mixed.py`), and back: credit for each drafter's own nodes.
 
-    Mixer           mixes proposals that were made anyway (`ExpectedManager`)
-    MixedProposer   presents several drafters as one that strategies can name (`BanditManager`)
+Mixer           mixes proposals that were made anyway (`ExpectedManager`)
+MixedProposer   presents several drafters as one that strategies can name (`BanditManager`)
 """
 
 import dataclasses

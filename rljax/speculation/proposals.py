@@ -1,8 +1,8 @@
 """What a drafter offers for a verifying pass (`Proposal`), and the interface that managers ask (`Proposer`).
 
-    HostProposer      `host_proposer.py`: asks a drafter on the host, which costs next to nothing
-    SelfProposer      `device_proposers.py`: other weights of the policy draft chains on the policy's KV cache
-    DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the device drafts trees
+HostProposer      `host_proposer.py`: asks a drafter on the host, which costs next to nothing
+SelfProposer      `device_proposers.py`: other weights of the policy draft chains on the policy's KV cache
+DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the device drafts trees
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Proposal:
 
     @functools.cached_property
     def levels(self) -> np.ndarray:
-        """Depth of each node, int64 [n, N]: 1 for children of the last sampled token, and for invalid nodes."""
+        """Depth of each node, int64 [n, N]: 1 for children of the last token, and for invalid nodes."""
         parents = self._valid_parents
         levels, rows = np.ones(parents.shape, np.int64), np.arange(len(parents))
         for column in range(parents.shape[1]):  # parents precede their children
@@ -82,7 +82,7 @@ class Proposal:
         return levels
 
     def within(self, strategy: Strategy) -> np.ndarray:
-        """Nodes that a strategy verifies, bool [n, N]: cut to its depth, its children a node, and its nodes."""
+        """Nodes that a strategy verifies, bool [n, N]: cut to its depth, top_k and number of nodes."""
         kept, rows = self.usable & (self.levels <= strategy.depth), np.arange(len(self.usable))
         parents = self._valid_parents
         for column in range(kept.shape[1]):  # parents precede their children
@@ -121,7 +121,7 @@ class Proposer(Protocol):
 
     Before it drafts, a proposer that takes time predicts what its drafts are worth (`promise`), from their
     acceptance so far and from measured times; afterwards it is told what became of them (`credit`).
-    Checkpoints keep the acceptance and not the times: those depend on the machine, and the warm-up takes them.
+    Checkpoints keep the acceptance and not the times: the warm-up measures those, on whatever machine.
 
     Attributes:
       name: the drafter's name.

@@ -1,4 +1,4 @@
-"""What checkpoints keep of drafters: their arrays, under prefixes that other drafters of a kind find again."""
+"""Checkpoint content of drafters: their arrays, under prefixes that drafters of a kind share."""
 
 from collections.abc import Mapping
 

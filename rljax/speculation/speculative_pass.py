@@ -190,7 +190,7 @@ class SpeculativeDecoder:
         return result
 
     def _wait(self, under_way: VerifyingPass) -> tuple[DecodeResult, float]:
-        """The result of a pass and its seconds: measured if the host saw its end, else as such passes take."""
+        """The result of a pass and its seconds: measured if the host saw its end, else estimated."""
         was_over = under_way.pending.is_ready()
         result = under_way.pending.result()
         self._under_way.remove(under_way)

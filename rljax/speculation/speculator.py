@@ -140,7 +140,8 @@ class Speculator:
         start = time.perf_counter()
         rollout = requests[:current]
         self.manager.begin(
-            any(request.training for request in rollout), max((request.step for request in rollout), default=0)
+            any(request.training for request in rollout),
+            max((request.step for request in rollout), default=0),
         )
         self.decisions.begin()
         for proposer in self.proposers:

@@ -30,11 +30,11 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import row_multiple
-from rljax.speculation.managers.manager import strategy_choice
 from rljax.speculation.managers.papers.calibration import calibration_key, load_calibration
 from rljax.speculation.managers.papers.roofline import Roofline
+from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
 

@@ -35,7 +35,7 @@ _ROWS = (8, 16, 32, 64, 128)  # of the bucketed passes
 
 def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Row]:
     """Every strategy for every batch, against one strategy alone and against bucketed programs."""
-    strategies = [Strategy("drafter", nodes, nodes, nodes) for nodes in _NODES]
+    strategies = [Strategy(nodes, nodes, nodes, "drafter") for nodes in _NODES]
     bucketed = Buckets(tuple(batches), (_LENGTH,), _ROWS, _NODES[-1])
     arms = arms_by_batch(strategies, bucketed, batches[-1])
     assert set(strategies) == {arm for own in arms.values() for arm in own if arm is not None}

@@ -24,10 +24,10 @@ from rljax.errors import UserError
 from rljax.provenance import machine_facts
 from rljax.rollout.records import Completion, Request
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.managers.manager import StrategyChoice
-from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.lossless import ARGUMENTS, EveryPass, take_turns
 from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded

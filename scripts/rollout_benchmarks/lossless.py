@@ -16,11 +16,12 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.rollout.records import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.managers.manager import StrategyChoice
-from rljax.speculation.pass_choice import Candidates, PassTimes
-from rljax.speculation.proposers import SelfProposer
+from rljax.speculation.device_proposers import SelfProposer
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 

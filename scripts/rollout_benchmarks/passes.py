@@ -4,7 +4,7 @@ import statistics
 
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.speculation.pass_choice import time_passes
+from rljax.speculation.warm_up import time_passes
 from rollout_benchmarks.variants import open_run
 
 

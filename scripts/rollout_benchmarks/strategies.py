@@ -14,7 +14,7 @@ from drafters.eagle.checkpoint import save_head
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import most_nodes
-from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.strategies import Strategy
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
@@ -80,7 +80,7 @@ def _cases(config: ExperimentConfig, head: Path) -> Iterator[_Case]:
         nodes = min(nodes, most, most_nodes(depth, top_k))
         args = {"variant": _HEAD, "path": str(head), "train": False, "depths": [depth], "top_k": top_k}
         return _Case(
-            table, label, slots, {"drafter": "eagle", "args": args}, Strategy("eagle", depth, top_k, nodes)
+            table, label, slots, {"drafter": "eagle", "args": args}, Strategy(depth, top_k, nodes, "eagle")
         )
 
     for depth in _DEPTHS:
@@ -94,7 +94,7 @@ def _cases(config: ExperimentConfig, head: Path) -> Iterator[_Case]:
     for bits in _BITS:
         for length in _LENGTHS:
             keys = {"drafter": "quantized", "args": {"bits": bits}}
-            strategy = Strategy("quantized", length, 1, length)
+            strategy = Strategy(length, 1, length, "quantized")
             yield _Case("bits", f"{bits} bits, {length} drafts", slots, keys, strategy)
 
 

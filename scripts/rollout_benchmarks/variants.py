@@ -22,11 +22,11 @@ from rljax.rollout.collector import TRAINING, Collector, Group, Timing
 from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
-from rljax.speculation.managers.manager import strategy_choice
 from rljax.speculation.managers.papers.calibration import calibrate
-from rljax.speculation.pass_choice import PassTimes
+from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.training.assembly import warm_up
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.loop import outcomes

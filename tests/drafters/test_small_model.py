@@ -17,7 +17,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics, tree_cast
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.pass_choice import time_trees
+from rljax.speculation.warm_up import time_trees
 from tests.models.checkpoints import write_tokenizer
 
 POLICY = ModelConfig("llama", 320, 32, 2, 2, 1, 32, 64)

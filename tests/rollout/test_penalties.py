@@ -13,7 +13,7 @@ from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests

@@ -23,7 +23,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from rljax.tools.base import ToolError
 from rljax.tools.markup import Markup
 from rljax.tools.use import ToolUse
@@ -189,8 +189,7 @@ def test_same_bits_with_drafts_and_with_tools_that_answer_in_another_order(
     engine, params, requests, expected, overlap, slow
 ):
     times = FavouriteRows(ALL_ROWS)
-    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times)
-    speculator.choose = times.choose
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times, strategies=times.choice)
     turns = itertools.count()
     for _ in range(2):  # the second time with what the first one taught
         tool = Counter((lambda text: next(turns) % 2 * 0.05) if slow else lambda text: 0.0)
@@ -277,8 +276,7 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
     own = [i for i, found in enumerate(expected) if found[4]]
     ahead = RunAhead(below=SLOTS, max_share=1e9)
     times = FavouriteRows([0])
-    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, ahead, times)
-    speculator.choose = times.choose
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, ahead, times, times.choice)
     tool = Counter()
     scheduler = Scheduler(engine, SLOTS, None, speculator, False, make_use(tool))
     ahead.plan([requests[i] for i in own])
@@ -292,8 +290,7 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
         if tokens is not None:
             assert tokens.tolist() == expected[index][0][: len(tokens)]
             assert all(expected[index][2][: len(tokens)])
-    times = FavouriteRows(ALL_ROWS)
-    speculator.choose = times.choose
+    times.rows = itertools.cycle(ALL_ROWS)
     completions, _ = scheduler.run(params, requests)
     assert_as_expected(completions, expected)
 

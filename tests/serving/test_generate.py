@@ -16,7 +16,7 @@ from rljax.config.decoding import SpeculationConfig
 from rljax.models.huggingface import save_model
 from rljax.serving import policy as serving_policy
 from rljax.serving.worker import EngineWorker
-from rljax.speculation import speculative_pass as speculation
+from rljax.speculation import speculator as speculation
 from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap

@@ -23,8 +23,8 @@ from drafters.small_model import SmallModelDrafter
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.speculation import speculative_pass as speculation
-from rljax.speculation.proposers import DeviceProposer
+from rljax.speculation import speculator as speculation
+from rljax.speculation.device_proposers import DeviceProposer
 from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap

@@ -23,7 +23,7 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from tests.serving.cheap import Cheap
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
 

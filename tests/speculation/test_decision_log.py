@@ -7,14 +7,26 @@ import numpy as np
 import pytest
 
 from rljax.speculation import decision_log as decisions
-from rljax.speculation.choices import Choice
+from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.decision_log import PLAIN, DecisionLog
 
 SRT, EAGLE = SimpleNamespace(name="srt"), SimpleNamespace(name="eagle")
 
 
 def choose(proposal, rows=16, reason="why", expected=20.0, plain=10.0, seconds=0.0):
-    return Choice(proposal, None, rows, reason, expected, plain, seconds=seconds)
+    return Choice(proposal, None, rows, reason, expected, plain, draft_seconds=seconds)
+
+
+def carried_out(choice, batch, responses, tokens, seconds, verified=(), accepted=()):
+    return PassRecord(
+        choice,
+        batch,
+        responses,
+        tokens,
+        seconds,
+        verified_by_depth=verified,
+        accepted_by_depth=accepted,
+    )
 
 
 PLAINLY = choose(None, 0, "nothing better", expected=10.0)
@@ -36,9 +48,11 @@ def log(clock):
 def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
     log.begin()
     clock.now += 3.0
-    log.add(choose(SRT, reason="first", seconds=0.5), 4, 3, 12, 1.5, [3, 1], [2])
+    log.add(carried_out(choose(SRT, reason="first", seconds=0.5), 4, 3, 12, 1.5, [3, 1], [2]))
     clock.now += 1.0
-    log.add(choose(SRT, reason="second", expected=30.0, plain=11.0), 4, 2, 5, 1.0, [2, 2, 2], [2, 1])
+    log.add(
+        carried_out(choose(SRT, reason="second", expected=30.0, plain=11.0), 4, 2, 5, 1.0, [2, 2, 2], [2, 1])
+    )
     (decision,) = log.take()
     assert decision == {
         "at": 1.0,  # drafting began 3 - 0.5 - 1.5 seconds after the rollout
@@ -71,9 +85,9 @@ def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
     ids=["drafter", "rows", "batch", "plain", "no promise", "no plain promise"],
 )
 def test_what_differs_is_another_decision(log, choice, batch):
-    log.add(choose(SRT), 4, 2, 4, 1.0)
-    log.add(choice, batch, 2, 4, 1.0)
-    log.add(choose(SRT), 4, 2, 4, 1.0)
+    log.add(carried_out(choose(SRT), 4, 2, 4, 1.0))
+    log.add(carried_out(choice, batch, 2, 4, 1.0))
+    log.add(carried_out(choose(SRT), 4, 2, 4, 1.0))
     assert [decision["visits"] for decision in log.take()] == [1, 1, 1]
 
 
@@ -81,7 +95,7 @@ def test_a_rollout_that_begins_is_not_the_one_before(log, clock):
     for _ in range(2):
         log.begin()
         clock.now += 5.0
-        log.add(PLAINLY, 4, 4, 4, 2.0)
+        log.add(carried_out(PLAINLY, 4, 4, 4, 2.0))
     found = log.take()
     assert [(decision["at"], decision["drafter"], decision["visits"]) for decision in found] == [
         (3.0, PLAIN, 1),
@@ -92,23 +106,23 @@ def test_a_rollout_that_begins_is_not_the_one_before(log, clock):
 def test_decisions_of_a_rollout_are_in_order_whatever_passes_are_estimated_to_take(log, clock):
     log.begin()
     clock.now += 3.0
-    log.add(PLAINLY, 4, 4, 4, 1.0)
+    log.add(carried_out(PLAINLY, 4, 4, 4, 1.0))
     clock.now += 1.0
-    log.add(choose(SRT), 4, 4, 4, 10.0)
+    log.add(carried_out(choose(SRT), 4, 4, 4, 10.0))
     assert [decision["at"] for decision in log.take()] == [2.0, 2.0]
 
 
 def test_what_is_taken_is_gone(log):
     assert log.take() == []
-    log.add(PLAINLY, 4, 4, 4, 2.0)
+    log.add(carried_out(PLAINLY, 4, 4, 4, 2.0))
     assert len(log.take()) == 1
     assert log.take() == []
-    log.add(PLAINLY, 4, 4, 4, 2.0)  # equal to the last one, which is in another step
+    log.add(carried_out(PLAINLY, 4, 4, 4, 2.0))  # equal to the last one, which is in another step
     assert [decision["tokens"] for decision in log.take()] == [4]
 
 
 def test_very_deep_nodes_are_counted_together(log):
-    log.add(choose(SRT), 4, 1, 1, 1.0, [1] * 40, [1] * 35)
+    log.add(carried_out(choose(SRT), 4, 1, 1, 1.0, [1] * 40, [1] * 35))
     (decision,) = log.take()
     assert decision["verified"] == [1] * 31 + [9]
     assert decision["accepted"] == [1] * 31 + [4]
@@ -116,6 +130,6 @@ def test_very_deep_nodes_are_counted_together(log):
 
 def test_json_holds_it(log):
     """Promises are NumPy's where they come from sums over arrays."""
-    log.add(choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0)), 4, 4, 4, 0.5)
+    log.add(carried_out(choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0)), 4, 4, 4, 0.5))
     taken = log.take()
     assert json.loads(json.dumps(taken, allow_nan=False)) == taken

@@ -14,7 +14,7 @@ from rljax.errors import DrafterError
 from rljax.numerics.rows import Numerics
 from rljax.rollout.records import DecodeStatistics
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 
 
 class Quiet:

@@ -25,8 +25,8 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from rljax.speculation.pass_choice import time_passes
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
+from rljax.speculation.warm_up import time_passes
 from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 

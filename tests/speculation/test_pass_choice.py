@@ -13,9 +13,12 @@ from rljax.engine.engine import DecodeEngine
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation import pass_choice
-from rljax.speculation.pass_choice import NodeCalibration, PassTimes, best_rows, candidates
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation import acceptance, pass_times, warm_up
+from rljax.speculation.acceptance import NodeCalibration
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.pass_choice import Candidates, best_rows
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
@@ -25,13 +28,12 @@ ROWS = (0, *BUCKETS.verify)
 def found(probability, wanted=None, standing_by=0, spent=0.0):
     probability = np.asarray(probability, float)
     wanted = np.ones(len(probability), bool) if wanted is None else np.asarray(wanted)
-    return candidates(probability > 0, probability, wanted, standing_by, spent)
+    return Candidates.from_nodes(probability > 0, probability, wanted, standing_by, spent)
 
 
 def choose(probability, times, **others):
-    return best_rows(
-        found(probability, **others), BUCKETS, FixedTimes(dict(zip(ROWS, times, strict=True))), 4, 64
-    )
+    times = FixedTimes(dict(zip(ROWS, times, strict=True)))
+    return best_rows(found(probability, **others), BUCKETS, times, 4, 64)
 
 
 def test_passes_have_room_for_a_draft_and_no_more_than_there_can_be():
@@ -92,7 +94,7 @@ def test_rows_go_to_the_most_likely_nodes_of_all_slots():
         usable = rng.random((slots, width)) < 0.8
         probability = np.round(rng.random((slots, width)), 1)
         wanted = rng.random(slots) < 0.7
-        one = candidates(usable, probability, wanted)
+        one = Candidates.from_nodes(usable, probability, wanted)
         for row in range(slots):
             own = one.probability[row, usable[row]]
             assert (np.diff(own) <= 0).all() and (own <= probability[row, usable[row]]).all()
@@ -121,14 +123,15 @@ def test_equally_likely_nodes_are_shared_out():
 def test_times_are_medians_of_the_last_few():
     times = PassTimes()
     for seconds in (5.0, 1.0, 3.0):
-        times.add((2, 64, 0), seconds)
-    times.add((2, 64, 16), 9.0)
-    assert times[(2, 64, 0)] == 3.0 and times[(2, 64, 16)] == 9.0
-    for _ in range(pass_choice._TIMES_KEPT):
-        times.add((2, 64, 0), 2.0)
-    times.add((2, 64, 0), 1e9)
-    assert times[(2, 64, 0)] == 2.0
-    assert len(times._seconds[(2, 64, 0)]) == pass_choice._TIMES_KEPT
+        times.add_plain(2, 64, seconds)
+    times.add_verify(2, 64, 16, 9.0)
+    assert times.plain(2, 64) == 3.0 and times.verify(2, 64, 16) == 9.0
+    for _ in range(pass_times._TIMES_KEPT):
+        times.add_plain(2, 64, 2.0)
+    times.add_plain(2, 64, 1e9)
+    assert times.plain(2, 64) == 2.0
+    (kept,) = (seconds for key, seconds in times._seconds.items() if key[0] == "plain")
+    assert len(kept) == pass_times._TIMES_KEPT
 
 
 def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
@@ -146,7 +149,7 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
     calibration.add(np.zeros(0, int), np.zeros(0, bool))
     weight = calibration._total[15]
     calibration.forget()
-    assert calibration._total[15] == weight * pass_choice._FORGET
+    assert calibration._total[15] == weight * acceptance._FORGET
     assert calibration.rates[15] == pytest.approx(0.1, abs=4e-3)  # believed less, not otherwise
     assert ((calibration.rates >= 0) & (calibration.rates <= 1)).all()
 
@@ -170,17 +173,18 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
         for rows in (16, 32)
     }
     assert needed[16] < needed[32]
-    monkeypatch.setattr(pass_choice, "free_bytes", lambda: needed[32] - 1)
-    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS)
+    monkeypatch.setattr(warm_up, "free_bytes", lambda: needed[32] - 1)
+
+    def largest(candidates, buckets, times, batch, length):  # whatever this machine's clock says
+        return buckets.passes(batch)[-1][0] if candidates.probability.any() else 0
+
+    choice = StrategyChoice(choose_rows=largest)
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)
     message = r"a pass over 32 tokens of 4 responses needs \d+ MB where \d+ MB are free: it is left out"
     with pytest.warns(UserWarning, match=message):
         speculator.warm_up(params)
     assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
 
-    def largest(shape, found):  # whatever this machine's clock says
-        return engine.buckets.passes(shape[0])[-1][0] if found.probability.any() else 0
-
-    speculator.choose = largest
     requests = make_requests()
     expected = Scheduler(engine, SLOTS).run(params, requests)[0]
     for _ in range(2):

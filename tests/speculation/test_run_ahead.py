@@ -15,7 +15,8 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
+from tests.tiny_policy import FixedTimes
 
 VOCAB, EOS = 64, 1
 CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True)
@@ -46,14 +47,8 @@ def make_requests(step, limits=(60, 9, 7, 30)):
 
 
 def make_speculator(engine, run_ahead, name="srt"):
-    speculator = Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead)
-    for batch in engine.buckets.batch:
-        for length in engine.buckets.cache:
-            for rows, seconds in ((0, 1.0), (8, 1.1), (16, 1.1)):  # verifying is cheap: every draft is tried
-                for _ in range(9):
-                    speculator._times.add((batch, length, rows), seconds)
-    speculator._times.add = lambda shape, seconds: None
-    return speculator
+    times = FixedTimes({0: 1.0, 8: 1.1, 16: 1.1})  # verifying is cheap: every draft is tried
+    return Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead, times)
 
 
 def assert_same(completions, expected):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter, states_read
-from rljax.speculation.managers.manager import StrategyChoice
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from tests.speculation.managers.test_manager import CHEAP, learn, make_engine, roll_out, toggled
 from tests.tiny_policy import CONFIG, SLOTS, make_params, make_requests
 

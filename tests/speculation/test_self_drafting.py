@@ -12,9 +12,9 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import draft_length
-from rljax.speculation.draft_length import DRAFT_STEP, ChainAcceptance, best_length
-from rljax.speculation.pass_choice import plain_rate
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.acceptance import ChainAcceptance
+from rljax.speculation.draft_length import best_length
+from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
@@ -45,8 +45,8 @@ def expected(engine, params, requests):
     return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
-CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.1, 8: 1.1, 16: 1.2, 32: 1.4})
-DEAR = FixedTimes({0: 1.0, DRAFT_STEP: 1.0, 8: 1.1, 16: 1.2, 32: 1.4})
+CHEAP = FixedTimes({0: 1.0, 8: 1.1, 16: 1.2, 32: 1.4}, draft=0.1)
+DEAR = FixedTimes({0: 1.0, 8: 1.1, 16: 1.2, 32: 1.4}, draft=1.0)
 
 
 def speculate(engine, params, requests, times, lengths=None, overlap=False):
@@ -123,7 +123,7 @@ def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
     """A pass of 8 rows and 1 step, of two slots: nearly twice the tokens, in nearly twice the time."""
 
     def drafted(step):
-        times = FixedTimes({0: 1.0, DRAFT_STEP: step, 8: 1.0, 16: 99.0, 32: 99.0})
+        times = FixedTimes({0: 1.0, 8: 1.0, 16: 99.0, 32: 99.0}, draft=step)
         speculator = Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS, times=times)
         speculator.proposers[0]._acceptance.add(10**9, 10**9)
         speculator.proposers[0].forget = lambda: None
@@ -140,8 +140,8 @@ def test_it_is_a_self_drafter_and_others_are_not():
 
 def test_the_length_that_promises_most_is_chosen():
     def choose(acceptance, times, slots=4):
-        length, rate = best_length(acceptance, slots, slots, BUCKETS, times, 4, 64)
-        return length if rate > plain_rate(slots, times, 4, 64) else 0
+        length, rate = best_length("quantized", acceptance, slots, slots, BUCKETS, times, 4, 64)
+        return length if rate > times.plain_rate(slots, 4, 64) else 0
 
     assert choose(0.99, CHEAP) == 7
     assert choose(0.99, DEAR) == 0
@@ -154,7 +154,7 @@ def test_the_length_that_promises_most_is_chosen():
 
 
 def changed(times, changes):
-    return FixedTimes(times.by_rows | changes)
+    return FixedTimes(times.by_rows | changes, times.draft_seconds)
 
 
 def test_acceptance_starts_hopeful_and_ends_at_what_happened():

@@ -27,7 +27,8 @@ from rljax.engine.engine import DecodeEngine
 from rljax.sampling.distribution import SamplingParams
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
 from rljax.sharding import make_mesh
 from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
 
@@ -63,18 +64,18 @@ for label, axes in json.loads(sys.argv[1]).items():
     same = tokens_of(plain) == tokens_of(expected)
     found[label] = {"plain": {"same": same, "logprobs": largest_difference(plain)}}
     for name in json.loads(sys.argv[2])[label]:
-        speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS)
-        speculator.warm_up(params)
         turns = itertools.count()
         shapes = set()
 
-        def choose(shape, found):
-            sizes = [rows for rows, _ in engine.buckets.passes(shape[0]) if rows > len(found.wanted)] + [0]
+        def choose(candidates, buckets, times, batch, length):
+            sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)] + [0]
             rows = sizes[next(turns) % len(sizes)]
-            shapes.add((*shape, rows))
+            shapes.add((batch, length, rows))
             return rows
 
-        speculator.choose = choose
+        choice = StrategyChoice(choose_rows=choose)
+        speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS, strategies=choice)
+        speculator.warm_up(params)
         (proposer,) = speculator.proposers
         proposer.choose_length = lambda *_: (1 + next(turns) % 7, 1e9)  # of a self-drafter
         for overlap in (False, True):

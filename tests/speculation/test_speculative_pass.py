@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import Drafts, Queries
-from drafters.device import DeviceDrafter
+from drafters.base import DeviceDrafter, Drafts, Outcome, Queries
 from drafters.eagle.drafting import DraftStrategy
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
@@ -26,9 +25,10 @@ from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
-from rljax.speculation import speculative_pass as speculation
-from rljax.speculation.proposers import HostProposer
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation import device_clock
+from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import (
     BUCKETS,
@@ -36,6 +36,7 @@ from tests.tiny_policy import (
     EOS,
     SLOTS,
     VOCAB,
+    CheapTimes,
     FixedTimes,
     make_params,
     make_requests,
@@ -68,22 +69,21 @@ def expected(engine, params, requests):
     return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
-class FavouriteRows:
-    """In the place of pass times: rows of passes in turn, whatever they promise; 0 is a plain step."""
+class FavouriteRows(CheapTimes):
+    """Rows of passes in turn, whatever they promise; 0 is a plain step."""
 
     def __init__(self, rows):
+        super().__init__()
         self.rows = itertools.cycle(rows)
 
-    def choose(self, shape, found):
-        fitting = [rows for rows, _ in BUCKETS.passes(shape[0]) if rows > len(found.wanted)]
+    def choose(self, candidates, buckets, times, batch, length):
+        fitting = [rows for rows, _ in BUCKETS.passes(batch) if rows > len(candidates.current)]
         rows = next(self.rows)
         return min(rows, fitting[-1]) and max(min(rows, fitting[-1]), fitting[0])
 
-    def __getitem__(self, shape):
-        return 1e-3
-
-    def add(self, shape, seconds):
-        assert seconds > 0
+    @property
+    def choice(self):
+        return StrategyChoice(choose_rows=self.choose)
 
 
 ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
@@ -94,9 +94,8 @@ def speculate(
 ):
     """Completions, statistics and the speculator after one rollout."""
     times = FavouriteRows(ALL_ROWS) if times is None else times
-    speculator = Speculator(engine, {name: drafter}, max_batch, times=times)
-    if isinstance(times, FavouriteRows):
-        speculator.choose = times.choose
+    choice = times.choice if isinstance(times, FavouriteRows) else StrategyChoice()
+    speculator = Speculator(engine, {name: drafter}, max_batch, times=times, strategies=choice)
     completions, statistics = Scheduler(engine, SLOTS, stop, speculator, overlap).run(params, requests)
     return completions, statistics, speculator
 
@@ -260,7 +259,7 @@ def test_every_drafter_leaves_the_tokens_alone(engine, params, requests, expecte
         trees.clear()
         drafter.learn(
             [
-                speculation.Outcome(request.prompt_ids, completion.response_ids, 1.0)
+                Outcome(request.prompt_ids, completion.response_ids, 1.0)
                 for request, completion in zip(requests, completions, strict=True)
             ]
         )
@@ -375,8 +374,7 @@ def test_what_a_drafter_raises_is_one_error_that_names_it(engine, params, reques
 
     setattr(Broken, method, raises)
     times = FavouriteRows(ALL_ROWS)
-    speculator = Speculator(engine, {"broken": Broken()}, SLOTS, times=times)
-    speculator.choose = times.choose
+    speculator = Speculator(engine, {"broken": Broken()}, SLOTS, times=times, strategies=times.choice)
     call, arguments = {
         "learn": (speculator.learn, ([],)),
         "state": (speculator.state, ()),
@@ -534,7 +532,7 @@ def test_what_speculation_did_is_reported(engine, params, requests, expected):
 def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expected, monkeypatch):
     """A drafter that wants the policy's states waits for them, and that is no work of the host."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(device_clock, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     drafter = Mock(spec=DeviceDrafter, strategies=(DraftStrategy(7, 1, 7),))
     drafter.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
     speculator = Speculator(engine, {"mine": drafter}, max_batch=0)

@@ -24,7 +24,7 @@ GOOD = {"drafter": "eagle", "depth": 4, "top_k": 4, "nodes": 15}
 
 
 def chain(nodes, drafter="srt"):
-    return Strategy(drafter, nodes, 1, nodes)
+    return Strategy(nodes, 1, nodes, drafter)
 
 
 def nodes_of(arms):
@@ -38,7 +38,7 @@ def test_a_strategy_is_what_a_head_can_draft():
     for depth in range(1, 9):
         for top_k in range(1, 6):
             for nodes in (1, top_k, top_k + 1, depth * top_k, top_k + (depth - 1) * top_k**2, MAX_NODES):
-                for make in (lambda *n: DraftStrategy(*n), lambda *n: Strategy("eagle", *n)):
+                for make in (lambda *n: DraftStrategy(*n), lambda *n: Strategy(*n, "eagle")):
                     if nodes <= min(top_k + (depth - 1) * top_k**2, MAX_NODES - 1):
                         make(depth, top_k, nodes)
                     else:
@@ -46,15 +46,15 @@ def test_a_strategy_is_what_a_head_can_draft():
                             make(depth, top_k, nodes)
 
 
-def test_strategies_are_ordered_and_named():
-    strategies = [Strategy("srt", 4, 1, 4), Strategy("eagle", 4, 4, 15), Strategy("eagle", 4, 2, 14)]
-    assert [str(strategy) for strategy in sorted(strategies)] == ["eagle 4/2/14", "eagle 4/4/15", "srt 4/1/4"]
+def test_strategies_are_named():
+    strategies = [Strategy(4, 1, 4, "srt"), Strategy(4, 4, 15, "eagle"), Strategy(4, 2, 14, "eagle")]
+    assert [str(strategy) for strategy in strategies] == ["srt 4/1/4", "eagle 4/4/15", "eagle 4/2/14"]
     assert arm_name(strategies[1]) == "eagle 4/4/15" and arm_name(None) == "plain"
 
 
 def test_strategies_of_a_config_keep_their_order():
     chains = {"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}
-    assert parse_strategies([chains, GOOD], NAMES, 15) == (chain(7), Strategy("eagle", 4, 4, 15))
+    assert parse_strategies([chains, GOOD], NAMES, 15) == (chain(7), Strategy(4, 4, 15, "eagle"))
     mixed = chains | {"drafter": "srt+eagle", "nodes": 15}  # more than a chain of 7 has
     assert parse_strategies([mixed], NAMES, 15)[0].drafters == ("srt", "eagle")
     assert parse_strategies((), NAMES, 15) == ()
@@ -103,14 +103,14 @@ def test_other_impossible_lists():
 
 
 def test_groups_verify_as_many_nodes_most_first():
-    wide, deep = Strategy("eagle", 2, 4, 8), Strategy("eagle", 8, 1, 8)
+    wide, deep = Strategy(2, 4, 8, "eagle"), Strategy(8, 1, 8, "eagle")
     assert group_by_nodes([chain(3), wide, chain(15), deep]) == [(chain(15),), (wide, deep), (chain(3),)]
     assert group_by_nodes([]) == []
 
 
 def test_with_a_group_for_every_bucket_the_mapping_is_the_papers():
     buckets = Buckets((1, 2, 4, 8), (64,), (1024,), 48)
-    strategies = [Strategy("eagle", 8, 4, nodes) for nodes in (8, 48, 16, 32)]
+    strategies = [Strategy(8, 4, nodes, "eagle") for nodes in (8, 48, 16, 32)]
     arms = arms_by_batch(strategies, buckets, max_batch=8, neighbours=0)
     assert {batch: nodes_of(own) for batch, own in arms.items()} == {1: [48], 2: [32], 4: [16], 8: [8]}
     assert all(own[0] is None for own in arms.values())
@@ -156,7 +156,7 @@ def test_batches_with_room_for_the_smallest_trees_alone_have_those():
 
 def test_every_drafter_has_a_say_at_every_batch_size():
     buckets = Buckets((2, 4, 8), (64,), (64,), 15)
-    strategies = [Strategy("eagle", 4, 4, nodes) for nodes in (15, 7, 3)] + [chain(15)]
+    strategies = [Strategy(4, 4, nodes, "eagle") for nodes in (15, 7, 3)] + [chain(15)]
     arms = arms_by_batch(strategies, buckets, max_batch=8, neighbours=0)
     assert arms == {
         2: (None, strategies[0], chain(15)),

@@ -9,7 +9,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from drafters.registry import DRAFTERS
-from rljax.speculation import proposers, speculative_pass
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.managers import selection
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import session
 from tests.training.tiny_run import train
@@ -63,13 +64,13 @@ def run(world, name, *overrides, drafter=None, verified=None):
         if verified is not None:
             turns = itertools.cycle(verified)
 
-            def choose(self, shape, found):
-                sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
+            def choose(candidates, buckets, times, batch, length):
+                sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
                 return sizes[-1] if next(turns) else 0
 
-            patch.setattr(speculative_pass.Speculator, "choose", choose)
-            patch.setattr(proposers.SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
-            patch.setattr(proposers.DeviceProposer, "promise", lambda self, *_: 1e9)
+            patch.setattr(selection, "best_rows", choose)
+            patch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
+            patch.setattr(DeviceProposer, "promise", lambda self, *_: 1e9)
         return train(directory, *overrides)
 
 

@@ -10,8 +10,8 @@ import pytest
 from rljax.speculation.managers.papers.bandit import BegMab
 from rljax.speculation.strategies import Strategy
 
-HEAD, HEAD_SMALL = Strategy("eagle", 4, 4, 15), Strategy("eagle", 3, 2, 6)
-HISTORY = Strategy("srt", 15, 1, 15)
+HEAD, HEAD_SMALL = Strategy(4, 4, 15, "eagle"), Strategy(3, 2, 6, "eagle")
+HISTORY = Strategy(15, 1, 15, "srt")
 ARMS = {2: (None, HEAD, HISTORY), 8: (None, HEAD, HEAD_SMALL, HISTORY)}
 
 

@@ -208,21 +208,15 @@ def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
     assert history.rates["a"] == pytest.approx((3.5 + 12.8) / 58)
 
 
-def test_states_survive_a_file():
-    ladder = profile(random_costs(np.random.default_rng(0)), GRID)
-    history = AcceptanceHistory(ladder.drafters)
+def test_the_history_survives_a_file():
+    history = AcceptanceHistory(("d0", "d1"))
     history.record("d1", 200, 50)
     file = io.BytesIO()
-    np.savez(file, **ladder.state(), **history.state())
+    np.savez(file, **history.state())
     file.seek(0)
-    state = dict(np.load(file))  # no pickles
-    again, remembered = Ladder.from_state(state), AcceptanceHistory((*ladder.drafters, "new"))
-    remembered.load_state(state)
+    remembered = AcceptanceHistory(("d0", "d1", "new"))
+    remembered.load_state(dict(np.load(file)))  # no pickles
     assert remembered.rates == history.rates | {"new": 0.8}
-    assert again.drafters == ladder.drafters
-    for batch in (1, 3, 64):
-        assert again.ranking(history.rates, batch) == ladder.ranking(history.rates, batch)
-        assert again.window("d1", 0.7, batch) == ladder.window("d1", 0.7, batch)
 
 
 def test_what_cannot_be_is_refused():

@@ -19,21 +19,26 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.draft_length import DRAFT_STEP
-from rljax.speculation.managers import manager
-from rljax.speculation.managers.manager import Bandit, StrategyChoice, Toggled, strategy_choice
-from rljax.speculation.managers.papers.draft_length_schedule import PatienceLadder
+from rljax.speculation.choices import PassRecord
+from rljax.speculation.device_proposers import DeviceProposer
+from rljax.speculation.managers.papers import bandit_manager
+from rljax.speculation.managers.papers.bandit_manager import BanditManager
+from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.policy_costs import policy_costs
-from rljax.speculation.managers.papers.roofline import Roofline, Verdict
-from rljax.speculation.proposers import ActiveSlots, DeviceProposer, Proposal
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.managers.papers.roofline import Roofline
+from rljax.speculation.managers.papers.roofline_manager import RooflineManager
+from rljax.speculation.managers.papers.toggle import Verdict
+from rljax.speculation.managers.selection import StrategyChoice, strategy_choice
+from rljax.speculation.pass_choice import best_rows
+from rljax.speculation.proposals import ActiveSlots, Proposal
+from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
 POOL = ExecutablePool(row_invariant=True)
-CHEAP = FixedTimes({0: 1.0, DRAFT_STEP: 0.05, 16: 1.1, 32: 1.2})
+CHEAP = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft=0.05)
 BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
 MIXED = StrategyChoice(mix=True)
 LADDER = StrategyChoice("ladder")
@@ -112,7 +117,7 @@ def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(pa
 
     def make():
         speculator = make_speculator(("quantized",), toggled())
-        speculator.manager._ladder = PatienceLadder((2, 7), alpha_up=0.5, alpha_down=0.1)
+        speculator.manager._schedule = DraftLengthSchedule((2, 7), alpha_up=0.5, alpha_down=0.1)
         return speculator
 
     speculator, first, depths = make(), requests[:9], []
@@ -130,7 +135,7 @@ def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(pa
 @pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
 def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expected, by):
     """Passes over 4 tokens: room for a draft of each of 2 slots, and for none of 4."""
-    strategies = (Strategy("srt", 1, 1, 1),) if by in ("bandit", "fixed") else ()
+    strategies = (Strategy(1, 1, 1, "srt"),) if by in ("bandit", "fixed") else ()
     choice = StrategyChoice(by, strategies=strategies, epsilon=1.0)  # whatever the clock says
     engine = make_engine(buckets=Buckets((2, 4), (128,), (4,), 7))
     times = FixedTimes({0: 1.0, 4: 1.1})
@@ -200,7 +205,7 @@ def test_a_tree_of_several_drafters_is_accepted_further_than_each_of_them(params
     alone = [passes({"half": Half(first)}, StrategyChoice()) for first in (True, False)]
     both, fewest = {"one": Half(True), "other": Half(False)}, min(alone)
     assert passes(both, MIXED) < fewest
-    assert passes(both, StrategyChoice("fixed", strategies=(Strategy("one+other", 7, 7, 7),))) < fewest
+    assert passes(both, StrategyChoice("fixed", strategies=(Strategy(7, 7, 7, "one+other"),))) < fewest
 
 
 def test_what_a_strategy_verifies_of_a_tree():
@@ -212,7 +217,7 @@ def test_what_a_strategy_verifies_of_a_tree():
     proposal = Proposal(None, numbers, parents, usable, numbers + 1.0, numbers, 0.0)
 
     def within(depth, top_k, nodes):
-        return [np.flatnonzero(row).tolist() for row in proposal.within(Strategy("srt", depth, top_k, nodes))]
+        return [np.flatnonzero(row).tolist() for row in proposal.within(Strategy(depth, top_k, nodes, "srt"))]
 
     assert within(7, 7, 7) == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6]]
     assert within(1, 7, 7) == [[0, 1]] * 2
@@ -220,7 +225,7 @@ def test_what_a_strategy_verifies_of_a_tree():
     assert within(7, 1, 7) == [[0, 2], [0, 3, 6]]
 
 
-FIXED = StrategyChoice("fixed", strategies=(Strategy("quantized", 3, 1, 3),))
+FIXED = StrategyChoice("fixed", strategies=(Strategy(3, 1, 3, "quantized"),))
 
 
 @pytest.mark.parametrize(
@@ -229,22 +234,24 @@ FIXED = StrategyChoice("fixed", strategies=(Strategy("quantized", 3, 1, 3),))
     ids=["expected", "mixed", "bandit", "ladder", "fixed"],
 )
 def test_every_token_and_second_is_in_the_log(params, requests, choice, overlap):
-    speculator = make_speculator(("srt", "quantized"), choice)
     carried_out, recorded, turns = [], [], itertools.count()
-    add, record, choose = speculator.decisions.add, speculator.manager.record, speculator.choose
-    speculator.decisions.add = lambda *what: (carried_out.append(what), add(*what))
-    speculator.manager.record = lambda *what: (recorded.append(what), record(*what))
-    # Now and then drafts are not verified, also while the other half is.
-    speculator.choose = lambda *of: choose(*of) if next(turns) % 3 else 0
+    if choice.by == "expected":  # now and then drafts are not verified, also while the other half is
+        sometimes = lambda *arguments: best_rows(*arguments) if next(turns) % 3 else 0  # noqa: E731
+        choice = dataclasses.replace(choice, choose_rows=sometimes)
+    speculator = make_speculator(("srt", "quantized"), choice)
+    add, record = speculator.decisions.add, speculator.manager.record
+    speculator.decisions.add = lambda one: (carried_out.append(one), add(one))
+    speculator.manager.record = lambda one: (recorded.append(one), record(one))
     _, statistics = roll_out(speculator, params, requests, overlap)
     log = speculator.decisions.take()
     assert sum(each["tokens"] for each in log) == statistics.tokens
     verifying = [each for each in log if each["rows"]]
     assert sum(each["visits"] for each in verifying) == statistics.verified > 0
-    spent = sum(choice.seconds + seconds for choice, _, _, _, seconds, *_ in carried_out)
+    spent = sum(one.choice.draft_seconds + one.seconds for one in carried_out)
     assert sum(each["seconds"] for each in log) == pytest.approx(spent)
     if choice is not BANDIT:
-        assert sum(choice.seconds for choice, *_ in carried_out) >= 0.999 * statistics.draft_seconds > 0
+        drafting = sum(one.choice.draft_seconds for one in carried_out)
+        assert drafting >= 0.999 * statistics.draft_seconds > 0
     starts = [each["at"] for each in log]
     assert starts == sorted(starts)
     for each in verifying:  # a token of every turn, and one of every node on its path
@@ -255,26 +262,26 @@ def test_every_token_and_second_is_in_the_log(params, requests, choice, overlap)
     if choice is not BANDIT:  # which has nothing to promise in its first tries
         assert all(each["expected"] > 0 < each["plain"] for each in log)
     # Where halves take turns, what a pass takes is for the responses of both.
-    assert max(responses for choice, _, responses, *_ in recorded if choice.rows) == SLOTS
+    assert max(one.waiting for one in recorded if one.choice.rows) == SLOTS
 
 
 def test_promises_count_the_time_of_drafting(params, requests):
     speculator = make_speculator(("quantized",), StrategyChoice())
     found = []
     add = speculator.decisions.add
-    speculator.decisions.add = lambda *what: (found.append(what[:2]), add(*what))
+    speculator.decisions.add = lambda one: (found.append((one.choice, one.batch)), add(one))
     roll_out(speculator, params, requests)
     verifying = [(choice, batch) for choice, batch in found if choice.rows]
-    assert verifying and all(choice.seconds > 0 for choice, _ in verifying)
+    assert verifying and all(choice.draft_seconds > 0 for choice, _ in verifying)
     for choice, batch in verifying:
         nodes = dict(BUCKETS.passes(batch))[choice.rows]
-        tokens = choice.found.expected(choice.rows, nodes)
-        seconds = CHEAP[0, 0, choice.rows] + choice.seconds
-        assert choice.expected == pytest.approx(tokens / seconds)
+        tokens = choice.candidates.expected(choice.rows, nodes)
+        seconds = CHEAP.verify(batch, 128, choice.rows) + choice.draft_seconds
+        assert choice.expected_rate == pytest.approx(tokens / seconds)
 
 
 def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
-    strategies = (Strategy("prompt_lookup", 3, 1, 3),)
+    strategies = (Strategy(3, 1, 3, "prompt_lookup"),)
     choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0)
     speculator = make_speculator(("prompt_lookup",), choice)
     drafter = speculator.proposers[0].drafter
@@ -328,7 +335,7 @@ def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
             return drafts if self.right else dataclasses.replace(drafts, tokens=(drafts.tokens + 1) % 64)
 
     for right in (True, False):
-        strategies = (Strategy("telling", 2, 1, 2), Strategy("telling", 7, 1, 7))
+        strategies = (Strategy(2, 1, 2, "telling"), Strategy(7, 1, 7, "telling"))
         choice = StrategyChoice("bandit", strategies=strategies, epsilon=0.0, window=8)
         speculator = Speculator(
             make_engine(), {"telling": Telling(right)}, SLOTS, times=CHEAP, strategies=choice
@@ -336,11 +343,12 @@ def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
         chosen = []
         record = speculator.manager.record
 
-        def recording(choice, batch, responses, tokens, seconds, record=record, chosen=chosen):
-            chosen.append(choice.arm)
-            rows = {None: 1.0, 2: 1.1, 7: 1.2}[choice.arm and choice.arm.nodes]
-            steps = seconds if choice.arm else -(-tokens // responses)  # plain visits take several steps
-            record(choice, batch, responses, tokens, rows if choice.arm else steps)
+        def recording(one, record=record, chosen=chosen):
+            arm = one.choice.arm
+            chosen.append(arm)
+            steps = -(-one.tokens // one.waiting)  # plain visits take several steps
+            seconds = {2: 1.1, 7: 1.2}[arm.nodes] if arm else steps
+            record(dataclasses.replace(one, seconds=seconds))
 
         speculator.manager.record = recording
         learn(speculator, requests, expected)
@@ -415,14 +423,14 @@ def test_without_strategies_every_drafter_has_some(params, mix):
     """And each that drafts on the device some with the first on the host, where trees are mixed."""
     choice = dataclasses.replace(BANDIT, mix=mix)
     speculator = make_speculator(("srt", "quantized", "eagle"), choice, eagle={"depths": [1, 3]})
-    assert isinstance(speculator.manager, Bandit)
+    assert isinstance(speculator.manager, BanditManager)
     arms = speculator.manager.state()["bandit_drafters"].tolist()
     assert {"", "srt", "quantized", "eagle", *(("srt+quantized", "srt+eagle") if mix else ())} == set(arms)
 
 
 @pytest.mark.parametrize("drafter", ["srt", "quantized", "eagle"])
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
-    strategy = Strategy(drafter, 3, 1, 3)
+    strategy = Strategy(3, 1, 3, drafter)
     choice = StrategyChoice("fixed", strategies=(strategy,))
     eagle = {"depths": [1, 3], "top_k": 1, "slices": 1, "unrolled_steps": 1}
     speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
@@ -448,9 +456,9 @@ CHAINS = (
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Strategy("eagle", 4, 2, 7), "eagle is set up for trees of depth/top_k 1/2, 3/2; see its arguments"),
-        (Strategy("quantized", 8, 1, 7), CHAINS),
-        (Strategy("quantized", 2, 2, 3), CHAINS),
+        (Strategy(4, 2, 7, "eagle"), "eagle is set up for trees of depth/top_k 1/2, 3/2; see its arguments"),
+        (Strategy(8, 1, 7, "quantized"), CHAINS),
+        (Strategy(2, 2, 3, "quantized"), CHAINS),
     ],
     ids=str,
 )
@@ -477,24 +485,24 @@ class Head:
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     """And the time of a pass is for the half that waits for it, too."""
     head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
-    arms = (Strategy("eagle", 2, 1, 2), Strategy("srt+eagle", 2, 1, 2))
-    bandit = Bandit([history, head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
+    arms = (Strategy(2, 1, 2, "eagle"), Strategy(2, 1, 2, "srt+eagle"))
+    bandit = BanditManager([history, head], BUCKETS, arms, SLOTS, 1.0, 8, 0)
     drafted = SimpleNamespace(rows=0, seconds=1.0)
-    monkeypatch.setattr(manager, "draft", lambda proposer, strategy, state, *_: (state, drafted))
+    monkeypatch.setattr(bandit_manager, "draft", lambda proposer, strategy, state, *_: (state, drafted))
     state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)
 
     def chosen():
         choices = []
         for _ in range(30):
             choices.append(bandit.choose(state, active, None)[1])
-            bandit.record(choices[-1], 4, 4, 4, 1.0)
+            bandit.record(PassRecord(choices[-1], 4, 4, 4, 1.0))
         return choices
 
     assert {choice.arm for choice in chosen()} == {None}
     assert "not available: eagle" in bandit.choose(state, active, None)[1].reason
     head.drafter.trained = True
     assert {choice.arm for choice in chosen()} == {None, *arms}
-    assert chosen()[-1].plain == pytest.approx(4.0)  # tokens of all four, a second
+    assert chosen()[-1].plain_rate == pytest.approx(4.0)  # tokens of all four, a second
 
 
 def active_slots(count, standing_by=0):
@@ -514,11 +522,11 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
             return Verdict(False, "off")
 
     proposer = SimpleNamespace(verified=np.zeros(2, np.int64), acceptance=0.9)
-    one = Toggled(proposer, BUCKETS, CHEAP, Asked(), PatienceLadder())
+    one = RooflineManager(proposer, BUCKETS, CHEAP, Asked(), DraftLengthSchedule())
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
     _, choice = one.choose(state, active_slots(2, standing_by=1), None)
     assert asked == [(2, 256, 0.9, 1)]
-    assert choice.plain == choice.expected == 3.0  # a plain step takes a second
+    assert choice.plain_rate == choice.expected_rate == 3.0  # a plain step takes a second
 
 
 def test_levels_that_had_no_room_in_a_pass_are_not_refused():
@@ -541,7 +549,7 @@ def test_levels_that_had_no_room_in_a_pass_are_not_refused():
 def test_strategies_of_a_config():
     sizes = {"depth": 3, "top_k": 1, "nodes": 3}
     config = SpeculationConfig(drafter="srt", choice="bandit", strategies=[{"drafter": "srt", **sizes}])
-    assert strategy_choice(config, 0).strategies == (Strategy("srt", 3, 1, 3),)
+    assert strategy_choice(config, 0).strategies == (Strategy(3, 1, 3, "srt"),)
     config = config.model_copy(update={"strategies": [{"drafter": "str", **sizes}]})
     with pytest.raises(ConfigError, match=r"strategies\[0\].drafter: .*'str'; did you mean 'srt'"):
         strategy_choice(config, 0)
@@ -552,23 +560,23 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
     save_model(tmp_path, small, init_params(small, 1), "float32")
     names = ("srt", "prompt_lookup", "quantized", "eagle", "small_model")
+    rng = np.random.default_rng(0)
+
+    def choose(candidates, buckets, times, batch, length):
+        sizes = [rows for rows, _ in buckets.passes(batch)] if candidates.probability.any() else []
+        return int(rng.choice([0, *sizes]))
+
     speculator = make_speculator(
         names,
-        StrategyChoice(),
+        StrategyChoice(choose_rows=choose),
         eagle={"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
         small_model={"path": str(tmp_path)},
     )
-    rng = np.random.default_rng(0)
     turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
     for number, proposer in enumerate(speculator.proposers):
         proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
         proposer._length = 3
 
-    def choose(shape, found):
-        sizes = [rows for rows, _ in BUCKETS.passes(shape[0])] if found.probability.any() else []
-        return int(rng.choice([0, *sizes]))
-
-    speculator.choose = choose
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
         assert_same(completions, expected)

@@ -12,17 +12,12 @@ from rljax.engine.kv_cache import cache_dtype, empty_cache
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics, tree_cast
+from rljax.speculation.draft_length import expected_tokens
 from rljax.speculation.managers.papers.policy_costs import policy_costs
-from rljax.speculation.managers.papers.roofline import (
-    Point,
-    Roofline,
-    Toggle,
-    expected_tokens,
-    fit,
-    gates,
-    held_out,
-    non_negative_least_squares,
-)
+from rljax.speculation.managers.papers.roofline import Point, Roofline
+from rljax.speculation.managers.papers.roofline_fit import fit, non_negative_least_squares
+from rljax.speculation.managers.papers.roofline_gates import gates, held_out
+from rljax.speculation.managers.papers.toggle import Toggle
 
 TINY = ModelConfig("qwen3", 64, 48, 2, 4, 2, 16, 80, tie_embeddings=True, qk_norm=True)
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False, attention_bias=True, qk_norm=False)

@@ -1,27 +1,27 @@
-"""Which strategy to decode the next step with: TLT's Bucketed-Epsilon-Greedy selector.
+"""TLT's Bucketed-Epsilon-Greedy selector (BEG-MAB): which strategy decodes the next step.
 
-Section 5.2, Algorithm 1: a multi-armed bandit for every batch bucket. With probability epsilon any of its
-arms is tried, else the one with the largest median reward over its last `window` uses. The median does not
-mind a step that something else held up; the window forgets what policy and drafters have grown out of. The
-reward is that of line 9, tokens per second. What is chosen changes no token, only how long it takes.
+TLT, section 5.2, Algorithm 1: a multi-armed bandit for every batch bucket. With probability epsilon any of
+its arms is tried, else the one with the largest median reward over its last `window` uses. The median ignores
+a step that something else held up; the window forgets rewards from before policy and drafters moved on. The
+reward is tokens per second (line 9). The choice changes no token, only how long it takes.
 
-Where the paper says nothing, or we do otherwise:
+Where the paper says nothing, or where this selector differs:
 
-- **Batch sizes within a bucket.** Line 9 multiplies by the batch of *then*. In a rollout's tail the batch
-  shrinks and with it every reward, so that arms last used earlier would look better than they are. Kept is
-  what a response gets per second; it is multiplied by the batch of *now*.
-- **First tries.** An arm without rewards has no median. Every arm is tried until it has three, of which one
-  may be an outlier; the arms take turns.
+- **Batch sizes within a bucket.** Line 9 multiplies by the batch at the time of the reward. In a rollout's
+  tail the batch shrinks and with it every reward, so that arms last used earlier would look better than they
+  are. Here a reward is the tokens per second of one response, multiplied by the present batch.
+- **First tries.** An arm without rewards has no median. Every arm is tried until it has three rewards, of
+  which one may be an outlier; the arms take turns.
 - **The plain step is an arm**, so the selector can decide against speculation. TLT switches speculation on by
   a threshold on the batch alone.
 - **Fallback.** Section 5.3 falls back to a model-free drafter while a learned one is unavailable or
-  inefficient. Here a drafter that is unavailable, as a head before it is trained, is no candidate
-  (`set_available`), one that loses has the lower median, and `arms_by_batch` gives every drafter an arm in
-  every bucket.
+  inefficient. Here an unavailable drafter, such as a head before it is trained, is not a candidate
+  (`set_available`), an inefficient one has the lower median, and `arms_by_batch` gives every drafter an arm
+  in every bucket.
 
     bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
     strategy = bandit.choose(batch)                     # None is a plain step
-    bandit.record(batch, strategy, tokens, seconds)     # what came of it, drafting included
+    bandit.record(batch, strategy, tokens, seconds)     # seconds of drafting included
 """
 
 import bisect
@@ -41,10 +41,10 @@ class Selection(NamedTuple):
     """A choice, for the log.
 
     Attributes:
-      strategy: what was chosen; None is a plain step.
-      reason: why.
-      medians: tokens per second that each arm in question promised for all responses; without those that
-        have never been used.
+      strategy: the chosen arm; None is a plain step.
+      reason: a sentence that says why.
+      medians: tokens per second of all responses that each available arm promises; arms that were never used
+        are missing.
     """
 
     strategy: Arm
@@ -56,10 +56,14 @@ class BegMab:
     """Chooses among the arms of every batch bucket.
 
     Args:
-      arms: of every batch bucket, the plain step (None) among them; see `arms_by_batch`.
-      epsilon: how often any arm is tried (`speculation.epsilon`).
+      arms: arms by batch bucket, the plain step (None) among them; see `arms_by_batch`.
+      epsilon: probability of trying any arm (`speculation.epsilon`).
       window: rewards of an arm that are kept (`speculation.window`).
-      seed: of the exploration; a choice depends on it, on how many were drawn before, and on the rewards.
+      seed: seed of the exploration. A choice depends on it, on the number of earlier draws, and on the
+        rewards.
+
+    Raises:
+      ValueError: an argument out of range, or a bucket without the plain step.
     """
 
     def __init__(self, arms: Mapping[int, Sequence[Arm]], epsilon: float, window: int, seed: int) -> None:
@@ -67,15 +71,15 @@ class BegMab:
             raise ValueError(f"epsilon: {epsilon} is no probability")
         if window < 1:
             raise ValueError(f"window: must be at least 1, got {window}")
-        for batch, own in arms.items():
-            if None not in own:
+        for batch, bucket_arms in arms.items():
+            if None not in bucket_arms:
                 raise ValueError(f"batch {batch}: the plain step is not among its arms")
         self._epsilon = epsilon
         self._tries = min(_FIRST_TRIES, window)
         self._seed = seed
         self._draws = 0
         self._batches = sorted(arms)
-        # Tokens that one response gets per second.
+        # Rewards: tokens per second of one response.
         self._rates = {
             batch: {arm: collections.deque[float](maxlen=window) for arm in arms[batch]}
             for batch in self._batches
@@ -84,7 +88,7 @@ class BegMab:
         self._decisions: dict[int, Selection] = {}
 
     def set_available(self, drafter: str, available: bool) -> None:
-        """Whether a drafter can be chosen: not, for example, before it is trained. All can, unless told."""
+        """Sets whether a drafter can be chosen, for example not before it is trained. All can by default."""
         if available:
             self._unavailable.discard(drafter)
         else:
@@ -94,8 +98,8 @@ class BegMab:
         """The strategy of the next step of a batch, which is rounded up to a bucket; None is a plain step.
 
         Args:
-          batch: slots that decode.
-          responses: that take part, where not the whole batch does; it changes what arms promise, not the
+          batch: slots of the decode state.
+          responses: responses that take part; None for the whole batch. It changes what arms promise, not the
             choice.
         """
         bucket = self._bucket(batch)
@@ -116,7 +120,7 @@ class BegMab:
         rates: Mapping[Arm, collections.deque[float]],
         medians: Mapping[Arm, float],
     ) -> tuple[Arm, str]:
-        """Lines 13 to 19."""
+        """Lines 13 to 19 of Algorithm 1: an arm, and a sentence that says why."""
         if len(candidates) == 1:
             return candidates[0], "there is nothing else"
         newest = min(candidates, key=lambda arm: len(rates[arm]))
@@ -135,15 +139,20 @@ class BegMab:
     def record(
         self, batch: int, strategy: Arm, tokens: int, seconds: float, responses: int | None = None
     ) -> None:
-        """What came of a choice. Every choice whose time can be told should be recorded, also one that found
-        nothing to verify; else an arm that never is stays the one to be tried.
+        """Adds the reward of a choice.
+
+        Every choice with a known time should be recorded, also one that had nothing to verify: an arm without
+        rewards stays the next one to be tried.
 
         Args:
           batch: as given to `choose`.
-          strategy: what `choose` returned.
-          tokens: that all responses got: the accepted drafts and one more each, for every pass.
-          seconds: that it took, drafting included.
+          strategy: the arm that `choose` returned.
+          tokens: tokens of all responses: the accepted drafts and one more of each response, for every pass.
+          seconds: time taken, drafting included.
           responses: as given to `choose`.
+
+        Raises:
+          ValueError: an arm that the bucket does not have, or numbers out of range.
         """
         rates = self._rates[self._bucket(batch)]
         responses = batch if responses is None else responses
@@ -154,7 +163,7 @@ class BegMab:
         rates[strategy].append(tokens / responses / seconds)
 
     def explain(self, batch: int) -> Selection:
-        """The last choice for a batch in this bucket, and why: (strategy, reason, medians)."""
+        """The last choice for a batch in this bucket; raises a ValueError if there was none."""
         bucket = self._bucket(batch)
         if bucket not in self._decisions:
             raise ValueError(f"nothing was chosen for a batch of {batch} yet")
@@ -168,8 +177,8 @@ class BegMab:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the rewards, arm by arm, and how far the exploration is."""
-        arms = [(batch, arm, rates) for batch, own in self._rates.items() for arm, rates in own.items()]
+        """Checkpoint content: the rewards, arm by arm, and the number of draws."""
+        arms = [(batch, arm, rates) for batch, by_arm in self._rates.items() for arm, rates in by_arm.items()]
         numbers = [(0, 0, 0) if arm is None else (arm.depth, arm.top_k, arm.nodes) for _, arm, _ in arms]
         return {
             "bandit_batches": np.asarray([batch for batch, _, _ in arms], np.int32),
@@ -183,8 +192,9 @@ class BegMab:
         }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes up its own part of what `state` returned, and returns the rest. Arms that are no longer there
-        are dropped; new ones have no rewards.
+        """Restores the part of `state` that is the bandit's, and returns the rest.
+
+        Arms that no longer exist are dropped; new ones have no rewards.
         """
         rest = dict(state)
         names = ("batches", "drafters", "numbers", "counts", "rates", "draws")
@@ -192,12 +202,12 @@ class BegMab:
         if any(part is None for part in parts):
             return rest
         batches, drafters, numbers, counts, rates, draws = parts
-        for own in self._rates.values():
-            for old in own.values():
+        for by_arm in self._rates.values():
+            for old in by_arm.values():
                 old.clear()
         ends = np.cumsum(counts)
-        for batch, drafter, own, end, count in zip(batches, drafters, numbers, ends, counts, strict=True):
-            arm = Strategy(str(drafter), *map(int, own)) if drafter else None
+        for batch, drafter, shape, end, count in zip(batches, drafters, numbers, ends, counts, strict=True):
+            arm = Strategy(*map(int, shape), str(drafter)) if drafter else None
             kept = self._rates.get(int(batch), {}).get(arm)
             if kept is not None:
                 kept.extend(rates[end - count : end].tolist())

@@ -1,7 +1,7 @@
-"""Measuring what the roofline is fitted to, and keeping its constants for later runs.
+"""Measuring the passes that the roofline is fitted to, and keeping its constants for later runs.
 
-EfficientRollout, appendix E.3: calibrated once for a pair of model and hardware, by a sweep over batch sizes,
-sequence lengths and numbers of verified tokens, and reused by all runs.
+EfficientRollout, appendix E.3: the roofline is calibrated once for a pair of model and hardware, by a sweep
+over batch sizes, sequence lengths and numbers of verified tokens, and reused by all runs.
 """
 
 import dataclasses
@@ -23,13 +23,15 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.provenance import machine_facts
 from rljax.speculation.managers.papers.policy_costs import policy_costs
-from rljax.speculation.managers.papers.roofline import Point, Roofline, fit, held_out
-from rljax.speculation.pass_choice import time_drafts, time_passes
+from rljax.speculation.managers.papers.roofline import Point, Roofline
+from rljax.speculation.managers.papers.roofline_fit import fit
+from rljax.speculation.managers.papers.roofline_gates import held_out
+from rljax.speculation.warm_up import time_drafts, time_passes
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """A roofline and the points behind it, those included that it was not fitted to."""
+    """A roofline, and all measured points, including those that it was not fitted to."""
 
     roofline: Roofline
     points: Sequence[Point]
@@ -46,10 +48,10 @@ def measure(
     """Times plain steps, verifying passes and draft steps of every batch and cache bucket.
 
     Medians of `rounds` * `repeats` each. The shapes take turns, so that a spell in which the machine is busy
-    falls on all of them. No token should end a sequence (`eos_token_ids` empty): slots that stand idle would
-    shorten what is timed.
+    falls on all of them. No token should end a sequence (`eos_token_ids` empty): idle slots would shorten the
+    measured times.
     """
-    taken: dict[tuple[str, int, int, int, int], list[float]] = {}
+    measured: dict[tuple[str, int, int, int, int], list[float]] = {}
     for round_ in range(rounds):
         for batch in engine.buckets.batch:
             widths = dict(engine.buckets.passes(batch))
@@ -57,13 +59,13 @@ def measure(
                 progress(f"round {round_ + 1} of {rounds}: {batch} slots, {length} positions")
                 passes = time_passes(engine, params, batch, length, repeats)
                 drafts = time_drafts(engine, draft_params, batch, length, repeats)
-                taken.setdefault(("draft", batch, length, batch, batch), []).extend(drafts)
+                measured.setdefault(("draft", batch, length, batch, batch), []).extend(drafts)
                 for rows, seconds in passes.items():
                     shape = ("plain", batch, length, batch, batch)
                     if rows:
                         shape = ("verify", batch, length, rows, batch * (widths[rows] + 1))
-                    taken.setdefault(shape, []).extend(seconds)
-    return [Point(*shape, statistics.median(seconds)) for shape, seconds in taken.items()]
+                    measured.setdefault(shape, []).extend(seconds)
+    return [Point(*shape, statistics.median(seconds)) for shape, seconds in measured.items()]
 
 
 def calibrate(
@@ -74,12 +76,12 @@ def calibrate(
     repeats: int,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Calibration:
-    """Measures, and fits the roofline to what is not held out for the gates.
+    """Measures, and fits the roofline to the points that are not held out for the gates.
 
     Args:
-      engine: whose passes; see `measure`.
+      engine: the decode engine to measure; see `measure`.
       params: the policy's weights, from `engine.load_params`.
-      fmt: how the self-drafter's are stored.
+      fmt: how the self-drafter's weights are stored.
       rounds, repeats, progress: see `measure`.
     """
     draft_params = QuantizedPolicy(fmt, kernels=engine.numerics.kernels).refresh(params)
@@ -94,14 +96,15 @@ def calibrate(
 def calibration_key(
     config: ModelConfig, numerics: Numerics, fmt: WeightFormat, devices: int = 1
 ) -> dict[str, Any]:
-    """All that a calibration holds for: architecture, number types, device and JAX version; as JSON gives it
-    back.
+    """Everything that a calibration depends on: architecture, number types, device and JAX version.
+
+    Values are as JSON gives them back.
 
     Args:
       config: the policy's architecture.
       numerics: how it computes.
       fmt: how its self-drafter's weights are stored.
-      devices: that share a pass.
+      devices: devices that share a pass.
     """
     machine = machine_facts()
     key = {
@@ -119,7 +122,7 @@ def calibration_key(
 
 
 def calibration_path(directory: str | os.PathLike[str], key: dict[str, Any]) -> Path:
-    """The file in `directory` that a calibration with this key is kept in."""
+    """The file of a calibration with this key, in `directory`."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return Path(directory) / f"{key['policy']['architecture']}-{digest}.json"
 
@@ -127,7 +130,11 @@ def calibration_path(directory: str | os.PathLike[str], key: dict[str, Any]) -> 
 def save_calibration(
     directory: str | os.PathLike[str], key: dict[str, Any], calibration: Calibration
 ) -> Path:
-    """Keeps a calibration, in the place of one with the same key; returns its file."""
+    """Writes a calibration, in place of one with the same key. Returns its file.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     path = calibration_path(directory, key)
     content = {
         "key": key,
@@ -145,8 +152,10 @@ def save_calibration(
 
 
 def load_calibration(directory: str | os.PathLike[str], key: dict[str, Any]) -> Calibration | None:
-    """The calibration that was kept with the same key; None where there is none, or one that says it is for
-    something else, such as another device. A damaged file warns, and counts as none.
+    """The stored calibration with this key; None if there is none.
+
+    A file that was measured for something else, such as another device, or that is damaged, is ignored with a
+    warning.
     """
     path = calibration_path(directory, key)
     if not path.exists():

@@ -1,24 +1,21 @@
-"""Which drafter a rollout begins with, and which ones its stragglers try next.
+"""SpecActor's draft ladder: the predicted speed-up of every drafter, by acceptance and batch.
 
-SpecActor, section 4.2: no drafter is best for all requests, and how well one will do is not known before. But
-what an acceptance rate is worth with a drafter can be profiled offline, without the policy's weights: what
-drafting costs does not depend on them, and for what verifying costs it does not matter which tokens are
-accepted. The table of that, the draft ladder, turns the acceptance of earlier rollouts into the drafter to
-begin with. In the tail, requests whose drafter does badly get the others, best first, on slots that have
-fallen idle.
+SpecActor, section 4.2. No drafter is best for all requests, and how well one will do is not known
+beforehand. But the speed-up that an acceptance rate brings can be profiled offline, without the policy's
+weights: the cost of drafting does not depend on them, and the cost of verifying does not depend on which
+tokens are accepted. The table of these speed-ups, the draft ladder, turns the acceptance of earlier rollouts
+into the drafter to begin with, and ranks the others for stragglers.
 
-The paper times passes whose tokens are accepted at random. Here their number is its expectation: drafts that
+The paper times passes whose tokens are accepted at random. Here their expected number is taken: drafts that
 are each accepted with probability a, given those before, bring 1 + a + ... + a^w tokens from a window of w.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import numpy as np
 
-_PRIOR_ACCEPTANCE, _PRIOR_DRAFTS = 0.8, 16.0  # a drafter that was never tried is worth a try
-_FORGET = 0.5
+from rljax.speculation.acceptance import ChainAcceptance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +23,27 @@ class DraftCost:
     """Seconds of drafting one token for each request of a batch: `fixed + per_request * batch` (section 4.1).
 
     Attributes:
-      fixed: of a step, however small the batch. 0 of drafters that look tokens up.
-      per_request: on top for every request.
+      fixed: seconds of a step, however small the batch; 0 for drafters that look tokens up.
+      per_request: further seconds for every request.
     """
 
     fixed: float
     per_request: float
 
     def seconds(self, batch: int) -> float:
+        """Seconds for a batch."""
         return self.fixed + self.per_request * batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What was measured on a machine.
+    """Measured times of a machine.
 
     Attributes:
-      drafters: by name.
+      drafters: drafting costs, by name.
       plain: seconds of a step of plain decoding, by batch.
-      verification: seconds of a verifying pass, by the rows that are compiled. One over fewer rows takes as
-        long as the next larger.
+      verification: seconds of a verifying pass, by compiled rows. A pass over fewer rows takes as long as the
+        next larger one.
       max_window: draft tokens of a request in a pass at most.
     """
 
@@ -59,16 +57,16 @@ class Costs:
 class Ladder:
     """Predicted speed-up over plain decoding by drafter, acceptance and batch; made by `profile`.
 
-    Drafters are ranked by a history: from each one's name to its acceptance, the share of its draft tokens
-    that are accepted of those whose predecessors are (`AcceptanceHistory.rates`). For one straggler, that of
-    the drafter it had is its own: `history | {drafter: own}`.
+    Drafters are ranked by a history: a mapping from names to acceptance, the probability that a draft token
+    is accepted, given that its predecessors are (`AcceptanceHistory.rates`). For one straggler, the entry of
+    the drafter that it had is replaced by its own acceptance: `history | {drafter: rate}`.
 
     Attributes:
       drafters: names [D].
       acceptances: float64 [A], ascending.
       batches: int64 [B], ascending.
-      speedups: float64 [D, A, B], with the best window; 0 where no window fits into a pass.
-      windows: int64 [D, A, B], that window.
+      speedups: float64 [D, A, B], speed-ups with the best window; 0 where no window fits into a pass.
+      windows: int64 [D, A, B], the best windows.
     """
 
     drafters: tuple[str, ...]
@@ -78,46 +76,26 @@ class Ladder:
     windows: np.ndarray
 
     def speedup(self, drafter: str, acceptance: float, batch: int) -> float:
-        """Predicted speed-up; between acceptances linear, batches rounded up, to the largest at most."""
+        """Predicted speed-up: linear between acceptances; batches are rounded up, to the largest at most."""
         of_drafter = self.speedups[self.drafters.index(drafter), :, self._column(batch)]
         return float(np.interp(acceptance, self.acceptances, of_drafter))
 
     def window(self, drafter: str, acceptance: float, batch: int) -> int:
-        """Draft tokens that bring the speed-up, of the nearest acceptance in the table."""
+        """The window behind the speed-up, at the nearest acceptance in the table."""
         nearest = int(np.abs(self.acceptances - acceptance).argmin())
         return int(self.windows[self.drafters.index(drafter), nearest, self._column(batch)])
 
     def first(self, history: Mapping[str, float], batch: int, least: float = 1.0) -> str | None:
-        """The drafter that a rollout begins with; None where plain decoding is the fastest: where no speed-up
-        is more than `least`.
-        """
+        """The drafter that a rollout begins with; None (plain) where no speed-up exceeds `least`."""
         best = self.ranking(history, batch)[0]
         return best if self.speedup(best, history[best], batch) > least else None
 
     def ranking(self, history: Mapping[str, float], batch: int) -> list[str]:
-        """All drafters, the most promising first; of equals those listed first."""
+        """All drafters, the most promising first; equals in the order of `drafters`."""
         missing = [drafter for drafter in self.drafters if drafter not in history]
         if missing:
             raise ValueError(f"history: no acceptance of {', '.join(missing)}")
         return sorted(self.drafters, key=lambda drafter: -self.speedup(drafter, history[drafter], batch))
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint or a file keeps."""
-        return {
-            "ladder_drafters": np.asarray(self.drafters, np.str_),
-            "ladder_acceptances": self.acceptances,
-            "ladder_batches": self.batches,
-            "ladder_speedups": self.speedups,
-            "ladder_windows": self.windows,
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, np.ndarray]) -> Self:
-        """The ladder that returned this state."""
-        names = tuple(map(str, state["ladder_drafters"]))
-        return cls(
-            names, *(state[f"ladder_{part}"] for part in ("acceptances", "batches", "speedups", "windows"))
-        )
 
     def _column(self, batch: int) -> int:
         return min(int(np.searchsorted(self.batches, batch)), len(self.batches) - 1)
@@ -128,7 +106,10 @@ def profile(costs: Costs, acceptances: Sequence[float]) -> Ladder:
 
     Args:
       costs: what was measured.
-      acceptances: ascending shares; what lies between is interpolated.
+      acceptances: ascending shares of the table; values between are interpolated.
+
+    Raises:
+      ValueError: acceptances that are not ascending shares, or missing measurements.
     """
     rates = np.asarray(acceptances, np.float64)
     if not len(rates) or rates[0] < 0 or rates[-1] > 1 or not (np.diff(rates) > 0).all():
@@ -159,35 +140,35 @@ def profile(costs: Costs, acceptances: Sequence[float]) -> Ladder:
 class AcceptanceHistory:
     """The acceptance of every drafter in the rollouts that used it.
 
-    It changes little over a hundred steps (section 6), so a drafter that is not used keeps what it had.
+    It changes little over a hundred steps (section 6), so a drafter that is not used keeps its acceptance.
     """
 
     def __init__(self, drafters: Sequence[str]) -> None:
-        self._counts = {drafter: np.zeros(2) for drafter in drafters}
+        self._acceptance = {drafter: ChainAcceptance() for drafter in drafters}
 
     def record(self, drafter: str, judged: int, accepted: int) -> None:
-        """A rollout with a drafter is over; counts of those before weigh half.
+        """A rollout with a drafter is over; counts of earlier ones weigh half from now on.
 
         Args:
           drafter: its name.
           judged: its draft tokens that were verified and whose predecessors were accepted.
           accepted: those of them that were accepted.
         """
-        self._counts[drafter] = _FORGET * self._counts[drafter] + (judged, accepted)
+        self._acceptance[drafter].forget()
+        self._acceptance[drafter].add(judged, accepted)
 
     @property
     def rates(self) -> dict[str, float]:
-        """The history that `Ladder` ranks by."""
-        return {
-            drafter: float((accepted + _PRIOR_ACCEPTANCE * _PRIOR_DRAFTS) / (judged + _PRIOR_DRAFTS))
-            for drafter, (judged, accepted) in self._counts.items()
-        }
+        """Acceptance by drafter, as `Ladder` ranks by it."""
+        return {drafter: acceptance.rate for drafter, acceptance in self._acceptance.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
-        return {f"acceptance_of_{drafter}": counts for drafter, counts in self._counts.items()}
+        """Checkpoint content."""
+        return {
+            f"acceptance_of_{drafter}": acceptance.state() for drafter, acceptance in self._acceptance.items()
+        }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes up what `state` returned; drafters it does not know begin anew."""
-        for drafter in self._counts:
-            self._counts[drafter] = state.get(f"acceptance_of_{drafter}", np.zeros(2)).copy()
+        """Restores `state`; drafters that are not in it begin anew."""
+        for drafter, acceptance in self._acceptance.items():
+            acceptance.load_state(state.get(f"acceptance_of_{drafter}", np.zeros(2)))

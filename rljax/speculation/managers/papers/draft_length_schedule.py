@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-
 PAPER_LENGTHS = (5, 7, 9, 11)
 """EfficientRollout's draft lengths (section 4.1)."""
 
@@ -69,8 +68,8 @@ class DraftLengthSchedule:
         """A training step is over.
 
         Args:
-          acceptance: share of its draft tokens that were accepted. None where nothing was drafted: the step is
-            left out.
+          acceptance: share of its draft tokens that were accepted. None where nothing was drafted: the step
+            is left out.
 
         Returns:
           The draft length of the next step.

@@ -1,7 +1,7 @@
-"""What a forward pass of a policy reads and computes: bytes and operations, from its shape alone.
+"""Bytes that a policy's forward pass reads and operations that it computes, from its shape alone.
 
-The counts behind the roofline (`roofline.py`): W_T, W_D, kappa_theoretical, C_dense and C_attn
-of EfficientRollout, section 3.2 and appendix E.3.
+These are the counts behind the roofline (`roofline.py`): W_T, W_D, kappa_theoretical, C_dense and C_attn of
+EfficientRollout, section 3.2 and appendix E.3.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import num_params, param_shapes
 from rljax.numerics.rows import Numerics
 
-_SCALE_BYTES, _ZERO_BYTES = 4, 1  # of a group of quantized weights
+_SCALE_BYTES, _ZERO_BYTES = 4, 1  # bytes per group of quantized weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +20,13 @@ class PolicyCosts:
     """Counts for one policy and its quantized self-drafter.
 
     Attributes:
-      weight_bytes: weights that a pass reads, however many tokens it computes.
-      draft_bytes: weights that a draft step reads.
-      kv_bytes: keys and values of one position of one slot.
-      projection_flops: of a token's products with the weights that the drafter has quantized.
-      head_flops: of its product with the LM head, which the drafter shares.
-      attention_flops: of a token's attention to one position.
-      integer_drafts: the drafter's products are of integers, at another speed than the policy's.
+      weight_bytes: bytes of weights that a pass reads, however many tokens it computes.
+      draft_bytes: bytes of weights that a draft step reads.
+      kv_bytes: bytes of keys and values of one position of one slot.
+      projection_flops: operations of a token's products with the weights that the drafter has quantized.
+      head_flops: operations of a token's product with the LM head, which the drafter shares.
+      attention_flops: operations of a token's attention to one position.
+      integer_drafts: True if the drafter's products are of integers, at another speed than the policy's.
     """
 
     weight_bytes: float
@@ -39,17 +39,17 @@ class PolicyCosts:
 
     @property
     def dense_flops(self) -> float:
-        """Of a token's products with weights."""
+        """Operations of a token's products with weights."""
         return self.projection_flops + self.head_flops
 
 
 def policy_costs(config: ModelConfig, numerics: Numerics, fmt: WeightFormat) -> PolicyCosts:
-    """The counts for a policy that computes as `numerics` says, and a drafter with weights in `fmt`."""
+    """Counts for a policy with the number formats of `numerics`, and a drafter with weights in `fmt`."""
     layer = param_shapes(config)["layers"][0]
     projections = [layer[name] for name in PROJECTIONS]
     quantized = config.num_layers * sum(outputs * inputs for outputs, inputs in projections)
     head = config.vocab_size * config.hidden_size
-    # Of an untied input embedding a pass reads only a row a token.
+    # A pass reads only one row a token of an untied input embedding.
     read = num_params(config) - (0 if config.tie_embeddings else head)
     size = numerics.dtype.itemsize
     kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -67,7 +67,7 @@ def policy_costs(config: ModelConfig, numerics: Numerics, fmt: WeightFormat) -> 
 
 
 def _quantized_bytes(outputs: int, inputs: int, fmt: WeightFormat) -> int:
-    """Of a `QuantizedWeight` [outputs, inputs]."""
+    """Bytes of a `QuantizedWeight` [outputs, inputs]."""
     groups = -(-inputs // fmt.group) if fmt.group else 1
     if fmt.bits == 4:
         return outputs * (-(-inputs // 2) + groups * (_SCALE_BYTES + _ZERO_BYTES))

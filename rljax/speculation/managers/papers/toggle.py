@@ -5,8 +5,8 @@ draft step and of a verifying pass, speculation with chains of gamma drafts is p
 
     speed-up = tau * T_p / (gamma * T_q + T_V)
 
-times as fast, where tau is the tokens that a slot gets from a pass. Large batches saturate the arithmetic, and
-verifying is expensive; as responses end, it gets cheap.
+times as fast, where tau is the tokens that a slot gets from a pass. Large batches saturate the arithmetic,
+and verifying is expensive; as responses end, it gets cheap.
 """
 
 import math
@@ -87,7 +87,9 @@ class Toggle:
         slots = self.buckets.batch_for(batch + standing_by)
         context = self.buckets.cache_for(math.ceil(mean_context))
         chain, rows, attended = 0, 0, 0
-        for size, nodes in self.buckets.passes(slots):  # the smallest with room for the chain, else the one with the most room
+        for size, nodes in self.buckets.passes(
+            slots
+        ):  # the smallest with room for the chain, else the one with the most room
             room = min(nodes, size // batch - 1, self.chain)
             if room > chain:
                 chain, rows, attended = room, size, slots * (nodes + 1)
