@@ -169,16 +169,13 @@ def _count(
     engine = run.engine.handing_out(states_read(drafters, run.engine.config))
     run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
     shared = times.setdefault(engine.hidden_layers, PassTimes())
-    every_pass = mechanism.choice == "every pass"
-    by = "expected" if every_pass else mechanism.choice
-    kind = EveryPass if every_pass else Speculator
-    choice = StrategyChoice(by, mechanism.mix)
-    speculator = kind(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
-    if every_pass:
-        speculator.turns = itertools.count()
+    every_pass = EveryPass() if mechanism.choice == "every pass" else None
+    by = mechanism.choice if every_pass is None else "expected"
+    choice = StrategyChoice(by, mechanism.mix, choose_rows=every_pass)
+    speculator = Speculator(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
-    if every_pass:
-        take_turns(speculator, alone=len(drafters) > 1 and not mechanism.mix)
+    if every_pass is not None:
+        take_turns(speculator, every_pass, alone=len(drafters) > 1 and not mechanism.mix)
     count = Count()
     for step, expected in enumerate(plain):
         requests: list[Request] = step_requests(run, step)

@@ -6,7 +6,7 @@ without run-ahead. The policy is not grown: bits do not depend on what a pass co
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
+from rljax.engine.buckets import Buckets
 from rljax.rollout.records import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.device_proposers import SelfProposer
@@ -43,13 +44,16 @@ _SIZES = (16, 32, 64, 128)
 _ALWAYS = 1e9  # tokens per second that nothing else promises
 
 
-class EveryPass(Speculator):
-    """Verifies passes of every size in turn, and now and then decodes plainly."""
+class EveryPass:
+    """Chooses passes of every size in turn, and now and then a plain step (`StrategyChoice.choose_rows`)."""
 
-    turns: Iterator[int]
+    def __init__(self) -> None:
+        self.turns = itertools.count()
 
-    def choose(self, shape: tuple[int, int], found: Candidates) -> int:
-        sizes = [rows for rows, _ in self.engine.buckets.passes(shape[0]) if rows > len(found.wanted)]
+    def __call__(
+        self, candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int
+    ) -> int:
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
 
 
@@ -86,11 +90,11 @@ def _compare(
     run_ahead = RunAhead(64, 1.0) if "run-ahead" in name else None
     drafters = {each: make_drafter(each, **ARGUMENTS.get(each, {})) for each in _DRAFTERS[name]}
     engine = run.engine.handing_out(states_read(drafters, run.engine.config))
-    choice = StrategyChoice(mix="mixed" in name)
-    speculator = EveryPass(engine, drafters, 64, run_ahead, times, choice)
-    speculator.turns = itertools.count()
+    every_pass = EveryPass()
+    choice = StrategyChoice(mix="mixed" in name, choose_rows=every_pass)
+    speculator = Speculator(engine, drafters, 64, run_ahead, times, choice)
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
-    take_turns(speculator, alone="turn" in name)
+    take_turns(speculator, every_pass, alone="turn" in name)
     total, tokens, logprobs, ahead = DecodeStatistics(), 0, 0, 0
     for step, expected in enumerate(plain):
         slots, overlap = _SLOTS[step % 2], step % 3 == 2
@@ -125,13 +129,13 @@ def _compare(
     )
 
 
-def take_turns(speculator: EveryPass, alone: bool) -> None:
+def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:
     """All drafters are asked whatever they promise: one in turn, or every one; chains of every length."""
     turns, number_of = itertools.count(), len(speculator.proposers)
     for number, proposer in enumerate(speculator.proposers):
         if isinstance(proposer, SelfProposer):
             most = speculator.engine.buckets.max_drafts
-            proposer.choose_length = lambda *_, most=most: (1 + next(speculator.turns) % most, _ALWAYS)
+            proposer.choose_length = lambda *_, most=most: (1 + next(every_pass.turns) % most, _ALWAYS)
         promise = proposer.promise
 
         def asked(*of: Any, number: int = number, promise: Callable[..., float] = promise) -> float:
