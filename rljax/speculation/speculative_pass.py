@@ -133,13 +133,13 @@ class SpeculativeDecoder:
         self._choice, under_way = choice, None
         # Verify: the device gets the pass, `finish` waits for it.
         if choice.rows:
-            under_way, state = self._dispatch(params, state, active, choice, timed)
+            under_way, state = self._verify(params, state, active, choice, timed)
         elif self._under_way and choice.draft_seconds:  # no plain step follows while other slots are verified
             self.decisions.add(PassRecord(choice, state.batch, len(active.slots), tokens=0, seconds=0.0))
         self._statistics.host_seconds += time.perf_counter() - start - draft_seconds
         return state, under_way
 
-    def _dispatch(
+    def _verify(
         self, params: Params, state: DecodeState, active: ActiveSlots, choice: Choice, timed: bool
     ) -> tuple[VerifyingPass, DecodeState]:
         """Gives the device a pass over the likeliest candidates of a choice."""
@@ -164,7 +164,27 @@ class SpeculativeDecoder:
         result, seconds = self._wait(under_way)
         start = time.perf_counter()
         self._patience = 1
-        # Tell: which nodes were verified, which of them were right.
+        self._tell(under_way, result, seconds)
+        self._statistics.host_seconds += time.perf_counter() - start
+        return result
+
+    def _wait(self, under_way: VerifyingPass) -> tuple[DecodeResult, float]:
+        """The result of a pass and its seconds: measured if the host saw its end, else estimated."""
+        was_over = under_way.pending.is_ready()
+        result = under_way.pending.result()
+        self._under_way.remove(under_way)
+        seconds = self.times.verify(*under_way.shape)
+        if not was_over:
+            last_end = self.clock.last_end
+            now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
+            seconds = now - max(under_way.dispatched, last_end)
+            if under_way.timed:
+                self.times.add_verify(*under_way.shape, seconds)
+        self._statistics.device_seconds += seconds
+        return result, seconds
+
+    def _tell(self, under_way: VerifyingPass, result: DecodeResult, seconds: float) -> None:
+        """Tells proposers, manager, log, statistics and drafters which drafts were accepted."""
         active, choice = under_way.active, under_way.choice
         nodes = VerifiedNodes.from_result(result, under_way.tree, active.slots)
         choice.proposal.credit(nodes.verified, nodes.correct)
@@ -186,23 +206,6 @@ class SpeculativeDecoder:
         self.manager.record(record)
         self.decisions.add(record)
         self.drafters.advance(result)
-        self._statistics.host_seconds += time.perf_counter() - start
-        return result
-
-    def _wait(self, under_way: VerifyingPass) -> tuple[DecodeResult, float]:
-        """The result of a pass and its seconds: measured if the host saw its end, else estimated."""
-        was_over = under_way.pending.is_ready()
-        result = under_way.pending.result()
-        self._under_way.remove(under_way)
-        seconds = self.times.verify(*under_way.shape)
-        if not was_over:
-            last_end = self.clock.last_end
-            now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
-            seconds = now - max(under_way.dispatched, last_end)
-            if under_way.timed:
-                self.times.add_verify(*under_way.shape, seconds)
-        self._statistics.device_seconds += seconds
-        return result, seconds
 
     def _count(self, active: ActiveSlots, nodes: VerifiedNodes, rows: int) -> None:
         """Adds a pass to the statistics and to the counts of its requests."""

@@ -78,23 +78,23 @@ _FIELDS = {"drafter": str} | dict.fromkeys(_NUMBERS, int)
 _EXAMPLE = "{drafter: srt, depth: 15, top_k: 4, nodes: 15}"
 
 
-def parse_strategies(given: Any, drafters: Collection[str], max_drafts: int) -> tuple[Strategy, ...]:
+def parse_strategies(value: Any, drafters: Collection[str], max_drafts: int) -> tuple[Strategy, ...]:
     """The strategies of a config, in its order.
 
     Args:
-      given: the value of `speculation.strategies`, a list of mappings.
-      drafters: names of the drafters that there are.
+      value: the value of `speculation.strategies`, a list of mappings.
+      drafters: names of the configured drafters.
       max_drafts: most draft nodes of a slot in a pass (`speculation.max_drafts`).
 
     Raises:
       ConfigError: one line that names the key and what would be right.
     """
-    if not isinstance(given, list | tuple):
-        raise ConfigError(f"{_KEY}: should be a list such as [{_EXAMPLE}], got {given!r}")
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{_KEY}: should be a list such as [{_EXAMPLE}], got {value!r}")
     strategies: list[Strategy] = []
-    for i, one in enumerate(given):
+    for i, section in enumerate(value):
         key = f"{_KEY}[{i}]"
-        strategy = _parse_strategy(one, key, drafters)
+        strategy = _parse_strategy(section, key, drafters)
         if strategy.nodes > max_drafts:
             raise ConfigError(
                 f"{key}.nodes: {strategy.nodes} is more than speculation.max_drafts {max_drafts}"
@@ -105,31 +105,32 @@ def parse_strategies(given: Any, drafters: Collection[str], max_drafts: int) -> 
     return tuple(strategies)
 
 
-def _parse_strategy(given: Any, key: str, drafters: Collection[str]) -> Strategy:
-    if not isinstance(given, dict):
-        raise ConfigError(f"{key}: should be a section of keys such as {_EXAMPLE}, got {given!r}")
-    for name in given:
+def _parse_strategy(section: Any, key: str, drafters: Collection[str]) -> Strategy:
+    """One strategy of a config; raises a ConfigError for anything else."""
+    if not isinstance(section, dict):
+        raise ConfigError(f"{key}: should be a section of keys such as {_EXAMPLE}, got {section!r}")
+    for name in section:
         if name not in _FIELDS:
             raise ConfigError(f"{key}.{name}: unknown key; {known_names(str(name), _FIELDS)}")
     for name, kind in _FIELDS.items():
-        if name not in given:
+        if name not in section:
             raise ConfigError(f"{key}.{name}: is missing; a strategy has all of {', '.join(_FIELDS)}")
-        value = given[name]
+        value = section[name]
         if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
             raise ConfigError(f"{key}.{name}: should be a whole number, got {value!r}")
         if kind is str and not isinstance(value, str):
             raise ConfigError(
                 f"{key}.{name}: should be a drafter's name, got {value!r}; the plain step needs no strategy"
             )
-    names = given["drafter"].split(MIXED)
+    names = section["drafter"].split(MIXED)
     for name in names:
         if name not in drafters:
             raise ConfigError(f"{key}.drafter: unknown drafter {name!r}; {known_names(name, drafters)}")
     if len(set(names)) < len(names):
-        raise ConfigError(f"{key}.drafter: {given['drafter']} names a drafter twice")
+        raise ConfigError(f"{key}.drafter: {section['drafter']} names a drafter twice")
     try:
-        return Strategy(**given)
-    except ValueError as error:  # it begins with the field
+        return Strategy(**section)
+    except ValueError as error:  # its message begins with the field
         raise ConfigError(f"{key}.{error}") from error
 
 
