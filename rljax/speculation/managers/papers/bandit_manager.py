@@ -1,7 +1,7 @@
 """TLT's manager: the strategy that has brought the most tokens per second of late.
 
 TLT, section 5.2 and Algorithm 1; the selector is in `bandit.py`. Measured with three drafters on two cores
-(docs/speculation.md): 1.52 times plain decoding in the second epoch, where the default manager reaches 2.09,
+(docs/managers.md): 1.52 times plain decoding in the second epoch, where the default manager reaches 2.09,
 since it tries every strategy of every batch bucket three times before any median counts.
 """
 

@@ -6,7 +6,7 @@ last choice, it chooses anew for those that still run, by their own acceptance w
 Stragglers that accept few of their drafter's tokens try the others for a few passes each, in the ladder's
 order: how good a drafter is varies from request to request. The paper lets several drafters race for a
 straggler on workers that have fallen idle; here all slots are decoded together, and the drafters take turns.
-Measured with three drafters on two cores (docs/speculation.md): 1.58 times plain decoding in the second
+Measured with three drafters on two cores (docs/managers.md): 1.58 times plain decoding in the second
 epoch, where the default manager reaches 2.09, since it keeps one drafter for most of a rollout.
 """
 

@@ -4,8 +4,8 @@ EfficientRollout, section 3.2 (Eq. 2) and appendix E.3. A pass takes as long as 
 and computing, and a little more for every slot. Bytes and operations are counted from the policy's shape
 (`policy_costs.py`); how long each takes is fitted to measured passes, once for a policy and a device
 (`roofline_fit.py`, `scripts/calibrate.py`). Four constants are not in the paper, because a CPU needs them
-(`docs/roofline.md` says why): how much of reading and computing overlaps, ceilings of their own for attention
-and for products of integers, and a fixed cost of a verifying pass.
+(`docs/paper-managers.md` says why): how much of reading and computing overlaps, ceilings of their own for
+attention and for products of integers, and a fixed cost of a verifying pass.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 EfficientRollout, section 3.2 (the toggle, `toggle.py`) and section 3.3 (the draft length, from one training
 step to the next, `draft_length_schedule.py`). Measured with the quantized drafter on two cores
-(docs/speculation.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
+(docs/managers.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
 """
 
 import numpy as np
