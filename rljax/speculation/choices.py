@@ -1,4 +1,4 @@
-"""What a manager decides before a pass (`Choice`), and what it hears afterwards (`PassRecord`)."""
+"""A manager's decision before a pass (`Choice`), and the outcome that it is told (`PassRecord`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def _on_path(path: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PassRecord:
-    """What came of a choice: one verifying pass, or a few plain steps in a row.
+    """The outcome of a choice: one verifying pass, or a few plain steps in a row.
 
     Attributes:
       choice: the choice that was carried out.

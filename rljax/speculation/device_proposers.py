@@ -32,7 +32,7 @@ class _OnDevice:
       name: the drafter's name, for messages.
       drafter: the drafter.
       engine: the decode engine.
-      times: what passes and drafting take.
+      times: measured times of passes and of drafting, added to.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def best_length(
       slots: slots that decode.
       current: slots among them whose requests are not only sampled ahead.
       buckets: the compiled passes.
-      times: what passes and draft steps take.
+      times: measured times of passes and of draft steps.
       batch, length: batch and cache length of the decode state.
     """
     best, best_rate = 0, 0.0
@@ -100,7 +100,7 @@ def best_strategy(
     Args:
       name: the drafter's name.
       strategies: the trees that it can draft.
-      acceptance, slots, current, buckets, times, batch, length: as of `best_length`.
+      acceptance, slots, current, buckets, times, batch, length: see `best_length`.
     """
     best, best_rate = strategies[0], 0.0
     for strategy in strategies:

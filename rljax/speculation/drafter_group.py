@@ -98,7 +98,7 @@ class DrafterGroup:
             drafter.start(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """What drafters keep of prompts that the engine prefills, for `insert`."""
+        """Prefills drafters with prompts that the engine prefills. Returns the data that `insert` takes."""
         return [drafter.prefill(prefix, prompts) for drafter in self.on_device]
 
     def insert(

@@ -11,7 +11,7 @@ from rljax.speculation.drafter_group import ask_for, is_on_host
 def speculation_metrics(
     statistics: DecodeStatistics, drafters: Mapping[str, Drafter], runs_ahead: bool
 ) -> dict[str, float]:
-    """What speculation did in the rollouts of `statistics`, and what the drafters report themselves.
+    """Metrics of speculation in the rollouts of `statistics`, with those that drafters report.
 
     Names begin with "speculation/"; those of the second drafter and later ones also with the drafter's name.
     """

@@ -91,9 +91,9 @@ def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch:
     Against a plain step it does not count: it is spent already.
 
     Args:
-      candidates: what could be verified.
+      candidates: nodes that could be verified.
       buckets: the compiled passes.
-      times: what passes take.
+      times: measured times of passes.
       batch, length: batch and cache length of the decode state.
     """
     best, best_rate = 0, 0.0

@@ -1,4 +1,4 @@
-"""What a drafter offers for a verifying pass (`Proposal`), and the interface that managers ask (`Proposer`).
+"""Draft trees for a verifying pass (`Proposal`), and the interface to drafters (`Proposer`).
 
 HostProposer      `host_proposer.py`: asks a drafter on the host, which costs next to nothing
 SelfProposer      `device_proposers.py`: other weights of the policy draft chains on the policy's KV cache

@@ -57,9 +57,9 @@ class SpeculativeDecoder:
 
     Args:
       engine: the decode engine.
-      manager: who drafts and decides.
-      drafters: who hears of sampled tokens on the device.
-      times: what passes take; added to.
+      manager: has drafts made, and decides how much of them to verify.
+      drafters: hear of the sampled tokens.
+      times: measured times of passes, added to.
       max_batch: larger batches decode plainly.
 
     Attributes:

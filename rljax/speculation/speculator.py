@@ -39,13 +39,13 @@ class Speculator:
       drafters: by name. The first one on the host proposes what was sampled ahead, too.
       max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
-      times: what passes took so far; speculators of the same engine may share them.
+      times: measured times of passes, added to; speculators of the same engine may share them.
       strategies: how the manager chooses among the drafters.
 
     Attributes:
       drafters: by name.
       proposers: the drafters as the manager asks them.
-      manager: who decides what a pass verifies.
+      manager: decides how much a pass verifies.
       decisions: the log of what was decided.
       lengths: lengths of the responses so far, by prompt.
       has_history: whether some drafter drafts from other responses to a prompt.
@@ -233,7 +233,11 @@ class Speculator:
         self._group.restart(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """What drafters on the device keep of prompts that the engine has begun to prefill, for `insert`."""
+        """Prefills drafters on the device with prompts that the engine has begun to prefill.
+
+        Returns:
+          The data that `insert` takes.
+        """
         self._decoder.clock.dispatched()
         prefilled = self._group.prefill(prefix, prompts)
         self._decoder.clock.host_waited()  # some drafters wait for the prefill
@@ -286,7 +290,7 @@ class Speculator:
         )
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
-        """What speculation did in the rollouts of `statistics`, and what the drafters report themselves."""
+        """Metrics of speculation in the rollouts of `statistics`, with those that drafters report."""
         return speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
 
     def state(self) -> dict[str, np.ndarray]:

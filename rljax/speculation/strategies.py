@@ -161,7 +161,7 @@ def arms_by_batch(
     `max_batch`, and those that no pass verifies, only have the plain step.
 
     Args:
-      strategies: as configured.
+      strategies: the configured ones.
       buckets: the engine's.
       max_batch: `speculation.max_batch`.
       neighbours: further groups on either side; 0 is the paper's mapping.

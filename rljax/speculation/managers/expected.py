@@ -2,8 +2,8 @@
 
 Drafters on the host are asked before every pass, since that is nearly free. Drafters that take time promise
 first, from the acceptance of their drafts so far and from measured times, and draft only where that is
-clearly more than what is at hand. Then plain decoding and every compiled number of rows are compared. The
-idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times in place of a fitted roofline.
+clearly more than the best choice so far. Then plain decoding and every compiled number of rows are compared.
+The idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times in place of a fitted roofline.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class ExpectedManager:
     Args:
       proposers: the drafters.
       buckets: sizes of passes.
-      times: what passes and drafting take.
+      times: measured times of passes and of drafting.
       mix: also verify the drafts of several drafters as one tree, where more than one has drafted.
       choose_rows: chooses the rows of a pass over candidates.
     """

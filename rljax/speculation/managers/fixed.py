@@ -22,7 +22,7 @@ class FixedManager:
     Args:
       proposers: the drafters.
       buckets: sizes of passes.
-      times: what passes take, for the promises in the log.
+      times: measured times of passes, for the promises in the log.
       strategy: the strategy.
     """
 

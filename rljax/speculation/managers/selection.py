@@ -25,7 +25,7 @@ from rljax.speculation.strategies import Strategy, parse_strategies
 
 @dataclasses.dataclass(frozen=True)
 class StrategyChoice:
-    """Which manager chooses, and its settings.
+    """A kind of manager, and its settings.
 
     Attributes:
       by: "expected", "bandit", "roofline", "ladder" or "fixed".

@@ -145,11 +145,11 @@ class BegMab:
         rewards stays the next one to be tried.
 
         Args:
-          batch: as given to `choose`.
+          batch: the batch of that `choose`.
           strategy: the arm that `choose` returned.
           tokens: tokens of all responses: the accepted drafts and one more of each response, for every pass.
           seconds: time taken, drafting included.
-          responses: as given to `choose`.
+          responses: the responses of that `choose`.
 
         Raises:
           ValueError: an arm that the bucket does not have, or numbers out of range.

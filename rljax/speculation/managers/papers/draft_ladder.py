@@ -105,7 +105,7 @@ def profile(costs: Costs, acceptances: Sequence[float]) -> Ladder:
     """The draft ladder of a machine.
 
     Args:
-      costs: what was measured.
+      costs: measured times.
       acceptances: ascending shares of the table; values between are interpolated.
 
     Raises:

@@ -44,7 +44,7 @@ class LadderManager:
     Args:
       proposers: the drafters.
       buckets: sizes of passes.
-      times: what passes and drafting take.
+      times: measured times of passes and of drafting.
       max_batch: larger batches decode plainly.
     """
 

@@ -144,8 +144,8 @@ def _columns(points: Sequence[Point]) -> tuple[np.ndarray, ...]:
 def _solve(terms: _Terms, overlap: float) -> tuple[np.ndarray, float]:
     """The unknowns, float [K], and their squared error.
 
-    Guesses which points memory limits, solves what is then linear, and reads off which points memory limits,
-    until that stays. Begins with several guesses, since it may end in more than one place.
+    Guesses which points memory limits, solves the problem that is then linear, and reads off which points
+    memory limits, until that stays. Begins with several guesses, since it may end in more than one place.
     """
     best, least = np.zeros(terms.memory.shape[1]), math.inf
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):

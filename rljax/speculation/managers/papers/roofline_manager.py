@@ -27,7 +27,7 @@ class RooflineManager:
     Args:
       proposer: the self-drafter's.
       buckets: sizes of passes.
-      times: what plain steps take, for the promises in the log.
+      times: measured times of plain steps, for the promises in the log.
       toggle: predicts whether drafting pays.
       schedule: sets the draft length, by the acceptance of earlier training steps.
     """
