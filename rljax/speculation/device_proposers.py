@@ -8,7 +8,9 @@ import time
 
 import numpy as np
 
-from drafters.base import DeviceDrafter, Drafts, SelfDrafter, chains
+from drafters.base import Drafts
+from drafters.device import DeviceDrafter, SelfDrafter
+from drafters.validation import chains
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import DeviceDrafter, Drafter, ProtocolError, Sampled, SelfDrafter, TrainedDrafter
+from drafters.base import Drafter, Sampled
+from drafters.device import DeviceDrafter, SelfDrafter, TrainedDrafter
+from drafters.validation import ProtocolError
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import Prefix
 from rljax.engine.visits import Assignment, DecodeResult

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from drafters.base import Drafter, Queries, chains, usable_nodes
+from drafters.base import Drafter, Queries
+from drafters.validation import chains, usable_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from drafters.base import Drafter, usable_state
+from drafters.base import Drafter
+from drafters.validation import usable_state
 from rljax.speculation.drafter_group import ask, ask_for
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from drafters.aligned import AlignedDrafter
-from drafters.base import DeviceDrafter, Drafter, DraftRequest, Outcome, SelfDrafter
+from drafters.aligned import aligned
+from drafters.base import Drafter, DraftRequest, Outcome
+from drafters.device import DeviceDrafter, SelfDrafter
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.visits import Assignment, DecodeResult
@@ -66,7 +67,7 @@ class Speculator:
         drafters = dict(drafters)
         if run_ahead is not None:
             name = next(name for name, drafter in drafters.items() if is_on_host(drafter))
-            drafters[name] = AlignedDrafter(drafters[name])
+            drafters[name] = aligned(drafters[name])
         self._group = DrafterGroup(drafters, engine)
         self.drafters = self._group.by_name
         self.has_history = any(map(is_on_host, drafters.values()))

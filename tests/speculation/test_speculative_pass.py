@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import DeviceDrafter, Drafts, Outcome, Queries
+from drafters.base import Drafts, Outcome, Queries
+from drafters.device import DeviceDrafter
 from drafters.eagle.drafting import DraftStrategy
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets

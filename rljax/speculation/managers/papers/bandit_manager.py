@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.base import TrainedDrafter
+from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.rollout.records import DecodeStatistics
