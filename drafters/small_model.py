@@ -23,9 +23,9 @@ from drafters.base import DraftRequest, Outcome, Sampled
 from drafters.eagle.drafting import DraftStrategy, ScoredTree
 from rljax.engine.companion import Companion
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import ConfigError, UserError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params

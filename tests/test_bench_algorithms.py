@@ -11,8 +11,8 @@ from rljax.algorithms.registry import ALGORITHMS
 from rljax.config import load_config
 from rljax.reports.decisions import RunDecisions
 from rljax.reports.runs import RunData
+from rljax.requests import Completion
 from rljax.rollout.collector import Group
-from rljax.rollout.records import Completion
 from rljax.tasks.base import Problem
 from tests.scripts import SCRIPTS, load_script
 

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.engine import programs
 from rljax.errors import UserError
-from rljax.rollout.records import Completion
+from rljax.requests import Completion
 from tests.scripts import load_script
 
 count_flips = load_script("count_flips")

@@ -22,7 +22,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.engine.executables import ExecutablePool
 from rljax.sampling.noise import request_key
 from rljax.sampling.distribution import SamplingParams

@@ -6,7 +6,7 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.sampling.noise import request_key
 from rljax.speculation.pass_times import PassTimes
 

@@ -25,8 +25,8 @@ from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimi
 from drafters.eagle.time_budget import TimeBudget
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import CheckpointError, ConfigError, DrafterError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table

@@ -35,10 +35,10 @@ from drafters.eagle.drafting import (
 )
 from drafters.eagle.model import HeadConfig
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import DecodeResult
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
 from rljax.engine.programs import with_slots
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import DecodeResult
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics

@@ -24,10 +24,10 @@ from jax import Array
 
 from rljax.engine.draft_tree import all_rows
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics

@@ -27,12 +27,12 @@ from rljax.engine.appending import AppendedChunk, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
+from rljax.engine.host_sync import Assignment, DecodeResult, Pending
 from rljax.engine.placement import decode_state_shardings
 from rljax.engine.programs import Programs, compact, insert, with_slots
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
-from rljax.engine.visits import Assignment, DecodeResult, Pending
 from rljax.errors import PolicyError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table

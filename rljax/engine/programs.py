@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from rljax.engine import kv_cache
 from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
+from rljax.engine.host_sync import pack
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
 from rljax.engine.sampling import sample
@@ -24,7 +25,6 @@ from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted
 from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
-from rljax.engine.visits import pack
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention

@@ -35,9 +35,9 @@ from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
 from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
+from rljax.requests import Completion
 from rljax.rollout.collector import EVALUATION, Collector
 from rljax.rollout.metrics import tokens_per_second
-from rljax.rollout.records import Completion
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task

@@ -9,7 +9,7 @@ import numpy as np
 from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
-from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.noise import request_key
 from rljax.tasks.base import Problem, Split, Task

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rljax.requests import DecodeStatistics
 from rljax.rollout.collector import Group, Timing
-from rljax.rollout.records import DecodeStatistics
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:

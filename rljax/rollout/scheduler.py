@@ -17,12 +17,12 @@ import numpy as np
 
 from rljax.engine.appending import Continuation
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
-from rljax.rollout.lengths import ResponseLengths
-from rljax.rollout.records import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.response_lengths import ResponseLengths
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.stop_strings import StopStrings
 from rljax.rollout.tool_turns import ToolTurns

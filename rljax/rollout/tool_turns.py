@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
 

@@ -27,7 +27,7 @@ from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import ConfigError, known_names
 from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key

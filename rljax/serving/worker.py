@@ -20,11 +20,11 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState
-from rljax.engine.visits import Assignment, DecodeResult
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
-from rljax.rollout.records import DecodeStatistics, FinishReason, Request
+from rljax.requests import DecodeStatistics, FinishReason, Request
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculator import Speculator

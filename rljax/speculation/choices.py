@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from rljax.engine.draft_tree import DraftTree
-from rljax.engine.visits import DecodeResult
+from rljax.engine.host_sync import DecodeResult
 from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.proposals import Proposal
 from rljax.speculation.strategies import Arm

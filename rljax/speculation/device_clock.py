@@ -2,7 +2,7 @@
 
 import time
 
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 
 
 class DeviceClock:

@@ -15,7 +15,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
 from rljax.speculation.drafter_group import ask

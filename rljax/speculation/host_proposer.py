@@ -8,7 +8,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState
 from rljax.errors import DrafterError
 from rljax.models.transformer import Params
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.drafter_group import ask
 from rljax.speculation.proposals import ActiveSlots, Proposal, bins_of, calibrated_proposal, restore

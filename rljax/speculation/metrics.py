@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from drafters.base import Drafter
 from drafters.device import TrainedDrafter
 from drafters.validation import usable_metrics
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.drafter_group import ask_for, is_on_host
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from drafters.base import Drafts
 from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
 from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 from rljax.speculation.strategies import MIXED, Strategy

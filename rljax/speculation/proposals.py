@@ -15,7 +15,7 @@ import numpy as np
 from drafters.base import Drafter, Drafts
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.strategies import Strategy
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.rollout.lengths import ResponseLengths
-from rljax.rollout.records import Request
+from rljax.requests import Request
+from rljax.response_lengths import ResponseLengths
 
 
 class RunAhead:

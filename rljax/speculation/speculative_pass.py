@@ -17,9 +17,9 @@ import numpy as np
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.state import DecodeState
-from rljax.engine.visits import DecodeResult, Pending
+from rljax.engine.host_sync import DecodeResult, Pending
 from rljax.models.transformer import Params
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.choices import Choice, PassRecord, VerifiedNodes
 from rljax.speculation.decision_log import DecisionLog
 from rljax.speculation.device_clock import DeviceClock

@@ -18,9 +18,9 @@ from drafters.base import Outcome
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics
+from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
-from rljax.rollout.records import DecodeStatistics, accumulate
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
 from rljax.training.training_run import TrainingRun

@@ -14,8 +14,8 @@ from rljax.learning.packing import (
     pack_sequences,
     response_places,
 )
+from rljax.requests import Completion
 from rljax.rollout.collector import Group
-from rljax.rollout.records import Completion
 from rljax.training.critic import ValueTargets
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from rljax.errors import RunDirectoryError
 from rljax.reports import write_report_of_run
+from rljax.requests import DecodeStatistics
 from rljax.rollout.collector import Group
-from rljax.rollout.records import DecodeStatistics
 from rljax.rollout.summary import summarize_rollout
 from rljax.training.training_run import TrainingRun
 

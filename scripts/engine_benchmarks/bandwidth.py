@@ -6,7 +6,7 @@ import time
 from engine_benchmarks.policies import PROMPT_TOKENS, SWITCH, make_engine, random_prompts
 from rljax.benchmarking import Row, measure_read_bandwidth
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
 from rljax.sampling.noise import request_key

@@ -11,7 +11,7 @@ from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import make_buckets
 from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
 from rljax.numerics.rows import Numerics

@@ -19,7 +19,7 @@ from engine_benchmarks.policies import (
 )
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params

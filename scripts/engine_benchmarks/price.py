@@ -16,8 +16,8 @@ from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.invariance import measured, row_counts
-from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params
 from rljax.numerics.rows import Numerics

@@ -11,8 +11,8 @@ from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.state import DecodeState
-from rljax.engine.visits import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params, num_params
 from rljax.numerics.rows import Numerics

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine_benchmarks.policies import make_engine, random_prompts
 from rljax.benchmarking import Row, compare
 from rljax.engine.executables import enable_compilation_cache
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.models import huggingface
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params

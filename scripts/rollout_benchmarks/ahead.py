@@ -14,7 +14,7 @@ from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
 from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.rollout.records import Completion, Request
+from rljax.requests import Completion, Request
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 

@@ -22,7 +22,7 @@ from rljax.config import ExperimentConfig
 from rljax.durable_files import write_durably
 from rljax.errors import UserError
 from rljax.provenance import machine_facts
-from rljax.rollout.records import Completion, Request
+from rljax.requests import Completion, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes

@@ -15,7 +15,7 @@ from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
-from rljax.rollout.records import Completion, DecodeStatistics, accumulate
+from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.device_proposers import SelfProposer
 from rljax.speculation.managers.selection import StrategyChoice

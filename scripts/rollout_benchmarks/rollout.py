@@ -8,8 +8,8 @@ import numpy as np
 
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
+from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import Group
-from rljax.rollout.records import DecodeStatistics, accumulate
 from rollout_benchmarks.variants import (
     Variant,
     check_same,

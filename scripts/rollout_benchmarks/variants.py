@@ -18,8 +18,8 @@ from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.progress import Progress
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing
-from rljax.rollout.records import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.papers.calibration import calibrate

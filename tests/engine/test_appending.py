@@ -7,7 +7,7 @@ from rljax.engine import appending
 from rljax.engine.appending import ROWS, WIDTH, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key

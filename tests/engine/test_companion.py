@@ -13,7 +13,7 @@ from rljax.engine.companion import Companion
 from rljax.engine.draft_tree import pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params

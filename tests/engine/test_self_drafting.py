@@ -11,8 +11,8 @@ import pytest
 from drafters.quantized import QuantizedPolicy, WeightFormat
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.self_drafting import draft_keys
-from rljax.engine.visits import Assignment
 from rljax.sampling.distribution import SamplingParams
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
 from tests.exactness import exact_numerics

@@ -13,7 +13,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table

@@ -7,7 +7,7 @@ import pytest
 from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics

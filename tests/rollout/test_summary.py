@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from rljax.requests import Completion
 from rljax.rollout.collector import Group
 from rljax.rollout.metrics import reward_spread
-from rljax.rollout.records import Completion
 from rljax.rollout.summary import summarize_rollout
 from rljax.tasks.base import Problem
 

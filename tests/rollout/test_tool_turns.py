@@ -18,7 +18,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams

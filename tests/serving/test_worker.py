@@ -17,7 +17,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import PolicyError
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams

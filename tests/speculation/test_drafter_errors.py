@@ -12,7 +12,7 @@ from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.errors import DrafterError
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 

@@ -15,7 +15,7 @@ from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.errors import CheckpointError
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention

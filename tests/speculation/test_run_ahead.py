@@ -10,7 +10,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key

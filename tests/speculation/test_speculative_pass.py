@@ -22,7 +22,7 @@ from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits

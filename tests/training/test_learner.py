@@ -23,8 +23,8 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
+from rljax.requests import Completion
 from rljax.rollout.collector import Group
-from rljax.rollout.records import Completion
 from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner

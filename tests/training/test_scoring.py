@@ -10,7 +10,7 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig

@@ -28,8 +28,8 @@ from jax import Array
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.state import DecodeState, Prefix
-from rljax.engine.visits import Assignment
 from rljax.models.transformer import Params
 from rljax.sampling.noise import request_key
 

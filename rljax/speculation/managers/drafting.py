@@ -5,7 +5,7 @@ import time
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 from rljax.speculation.strategies import Strategy

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots

@@ -11,7 +11,7 @@ from drafters.eagle import drafter as module
 from drafters.eagle import saving, time_budget
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter, PrefilledHead
-from rljax.engine.visits import Assignment
+from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError, DrafterError
 
 TOKEN = 3 * 2 * 4  # bytes of its states here: float32 [3, 2]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.noise import request_key
 from rljax.serving.policy import Options, open_policy

@@ -9,7 +9,7 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.numerics.rows import Numerics
-from rljax.rollout.records import Request
+from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key

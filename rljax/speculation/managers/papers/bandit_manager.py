@@ -13,7 +13,7 @@ import numpy as np
 from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.managers.drafting import draft
 from rljax.speculation.managers.papers.bandit import BegMab

@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
-from rljax.rollout.records import DecodeStatistics
+from rljax.requests import DecodeStatistics
 from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.device_proposers import SelfProposer
 from rljax.speculation.managers.manager import plain_promise

@@ -1,6 +1,6 @@
 """What is expected of a response's length."""
 
-from rljax.rollout.lengths import ResponseLengths
+from rljax.response_lengths import ResponseLengths
 
 
 def test_a_known_prompt_is_answered_as_before_and_a_new_one_by_its_length():
@@ -27,7 +27,7 @@ def test_what_is_known_is_restored():
 
 
 def test_the_prompts_learned_last_are_remembered(monkeypatch):
-    monkeypatch.setattr("rljax.rollout.lengths._MOST_PROMPTS", 2)
+    monkeypatch.setattr("rljax.response_lengths._MOST_PROMPTS", 2)
     lengths = ResponseLengths()
     for prompt in ((1,), (2,), (1,), (3,)):
         lengths.learn(prompt, 10 * prompt[0])
