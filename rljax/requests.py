@@ -1,4 +1,4 @@
-"""What is asked of the decode engine, and what a rollout leaves behind."""
+"""Records of decoding: requests, responses under way, completions, and counts of the work that they took."""
 
 import dataclasses
 from typing import Any, Literal
@@ -28,6 +28,34 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
+class PartialResponse:
+    """The beginning of a response that another decode loop goes on with (`DecodeLoop.withdraw`, `submit`).
+
+    Under the same weights the response goes on with the same bits as if it had never moved: noise depends on
+    the request and the position alone, and keys and values are computed again from the tokens.
+
+    Attributes:
+      tokens: ids so far, tools' answers included.
+      logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
+      tool_answers: (begin, end) of every tool's answer in `tokens`.
+      versions: (position in the response, version of the weights) where each version began.
+      drafted: draft nodes that were verified for it.
+      accepted: tokens that came from them.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    tool_answers: tuple[tuple[int, int], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
+    drafted: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"{len(self.tokens)} tokens with {len(self.logprobs)} logprobs")
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """A sampled response.
 
@@ -39,6 +67,8 @@ class Completion:
       accepted: how many of its tokens came from them.
       own: bool [n], which tokens the policy sampled; the others are tools' answers, with logprobs of 0. None
         without tools: all of them.
+      versions: (position in the response, version of the weights) where each version began; one pair unless
+        the weights were swapped while it was decoded.
     """
 
     response_ids: np.ndarray
@@ -47,6 +77,7 @@ class Completion:
     drafted: int = 0
     accepted: int = 0
     own: np.ndarray | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def own_tokens(self) -> int:

@@ -13,7 +13,7 @@ Prefill leaves the prompt's last token uncommitted: the first decode step of eve
 the first sampled token comes about like every other, and the samples of a group may differ from it on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.host_sync import Assignment, DecodeResult, Pending
 from rljax.engine.placement import decode_state_shardings
-from rljax.engine.programs import Programs, compact, insert, with_slots
+from rljax.engine.programs import Programs, compact, insert, set_counts, with_slots
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
@@ -118,8 +118,14 @@ class DecodeEngine:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def load_params(self, params: Params) -> Params:
-        """The policy's weights as decoding wants them: products' in the compute dtype, split over the mesh.
+    def load_params(self, params: Params, copy: bool = False) -> Params:
+        """Returns the policy's weights as decoding reads them: products' in the compute dtype, split over the
+        mesh. Arrays that are so already are shared with `params`.
+
+        Args:
+          params: the policy's weights.
+          copy: share no array with `params`, whose buffers may then be donated, as an update does, while
+            decoding goes on.
 
         Raises:
           PolicyError: some are not finite. Attention takes a score that is not a number for a key that is not
@@ -132,7 +138,9 @@ class DecodeEngine:
                     f"policy: {name} holds NaN or infinity; go on from a checkpoint before that, with a"
                     " smaller optimizer.learning_rate if training brought it about"
                 )
-        return shard_params(cast_matrices(params, self.numerics.dtype), self.config, self.mesh, decoding=True)
+        cast = cast_matrices(params, self.numerics.dtype)
+        loaded = shard_params(cast, self.config, self.mesh, decoding=True)
+        return jax.tree.map(jnp.copy, loaded) if copy else loaded
 
     # -- the contract ----------------------------------------------------------------------------------------
 
@@ -318,6 +326,26 @@ class DecodeEngine:
         key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
         return self.pool.get(key, self._programs.append, args, donate_argnums=(1,))(*args)
 
+    def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
+        """Sets which response tokens penalties count in some slots. Consumes `state`.
+
+        `bulk_insert` begins without any, and `append` leaves the counts as they are. Without penalties nothing
+        is counted, and `state` comes back.
+
+        Args:
+          state: the state; its cache has room for the tokens.
+          tokens: by slot, the tokens that were sampled in its response so far.
+        """
+        if state.counts is None:
+            return state
+        slots = np.full(state.batch, state.batch, np.int32)
+        counted = np.full((state.batch, state.cache.length), self.config.vocab_size, np.int32)
+        for row, (slot, ids) in enumerate(tokens.items()):
+            slots[row], counted[row, : len(ids)] = slot, ids
+        args = (state, jnp.asarray(slots), jnp.asarray(counted))
+        key = ("set_counts", state.batch, state.cache.length, *self._key)
+        return self.pool.get(key, self._programs.placed(set_counts), args, donate_argnums=(0,))(*args)
+
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
@@ -362,7 +390,14 @@ class DecodeEngine:
             state = self.pool.get(key, self._programs.placed(widen), (state,))(state)
         return state
 
-    def warm_up(self, params: Params, slots: int, prompt_length: int, late_inserts: bool = False) -> None:
+    def warm_up(
+        self,
+        params: Params,
+        slots: int,
+        prompt_length: int,
+        late_inserts: bool = False,
+        resumes: bool = False,
+    ) -> None:
         """Compiles every program that decoding requests in `slots` slots can need.
 
         Args:
@@ -370,7 +405,9 @@ class DecodeEngine:
           slots: requests decoded at a time; waiting ones are inserted only into a state of that many.
           prompt_length: the longest prompt, in tokens.
           late_inserts: also into states of fewer slots, a few prompts at a time.
+          resumes: requests may arrive with response tokens, which are prefilled behind the prompt.
         """
+        prompt_length = self.buckets.cache[-1] if resumes else prompt_length
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
         prefixes = self.warm_up_prefill(params, largest, prompt_length)
@@ -381,6 +418,8 @@ class DecodeEngine:
                     late = late_inserts and prefix.cache.batch == self._prefill_rows[0]
                     if (batch == largest or late) and prefix.cache.length <= length:
                         state = self.bulk_insert(prefix, state, [])
+                if resumes and (batch == largest or late_inserts):
+                    state = self.set_counts(state, {})
                 state, _ = self.generate(params, state, max_steps=0)
                 state = self.free_resource(state, [])
                 if batch > batches[0]:

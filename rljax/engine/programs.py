@@ -291,6 +291,7 @@ class Programs:
                 remaining=jnp.where(takes_part, chunk.remaining, state.remaining),
                 active=jnp.where(takes_part, chunk.complete, state.active),
                 noise_keys=state.noise_keys,
+                counts=state.counts,
             )
         )
 
@@ -342,6 +343,14 @@ def insert(
         noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
         counts=None if state.counts is None else state.counts.at[slots].set(0, mode="drop"),
     )
+
+
+def set_counts(state: DecodeState, slots: Array, tokens: Array) -> DecodeState:
+    """Counts `tokens` [B, T] in slots [B], in place of the counts there; B is out of range as a slot, and V as
+    a token.
+    """
+    cleared = state.counts.at[slots].set(0, mode="drop")
+    return state.replace(counts=cleared.at[slots[:, None], tokens].add(1, mode="drop"))
 
 
 def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:

@@ -5,112 +5,91 @@ thread, everybody else decodes. The answer's tokens are then appended (`rljax/en
 response goes on where it was. Which answer comes first changes nothing but the time that it takes.
 """
 
-import dataclasses
+import itertools
 import time
-from collections.abc import Sequence
-
-import numpy as np
 
 from rljax.requests import DecodeStatistics
+from rljax.rollout.live_response import LiveResponse
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
 
 _PATIENCE = 0.002
-"""Seconds that others wait for the answer to a new call: most tools are faster than a visit of the device."""
-
-
-@dataclasses.dataclass
-class _Turns:
-    """What is known of one response.
-
-    Attributes:
-      begin: where the policy's own tokens since the last answer begin.
-      calls: so far.
-      answers: (begin, end) of each in the response.
-    """
-
-    begin: int = 0
-    calls: int = 0
-    answers: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+"""Seconds that others wait for the answer to a new call: most tools are faster than a host sync."""
 
 
 class ToolTurns:
-    """The calls of one rollout.
+    """The calls of one decode loop.
 
     Args:
       use: the tools.
-      statistics: what the rollout accounts for itself in.
+      statistics: the loop's statistics, added to.
 
     Attributes:
-      paused: requests that wait for an answer.
+      paused: responses that wait for an answer.
     """
 
     def __init__(self, use: ToolUse, statistics: DecodeStatistics) -> None:
         self._use, self._statistics = use, statistics
-        self._turns: dict[int, _Turns] = {}
-        self.paused: set[int] = set()
+        self.paused: set[LiveResponse] = set()
+        self._numbers = itertools.count()
+        self._calling: dict[int, LiveResponse] = {}  # by the call's number
         self._new = False  # a call that nobody has waited for yet
         use.workers.forget()
 
-    def begin(self, request: int) -> int:
-        """Where the policy's own tokens since the last answer begin."""
-        return self._of(request).begin
-
-    def find(self, request: int, tokens: Sequence[int], known: int) -> ToolCall | None:
-        """The call that a response completes behind its first `known` tokens."""
-        turns = self._of(request)
-        if turns.calls == self._use.max_calls:
+    def find(self, response: LiveResponse, known: int) -> ToolCall | None:
+        """Returns the call that a response completes behind its first `known` tokens, if there is one."""
+        if response.tool_calls == self._use.max_calls:
             return None
-        return self._use.markup.find(tokens, turns.begin, known)
+        return self._use.markup.find(response.tokens, response.turn_begin, known)
 
-    def call(self, request: int, call: ToolCall) -> None:
-        """A response pauses for its call."""
-        self._of(request).calls += 1
-        self.paused.add(request)
+    def call(self, response: LiveResponse, call: ToolCall) -> None:
+        """Pauses a response for its call."""
+        response.tool_calls += 1
+        number = next(self._numbers)
+        self.paused.add(response)
+        self._calling[number] = response
         self._new = True
-        self._use.workers.submit(request, call.name, self._use.tools[call.name], call.text)
+        self._use.workers.submit(number, call.name, self._use.tools[call.name], call.text)
 
-    def answers(self, alone: bool) -> list[tuple[int, list[int]]]:
-        """(request, tokens) of the answers that have come; these requests are not paused any more.
+    def drop(self, response: LiveResponse) -> None:
+        """Ignores the answer that a response waits for, if it waits for one."""
+        if response in self.paused:
+            self.paused.remove(response)
+            self._calling = {number: other for number, other in self._calling.items() if other != response}
+
+    def answers(self, alone: bool, most_seconds: float | None = None) -> list[tuple[LiveResponse, list[int]]]:
+        """Returns answers that have come, with the responses, which are not paused any more.
 
         Args:
-          alone: nobody else could decode meanwhile: wait for one.
+          alone: no response could decode meanwhile: wait for an answer.
+          most_seconds: to wait then; None as long as it takes.
         """
         if not self.paused:
             return []
-        found, statistics = [], self._statistics
+        answered, statistics = [], self._statistics
         start = time.perf_counter()
-        answers = self._use.workers.answers(None if alone else _PATIENCE if self._new else 0.0)
+        answers = self._use.workers.answers(most_seconds if alone else _PATIENCE if self._new else 0.0)
         statistics.tool_waiting_seconds += time.perf_counter() - start
         self._new = False
         for answer in answers:
-            self.paused.remove(answer.key)
-            found.append((answer.key, self._use.markup.answer_ids(answer.text)))
+            response = self._calling.pop(answer.key, None)
+            if response is None:  # dropped
+                continue
+            self.paused.remove(response)
+            answered.append((response, self._use.markup.answer_ids(answer.text)))
             statistics.tool_calls += 1
             statistics.tool_errors += answer.failed
             statistics.tool_seconds += answer.seconds
-        return found
+        return answered
 
-    def answered(self, request: int, begin: int, end: int) -> None:
-        """A response goes on behind an answer, its tokens begin to end."""
-        turns = self._of(request)
-        turns.answers.append((begin, end))
-        turns.begin = end
+    def answered(self, response: LiveResponse, begin: int, end: int) -> None:
+        """Records that a response goes on behind an answer, its tokens begin to end."""
+        response.tool_answers.append((begin, end))
         self._statistics.tool_tokens += end - begin
-
-    def own(self, request: int, tokens: int) -> np.ndarray:
-        """Which of a response's tokens are the policy's own, bool [tokens]."""
-        mask = np.ones(tokens, bool)
-        for begin, end in self._of(request).answers:
-            mask[begin:end] = False
-        return mask
-
-    def _of(self, request: int) -> _Turns:
-        return self._turns.setdefault(request, _Turns())
 
 
 def tool_metrics(statistics: DecodeStatistics) -> dict[str, float]:
-    """What tools did in the rollouts of `statistics`, for the metrics line."""
+    """Returns the counts of tool calls in `statistics`, for the metrics line."""
     return {
         "tools/calls": statistics.tool_calls,
         "tools/errors": statistics.tool_errors,

@@ -1,0 +1,674 @@
+"""The decode loop: continuous batching over an open queue of requests.
+
+    loop = DecodeLoop(engine, params, max_slots=64, on_sync=deliver)
+    loop.submit([LiveResponse(request)])        # between any two calls of `step`
+    while loop.waiting or loop.running:
+        loop.step()                             # up to the next host sync
+
+Requests join and leave at any host sync. Waiting ones take free slots, in a state that is widened and
+lengthened for them; a prompt is prefilled once for all its requests. Once nothing waits, the batch is
+compacted into ever smaller buckets, and the cache grows bucket by bucket. None of it changes a token, as a
+token depends on its request and its prefix alone (see `rljax/sampling/noise.py`), only the time that it takes.
+
+`Scheduler` decodes a list to its end with it, and `rljax/serving/worker.py` serves.
+"""
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rljax.engine.appending import Continuation
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
+from rljax.engine.state import DecodeState, Prefix
+from rljax.errors import PolicyError
+from rljax.models.transformer import Params
+from rljax.requests import DecodeStatistics, PartialResponse, Request
+from rljax.response_lengths import ResponseLengths
+from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.running import RunningRequests
+from rljax.rollout.tool_turns import ToolTurns
+from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.speculative_pass import VerifyingPass
+from rljax.speculation.speculator import Speculator
+from rljax.tools.markup import ToolCall
+from rljax.tools.use import ToolUse
+
+OnSync = Callable[[Sequence[LiveResponse]], None]
+"""Called after every host sync with the responses that got tokens, ended, or were cancelled."""
+
+_REFILL_SHARE = 8
+_TOOL_WAIT = 0.02  # seconds in which a loop that others may join waits for a tool while nothing decodes
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPolicy:
+    """The choices in which a list that is decoded to its end and a server differ.
+
+    Attributes:
+      sync_at_every_ending: a host sync as soon as any response ends, so that it is delivered at once and its
+        slot is free for a newcomer. False syncs when an eighth of the slots can be refilled or, once nothing
+        waits, when the active slots fit a smaller batch bucket: fewer syncs, more throughput.
+      most_steps: plain decode steps between two host syncs; None for the engine's `decode_steps_per_visit`.
+      start_full: the first state has all slots, and a cache for the longest prompt that waits, so that
+        prompts are inserted into states of one batch bucket only. False makes it as large as needed.
+      longest_first: starts prompts in the order of their expected length; None in the order of arrival.
+    """
+
+    sync_at_every_ending: bool = False
+    most_steps: int | None = None
+    start_full: bool = False
+    longest_first: ResponseLengths | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Prefilled:
+    """Prefilled prompts, with the drafters' part of them (`Speculator.prefill`)."""
+
+    prefix: Prefix
+    for_drafters: list[Any]
+
+
+def check_request(request: Request, buckets: Buckets) -> None:
+    """Raises a ValueError for an empty prompt, no response tokens, or more positions than the largest cache
+    bucket.
+    """
+    prompt, response, limit = len(request.prompt_ids), request.max_response, buckets.cache[-1]
+    if not prompt or response < 1:
+        raise ValueError("a request needs a prompt and room for at least one response token")
+    if prompt + response > limit:
+        raise ValueError(
+            f"a request of {prompt} + {response} tokens exceeds the largest cache bucket, {limit}"
+        )
+
+
+class DecodeLoop:
+    """Decodes requests that join and leave at any host sync. All methods are for one thread.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`; with copy=True where a trainer goes on with them.
+      max_slots: responses decoded at a time.
+      speculator: decodes with drafts; None for plain decoding.
+      overlap: draft for one half of the slots while the device verifies the other.
+      tools: tools that responses may call; None for none.
+      policy: see `LoopPolicy`.
+      on_sync: see `OnSync`.
+      version: the number of the weights.
+
+    Attributes:
+      statistics: counts of all decoding so far.
+      running_over_time: how many responses ran when.
+      state: the decode state; None while nothing is decoded.
+      slots: the response in each slot.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        params: Params,
+        max_slots: int,
+        speculator: Speculator | None = None,
+        overlap: bool = False,
+        tools: ToolUse | None = None,
+        policy: LoopPolicy = LoopPolicy(),
+        on_sync: OnSync | None = None,
+        version: int = 0,
+    ) -> None:
+        self.engine, self.params, self.max_slots = engine, params, max_slots
+        self.speculator, self.overlap = speculator, overlap and speculator is not None
+        self.policy, self.on_sync, self.version = policy, on_sync, version
+        self.statistics = DecodeStatistics()
+        self.running_over_time = RunningRequests()
+        self.state: DecodeState | None = None
+        self.slots: list[LiveResponse | None] = []
+        self._tools = None if tools is None else ToolTurns(tools, self.statistics)
+        self._run_ahead = None if speculator is None else speculator.run_ahead
+        self._live: dict[LiveResponse, None] = {}  # waiting and decoded, in the order of arrival
+        # Not yet prefilled: tokens to prefill, and the responses that go on behind them.
+        self._prompts: collections.deque[tuple[tuple[int, ...], list[LiveResponse]]] = collections.deque()
+        self._ready: collections.deque[tuple[_Prefilled, int, LiveResponse]] = (
+            collections.deque()
+        )  # with its row
+        self._upcoming: collections.deque[LiveResponse] = collections.deque()  # to be sampled ahead
+        self._ahead: list[LiveResponse] = []
+        self._known: list[LiveResponse] = []  # to drafters, by number
+        self._begun = self._news = False
+        self._under_way: VerifyingPass | None = None
+
+    # -- who is in the loop ----------------------------------------------------------------------------------
+
+    def submit(self, responses: Sequence[LiveResponse]) -> None:
+        """Takes new responses, or such that began elsewhere (`LiveResponse.resume`). Those that arrive together
+        behind the same tokens share one prefill.
+
+        Raises:
+          ValueError: a request that cannot fit, or a response that has ended already.
+        """
+        for response in responses:
+            check_request(response.request, self.engine.buckets)
+            if response.remaining < 1 or (
+                response.tokens and response.tokens[-1] in self.engine.eos_token_ids
+            ):
+                raise ValueError("the response has ended: nothing is left to decode")
+        prompts: dict[tuple[int, ...], list[LiveResponse]] = {}
+        for response in responses:
+            prompts.setdefault(response.prefix_ids, []).append(response)
+            self._live[response] = None
+        self._prompts.extend(prompts.items())
+        lengths = self.policy.longest_first
+        if lengths is not None:
+            expected = {ids: lengths.expected(group[0].request.prompt_ids) for ids, group in self._prompts}
+            self._prompts = collections.deque(sorted(self._prompts, key=lambda item: -expected[item[0]]))
+        self._news = True
+
+    def sample_ahead(self, requests: Sequence[Request]) -> None:
+        """Decodes these in idle slots, as drafts for a later rollout, in this order; see `RunAhead`."""
+        self._ahead = [LiveResponse(request, ahead=True) for request in requests]
+        self._upcoming = collections.deque(self._ahead)
+
+    def sampled_ahead(self) -> list[tuple[Request, list[int]]]:
+        """Returns the requests of `sample_ahead`, with their tokens so far."""
+        return [(response.request, response.tokens) for response in self._ahead]
+
+    def cancel(self, responses: Iterable[LiveResponse]) -> None:
+        """Ends responses as "cancelled", unless they have ended; their slots are free."""
+        self.finish_pass()
+        cancelled = [response for response in responses if response in self._live]
+        self._remove(cancelled)
+        for response in cancelled:
+            response.ending = "cancelled"
+        self._tell(cancelled)
+
+    def withdraw(self, response: LiveResponse) -> PartialResponse | None:
+        """Takes a response out, for another loop to go on with (`LiveResponse.resume`).
+
+        Returns:
+          The response so far; None where it has just ended.
+
+        Raises:
+          ValueError: it waits for a tool, whose answer would be lost.
+        """
+        self.finish_pass()
+        if response not in self._live:
+            return None
+        if response in self._paused:
+            raise ValueError(
+                "a response that waits for a tool cannot be taken out before the tool has answered"
+            )
+        self._remove([response])
+        return response.partial()
+
+    def load_params(self, params: Params, version: int) -> None:
+        """Swaps the weights between two host syncs. Responses under way go on by the new ones, behind keys and
+        values of the old ones, and record where (`LiveResponse.versions`).
+
+        Args:
+          params: weights from `engine.load_params`.
+          version: their number.
+        """
+        self.finish_pass()
+        self.params, self.version = params, version
+        for response in self._decoded():
+            response.use_version(version)
+        # Prefilled by the old weights, and not yet in a slot: prefilled again.
+        groups: dict[tuple[int, ...], list[LiveResponse]] = {}
+        for _, _, response in self._ready:
+            groups.setdefault(response.prefix_ids, []).append(response)
+        self._ready.clear()
+        self._prompts.extendleft(reversed(groups.items()))
+        if self._begun:
+            start = time.perf_counter()
+            for proposer in self.speculator.proposers:
+                proposer.refresh(params)
+            self.statistics.draft_seconds += time.perf_counter() - start
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a response waits for a slot."""
+        return bool(self._ready or self._prompts)
+
+    @property
+    def running(self) -> list[int]:
+        """Slots with a response, without those that are sampled ahead."""
+        return [slot for slot in self._busy if not self.slots[slot].ahead]
+
+    @property
+    def _busy(self) -> list[int]:
+        return [slot for slot, response in enumerate(self.slots) if response is not None]
+
+    @property
+    def _paused(self) -> set[LiveResponse]:
+        """Responses that wait for a tool."""
+        return set() if self._tools is None else self._tools.paused
+
+    @property
+    def _decoding(self) -> list[int]:
+        """Slots with a response that does not wait for a tool."""
+        paused = self._paused
+        return [slot for slot in self._busy if self.slots[slot] not in paused]
+
+    def _decoded(self) -> Iterator[LiveResponse]:
+        return (response for response in self.slots if response is not None)
+
+    # -- a round ---------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Fills free slots, decodes up to the next host sync, and takes over what was sampled."""
+        self._fill()
+        if self._under_way is None:
+            self._compact()
+        self._fill_ahead()
+        if self._tools is not None and self._busy:
+            self._append_answers(alone=self._under_way is None and not self._decoding)
+        if self._under_way is None and not self._decoding:  # all wait for tools, or have ended
+            self._drop_state()
+            return
+        if self.speculator is not None and not self.waiting:
+            self.speculator.spare(len(self.running))
+        if self.overlap:
+            self._alternate()
+        else:
+            decoding = self._decoding
+            self._collect(self._decode(decoding), decoding)
+        self._drop_state()
+
+    def finish_pass(self) -> None:
+        """Waits for the pass that overlap has under way, if there is one."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            self._collect(self.speculator.finish(under_way), under_way.active.slots)
+
+    def _drop_state(self) -> None:
+        if not self.waiting and not self._busy:
+            self.state, self.slots = None, []
+
+    def _decode(self, decoding: Sequence[int]) -> DecodeResult:
+        until_active, most_steps = self._sync_when_active(), self.policy.most_steps
+        if self.speculator is not None:
+            self.state, result = self.speculator.decode(
+                self.params, self.state, self._active(decoding), until_active, most_steps
+            )
+            return result
+        start = time.perf_counter()
+        self.state, result = self.engine.generate(self.params, self.state, most_steps, until_active)
+        self.statistics.device_seconds += time.perf_counter() - start
+        return result
+
+    def _alternate(self) -> None:
+        """Drafts for slots that the device is not at, and queues their pass behind the one under way; then
+        collects the results of that one.
+        """
+        under_way = self._under_way
+        taken = () if under_way is None else under_way.active.slots
+        decoding = self._decoding
+        idle = [slot for slot in decoding if slot not in taken]
+        half = idle[: -(-len(decoding) // 2)]
+        following = None
+        if half and (under_way is None or not self._compacts_to()):
+            self.state, following = self.speculator.start(self.params, self.state, self._active(half))
+        self._under_way = following
+        if under_way is not None:
+            self._collect(self.speculator.finish(under_way), under_way.active.slots)
+        elif following is None:  # no pass is under way: plain steps of all slots
+            until_active, active = self._sync_when_active(), self._active(decoding)
+            self.state, result = self.speculator.decode_plainly(
+                self.params, self.state, active, until_active, self.policy.most_steps
+            )
+            self._collect(result, decoding)
+
+    def _active(self, slots: Sequence[int]) -> ActiveSlots:
+        """Returns the speculator's view of `slots`."""
+        responses = [self.slots[slot] for slot in slots]
+        wanted = np.asarray([not response.ahead for response in responses], bool)
+        decoding = sum(not self.slots[slot].ahead for slot in self._decoding)
+        return ActiveSlots(
+            np.asarray(slots, np.int32),
+            np.asarray([response.number for response in responses], np.int32),
+            np.asarray([response.positions for response in responses], np.int32),
+            wanted,
+            decoding - int(wanted.sum()),
+        )
+
+    def _sync_when_active(self) -> int:
+        """Returns the number of active slots at which decoding stops for a host sync."""
+        active = len(self._decoding)
+        if self.policy.sync_at_every_ending:
+            return active - 1
+        if self.waiting:
+            return active - max(1, len(self.slots) // _REFILL_SHARE)
+        if len(self._busy) > len(self.running):
+            return active - 1  # the next to end may be one that is not sampled ahead
+        smaller = [bucket for bucket in self.engine.buckets.batch if bucket < min(active, self.state.batch)]
+        return smaller[-1] if smaller else 0
+
+    # -- joining ---------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Puts waiting responses into free slots."""
+        if not self.waiting:
+            return
+        if self._news:
+            self.finish_pass()  # its results are by the old numbers
+        self._end_ahead()
+        self._reserve()
+        if self._news:
+            self._register()
+            self._news = False
+        free = [slot for slot, response in enumerate(self.slots) if response is None]
+        free = collections.deque(free[: max(self.max_slots - len(self._busy), 0)])
+        while free and self.waiting:
+            if not self._ready:
+                self._make_ready(len(free))
+            prefilled = self._ready[0][0]
+            rows = []
+            while free and self._ready and self._ready[0][0] is prefilled:
+                _, row, response = self._ready.popleft()
+                rows.append((row, free.popleft(), response))
+            self._insert(prefilled, rows)
+
+    def _reserve(self) -> None:
+        """Makes room in the decode state for as many waiting responses as may be decoded."""
+        engine, busy = self.engine, len(self._busy)
+        groups = [*(group for _, group in self._prompts), [response for *_, response in self._ready]]
+        waiting = list(itertools.chain.from_iterable(groups))
+        needed = min(self.max_slots, busy + len(waiting))
+        if needed == busy:
+            return
+        longest = max(response.positions for response in waiting) + 1
+        if self.state is None:
+            self.state = engine.init_state(self.max_slots if self.policy.start_full else needed, longest)
+            self.slots = [None] * needed
+            if self._begun:
+                self.speculator.restart(self.state.batch)
+        if self.state.batch < engine.buckets.batch_for(needed):
+            self.finish_pass()
+            self.state = engine.widen(self.state, needed)
+            if self._begun:
+                self.speculator.widen(self.state.batch)
+        while self.state.cache.length < engine.buckets.cache_for(longest):
+            self.state = engine.grow(self.state)
+        if len(self.slots) < needed:
+            self.slots += [None] * (self.state.batch - len(self.slots))
+
+    def _register(self) -> None:
+        """Numbers the responses of the loop, and tells drafters of them."""
+        if self.speculator is None:
+            return
+        for response in self._known:
+            self._take_counts(response)
+        wanted = list(self._live)
+        self._known = [*wanted, *self._ahead]
+        for number, response in enumerate(self._known):
+            response.number = number
+        requests, tokens = [each.request for each in self._known], [each.tokens for each in self._known]
+        if not self._begun:
+            self._begun = True
+            batch = self.state.batch
+            self.speculator.begin(self.params, requests, len(wanted), batch, self.statistics)
+            if not any(tokens):
+                return
+        # Nothing is trained on what is only sampled ahead.
+        requests[len(wanted) :] = [
+            dataclasses.replace(request, training=False) for request in requests[len(wanted) :]
+        ]
+        self.speculator.admit(requests, tokens)
+
+    def _take_counts(self, response: LiveResponse) -> None:
+        """Adds the drafts of the present registration, and ends it."""
+        if self.speculator is not None and response.number is not None:
+            drafted, accepted = self.speculator.counts(response.number)
+            response.drafted, response.accepted = response.drafted + drafted, response.accepted + accepted
+            response.number = None
+
+    def _make_ready(self, wanted: int) -> None:
+        """Prefills prompts: enough for `wanted` slots or, where samples of a prompt draft from one another, one
+        for every slot there is.
+        """
+        batch: list[tuple[tuple[int, ...], list[LiveResponse]]] = []
+        members, mates = 0, self.speculator is not None and self.speculator.has_history
+        while self._prompts and (len(batch) < self.max_slots if mates else members < wanted):
+            batch.append(self._prompts.popleft())
+            members += len(batch[-1][1])
+        by_length: dict[int, list[tuple[tuple[int, ...], list[LiveResponse]]]] = {}
+        for ids, group in batch:
+            by_length.setdefault(self.engine.prefill_length(len(ids)), []).append((ids, group))
+        # Into states of fewer slots, `DecodeEngine.warm_up` inserts from the smallest prefill only.
+        buckets = self.engine.buckets
+        whole = self.state.batch == buckets.batch_for(self.max_slots)
+        most = buckets.batch[-1] if whole else buckets.batch[0]
+        rows = []
+        for alike in by_length.values():
+            for together in (alike[i : i + most] for i in range(0, len(alike), most)):
+                prefilled = self._prefill([ids for ids, _ in together])
+                self.statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
+                rows += [
+                    [(prefilled, row, response) for response in group]
+                    for row, (_, group) in enumerate(together)
+                ]
+        if mates:  # the first samples of all these prompts: the others draft from them
+            self._ready.extend(group.pop(0) for group in rows)
+        self._ready.extend(itertools.chain.from_iterable(rows))
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> _Prefilled:
+        """Prefills prompts of one prefill length."""
+        prefix = self.engine.prefill(self.params, prompts)
+        return _Prefilled(prefix, self.speculator.prefill(prefix, prompts) if self.speculator else [])
+
+    def _insert(self, prefilled: _Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]) -> None:
+        """Inserts prefilled rows: (row, slot, response) of each."""
+        assignments = []
+        for row, slot, response in rows:
+            assignments.append(Assignment(row, slot, response.request.noise_key, response.remaining))
+            self.slots[slot], response.slot = response, slot
+            response.use_version(self.version)
+        self.state = self.engine.bulk_insert(prefilled.prefix, self.state, assignments)
+        self._set_counts([response for *_, response in rows if response.tokens])
+        if self.speculator is not None:
+            numbers = [response.number for *_, response in rows]
+            self.speculator.insert(prefilled.for_drafters, assignments, numbers)
+
+    def _set_counts(self, responses: Sequence[LiveResponse]) -> None:
+        """Tells the penalties which tokens these responses have."""
+        if responses and self.engine.sampling.penalizes:
+            sampled = {
+                response.slot: np.asarray(response.tokens, np.int32)[response.sampled]
+                for response in responses
+            }
+            self.state = self.engine.set_counts(self.state, sampled)
+
+    # -- sampling ahead --------------------------------------------------------------------------------------
+
+    def _fill_ahead(self) -> None:
+        """Puts upcoming requests into idle slots, once few others are left."""
+        ahead, statistics = self._run_ahead, self.statistics
+        free = [slot for slot, response in enumerate(self.slots) if response is None]
+        if ahead is None or self.waiting or not self._upcoming or not free or len(self.running) > ahead.below:
+            return
+        spent = statistics.host_seconds + statistics.device_seconds
+        if statistics.ahead_seconds > ahead.max_share * spent:
+            return
+        start = time.perf_counter()
+        prompt = self._upcoming[0].request.prompt_ids
+        if len(prompt) < self.state.cache.length:
+            prefilled, rows = self._prefill([prompt]), []
+            while free and self._upcoming and self._upcoming[0].request.prompt_ids == prompt:
+                rows.append((0, free.pop(0), self._upcoming.popleft()))
+            self._insert(prefilled, rows)
+        statistics.ahead_seconds += time.perf_counter() - start
+
+    def _end_ahead(self) -> None:
+        """Frees the slots of responses that are sampled ahead: others wait for them."""
+        ahead = [response for response in self._decoded() if response.ahead]
+        if ahead:
+            self.finish_pass()
+            self._free([response for response in ahead if response.slot is not None])
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def _collect(self, result: DecodeResult, slots: Sequence[int]) -> None:
+        """Takes over the tokens of `slots`, frees those of ended responses, makes room for the rest."""
+        statistics = self.statistics
+        self.running_over_time.add(len(self.running))
+        statistics.steps += result.steps
+        statistics.rows += result.rows
+        statistics.visits += 1
+        if not np.isfinite(result.logprobs[slots]).all():
+            raise PolicyError(
+                "policy: sampled a token with a log-probability that is not finite: what its weights compute"
+                " overflows; go on from an earlier checkpoint, with a smaller optimizer.learning_rate"
+            )
+
+        # Tokens, and what ends responses.
+        stopped, kept, responses = [], [], [self.slots[slot] for slot in slots]
+        for slot, response in zip(slots, responses, strict=True):
+            sampled = result.tokens[slot][result.tokens[slot] >= 0]
+            known = len(response.tokens)
+            response.tokens.extend(sampled.tolist())
+            response.logprobs.extend(result.logprobs[slot][: len(sampled)].tolist())
+            end, call = self._find_end(response, known)
+            if end is not None:
+                del response.tokens[end:], response.logprobs[end:]
+                if result.active[slot]:
+                    stopped.append(slot)
+            count = len(response.tokens) - known
+            kept.append(count)
+            if response.ahead:
+                statistics.ahead_tokens += count
+            else:
+                statistics.tokens += count
+            if call is not None and not response.ahead and end < response.request.max_response:
+                self._tools.call(response, call)
+                continue
+            if end is None and result.active[slot]:
+                continue
+            if response.tokens[-1] in self.engine.eos_token_ids:
+                response.ending = "eos"
+            else:
+                response.ending = "length" if end is None or call is not None else "stop"
+            self.slots[slot] = response.slot = None
+
+        # Drafters, then whoever waits for the responses.
+        if self.speculator is not None:
+            numbers = np.asarray([response.number for response in responses], np.int32)
+            ended = np.asarray([response.slot is None for response in responses], bool)
+            self.speculator.observe(numbers, result.tokens[slots], np.asarray(kept, np.int32), ended)
+        if stopped:
+            self.state = self.engine.free_resource(self.state, stopped)
+        self._tell(responses)
+
+        # Room for the rest.
+        paused = self._paused
+        busy = [slot for slot in slots if self.slots[slot] is not None and self.slots[slot] not in paused]
+        full = [slot for slot in busy if result.lengths[slot] >= self.state.cache.length]
+        if any(not self.slots[slot].ahead for slot in full):
+            self.state = self.engine.grow(self.state)
+        else:  # what is sampled ahead ends there
+            self._free([self.slots[slot] for slot in full])
+
+    def _tell(self, responses: Sequence[LiveResponse]) -> None:
+        """Lets go of responses that have ended, and hands on what all of them got."""
+        for response in responses:
+            if response.ending is not None and response in self._live:
+                self._take_counts(response)
+                del self._live[response]
+        if self.on_sync is not None:
+            self.on_sync([response for response in responses if not response.ahead])
+
+    def _find_end(self, response: LiveResponse, known: int) -> tuple[int | None, ToolCall | None]:
+        """Returns where a stop string or a call ends the tokens behind the first `known`, if one does; and the
+        call.
+        """
+        call = None if self._tools is None else self._tools.find(response, known)
+        end = None
+        if response.stop is not None:
+            end = response.stop.find(response.tokens, known, response.turn_begin)
+        if call is not None and (end is None or call.end < end):
+            return call.end, call
+        return end, None
+
+    def _append_answers(self, alone: bool) -> None:
+        """Goes on behind the answers that tools have given, or ends responses where these do not fit."""
+        answers = self._tools.answers(alone, _TOOL_WAIT if self.policy.sync_at_every_ending else None)
+        if not answers:
+            return
+        slots, sizes, appended, continuations = [], [], [], []
+        responses = [response for response, _ in answers]
+        for response, ids in answers:
+            begin, slot, size = len(response.tokens), response.slot, response.positions
+            if len(ids) >= response.remaining:
+                ids, response.ending = [], "length"
+                self.slots[slot] = response.slot = None
+            else:
+                left = response.remaining - len(ids)
+                continuations.append(Continuation(slot, size - 1, [response.tokens[-1], *ids], left))
+                response.tokens.extend(ids)
+                response.logprobs.extend([0.0] * len(ids))
+                self._tools.answered(response, begin, begin + len(ids))
+            slots.append(slot)
+            sizes.append(size)
+            appended.append(ids)
+        length = max((each.length + len(each.tokens) for each in continuations), default=0)
+        while self.state.cache.length < length:
+            self.state = self.engine.grow(self.state)
+        self.state = self.engine.append(self.params, self.state, continuations)
+        self._set_counts([response for response in responses if response.slot is not None])
+        if self.speculator is not None:
+            ended = [response.slot is None for response in responses]
+            numbers = [response.number for response in responses]
+            self.speculator.append(slots, numbers, sizes, appended, ended)
+        self._tell(responses)
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def _remove(self, responses: Sequence[LiveResponse]) -> None:
+        """Takes responses out of slots and queues."""
+        self._free([response for response in responses if response.slot is not None])
+        gone = set(responses)
+        self._ready = collections.deque(item for item in self._ready if item[2] not in gone)
+        groups = ((ids, [each for each in group if each not in gone]) for ids, group in self._prompts)
+        self._prompts = collections.deque((ids, group) for ids, group in groups if group)
+        for response in responses:
+            self._take_counts(response)
+            del self._live[response]
+            if self._tools is not None:
+                self._tools.drop(response)
+        self._drop_state()
+
+    def _free(self, responses: Sequence[LiveResponse]) -> None:
+        """Stops decoding in the slots of responses."""
+        if responses:
+            self.state = self.engine.free_resource(self.state, [response.slot for response in responses])
+        for response in responses:
+            self.slots[response.slot] = response.slot = None
+
+    def _compact(self) -> None:
+        """Moves to the smallest batch bucket once nothing waits; what is sampled ahead takes what room is left."""
+        batch = self._compacts_to()
+        if not batch:
+            return
+        running = self.running
+        ahead = [slot for slot in self._busy if self.slots[slot].ahead]
+        kept = running + ahead[: batch - len(running)]
+        self.state = self.engine.compact(self.state, kept)
+        if self.speculator is not None:
+            self.speculator.compact(kept, self.state.batch)
+        for slot in set(ahead) - set(kept):
+            self.slots[slot].slot = None
+        self.slots = [self.slots[slot] for slot in kept]
+        self.slots += [None] * (self.state.batch - len(self.slots))
+        for slot in self._busy:
+            self.slots[slot].slot = slot
+
+    def _compacts_to(self) -> int:
+        """Returns the smaller batch bucket that has become enough, or 0."""
+        if self.waiting or self.state is None:
+            return 0
+        batch = self.engine.buckets.batch_for(max(len(self.running), 1))
+        return 0 if batch == self.state.batch else batch

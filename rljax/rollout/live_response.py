@@ -1,0 +1,128 @@
+"""A request in the decode loop, with its response so far."""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from rljax.requests import Completion, FinishReason, PartialResponse, Request
+from rljax.rollout.stop_strings import StopStrings
+
+Ending = FinishReason | Literal["cancelled"]
+
+
+@dataclasses.dataclass(eq=False)
+class LiveResponse:
+    """A request in the decode loop, with its response so far. Compared and hashed by identity.
+
+    Attributes:
+      request: the request.
+      stop: stop strings of this response; None for none.
+      ahead: sampled only for drafts of a later rollout (`rljax/speculation/run_ahead.py`).
+      tokens: ids so far, tools' answers included.
+      logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
+      tool_answers: (begin, end) of every tool's answer in `tokens`.
+      tool_calls: tools called so far.
+      versions: (position in the response, version of the weights) where each version began.
+      drafted: draft nodes that were verified for it, without those of `number`'s present registration.
+      accepted: tokens that came from them, likewise.
+      slot: where it is decoded; None before and after.
+      number: the index by which drafters know it; None before they do.
+      ending: the reason why it ended; None before.
+    """
+
+    request: Request
+    stop: StopStrings | None = None
+    ahead: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    tool_answers: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    tool_calls: int = 0
+    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    slot: int | None = None
+    number: int | None = None
+    ending: Ending | None = None
+
+    @classmethod
+    def resume(
+        cls, request: Request, partial: PartialResponse, stop: StopStrings | None = None
+    ) -> "LiveResponse":
+        """Returns a response that goes on behind `partial`."""
+        return cls(
+            request,
+            stop,
+            tokens=list(partial.tokens),
+            logprobs=list(partial.logprobs),
+            tool_answers=list(partial.tool_answers),
+            tool_calls=len(partial.tool_answers),
+            versions=list(partial.versions),
+            drafted=partial.drafted,
+            accepted=partial.accepted,
+        )
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the prompt and the response so far: the position of the next token."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The tokens to prefill: the prompt's, and those of the response that it arrived with."""
+        return self.request.prompt_ids + tuple(self.tokens) if self.tokens else self.request.prompt_ids
+
+    @property
+    def remaining(self) -> int:
+        """Response tokens that it may still get."""
+        return self.request.max_response - len(self.tokens)
+
+    @property
+    def turn_begin(self) -> int:
+        """The position in the response behind the last tool's answer."""
+        return self.tool_answers[-1][1] if self.tool_answers else 0
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """The mask of tokens that the policy sampled, bool [n]; False for tools' answers."""
+        mask = np.ones(len(self.tokens), bool)
+        for begin, end in self.tool_answers:
+            mask[begin:end] = False
+        return mask
+
+    def use_version(self, version: int) -> None:
+        """Records that tokens from here on are sampled by this version of the weights."""
+        if self.versions and self.versions[-1][1] == version:
+            return
+        if self.versions and self.versions[-1][0] == len(self.tokens):  # no token came of that version
+            self.versions.pop()
+            self.use_version(version)
+            return
+        self.versions.append((len(self.tokens), version))
+
+    def partial(self) -> PartialResponse:
+        """Returns a copy that another decode loop can go on with."""
+        return PartialResponse(
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.tool_answers),
+            tuple(self.versions),
+            self.drafted,
+            self.accepted,
+        )
+
+    def completion(self, with_mask: bool) -> Completion:
+        """Returns the ended response.
+
+        Args:
+          with_mask: set `Completion.own`, as wherever tools can be called.
+        """
+        return Completion(
+            response_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish_reason=self.ending,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            own=self.sampled if with_mask else None,
+            versions=tuple(self.versions),
+        )
