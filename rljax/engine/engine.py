@@ -329,8 +329,8 @@ class DecodeEngine:
     def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
         """Sets which response tokens penalties count in some slots. Consumes `state`.
 
-        `bulk_insert` begins without any, and `append` leaves the counts as they are. Without penalties nothing
-        is counted, and `state` comes back.
+        `bulk_insert` begins without any, and `append` leaves the counts as they are. Returns `state` itself
+        where nothing is penalized.
 
         Args:
           state: the state; its cache has room for the tokens.

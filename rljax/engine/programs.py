@@ -346,9 +346,7 @@ def insert(
 
 
 def set_counts(state: DecodeState, slots: Array, tokens: Array) -> DecodeState:
-    """Counts `tokens` [B, T] in slots [B], in place of the counts there; B is out of range as a slot, and V as
-    a token.
-    """
+    """Counts `tokens` [B, T] in slots [B], in place of the counts there; slot B and token V are ignored."""
     cleared = state.counts.at[slots].set(0, mode="drop")
     return state.replace(counts=cleared.at[slots[:, None], tokens].add(1, mode="drop"))
 

@@ -113,7 +113,7 @@ def open_policy(
     options: Options,
     say: Say,
     max_waiting: int = 256,
-    steps_per_look: int = 4,
+    steps_per_sync: int = 4,
     compile_first: bool = True,
 ) -> ServedPolicy:
     """Loads a policy and makes what decodes it.
@@ -122,7 +122,7 @@ def open_policy(
       path: a run directory or a Hugging Face directory.
       options: what to change of its config.
       say: told in a line what is loaded, and what is left out.
-      max_waiting, steps_per_look: see `EngineWorker`.
+      max_waiting, steps_per_sync: see `EngineWorker`.
       compile_first: compile every program now, not when it is first needed; with drafters always, as what
         they are worth depends on what passes take.
 
@@ -131,7 +131,7 @@ def open_policy(
     """
     _check(options)
     saved = load_saved_policy(path, options.step)
-    config = _config(saved, options, steps_per_look, say)
+    config = _config(saved, options, steps_per_sync, say)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     mesh = make_mesh(config.mesh)
@@ -162,7 +162,7 @@ def open_policy(
         warm_up(scheduler, params, config, requests_join=True)
         _tell_untrained(drafters, say)
     worker = EngineWorker(
-        engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_look, learned_together
+        engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_sync, learned_together
     )
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
     return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
@@ -191,7 +191,7 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--drafter: unknown drafter {options.drafter!r}; {known}")
 
 
-def _config(saved: SavedPolicy, options: Options, steps_per_look: int, say: Say) -> ExperimentConfig:
+def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say) -> ExperimentConfig:
     """The run's config, or the defaults, with what the options change."""
     config = _defaults(saved.path, say) if saved.experiment is None else saved.experiment
     changes = {
@@ -203,7 +203,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_look: int, say: Say)
     rollout = config.rollout.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
-    visit = max(steps_per_look, config.engine.decode_steps_per_visit)
+    visit = max(steps_per_sync, config.engine.decode_steps_per_visit)
     # Coupled: by the other rules tokens would depend on what was drafted, and so on who asked before.
     engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_visit": visit})
     if options.slots is not None:

@@ -1,35 +1,29 @@
-"""One thread that owns the engine and decodes whatever comes: continuous batching over an open queue.
+"""One thread that owns the engine and decodes requests as they come.
 
     worker = EngineWorker(engine, params, max_slots=8)
     worker.start()
     worker.submit([Job(request, deliver)])     # deliver(piece) is called from the thread, again and again
-    worker.close()                             # finishes what there is
+    worker.close()                             # finishes the jobs there are
 
-`rljax/rollout/scheduler.py` decodes a list of requests to its end; here requests join and leave at any time.
-The state is widened for new ones and compacted when few are left. As a token depends on its request alone,
-nobody notices who else is there.
+The decoding is `rljax/rollout/decode_loop.py`'s. The worker adds the thread, a bounded queue, the delivery of
+pieces as they are sampled, and an end for everybody if decoding fails.
 """
 
 import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
 from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment, DecodeResult
-from rljax.engine.state import DecodeState
-from rljax.errors import PolicyError
 from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics, FinishReason, Request
+from rljax.requests import DecodeStatistics, Request
+from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
+from rljax.rollout.live_response import Ending, LiveResponse
 from rljax.rollout.stop_strings import StopStrings
-from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculator import Speculator
-
-Ending = FinishReason | Literal["cancelled"]
 
 
 class QueueFull(Exception):
@@ -59,15 +53,13 @@ class Job:
     """A response to be sampled.
 
     Args:
-      request: what to sample.
+      request: the request.
       deliver: called from the worker's thread with every `Piece`, or last with the exception that ended the
         worker.
       stop: texts that end the response.
 
     Attributes:
-      tokens: sampled so far.
-      drafted: draft nodes that were verified for it.
-      accepted: how many of its tokens came from them.
+      response: the response so far.
     """
 
     def __init__(
@@ -76,10 +68,25 @@ class Job:
         deliver: Callable[[Piece | BaseException], None],
         stop: StopStrings | None = None,
     ) -> None:
-        self.request, self.deliver, self.stop = request, deliver, stop
-        self.tokens: list[int] = []
-        self.drafted = self.accepted = 0
+        self.request, self.deliver = request, deliver
+        self.response = LiveResponse(request, stop)
+        self._delivered = 0
         self._cancelled = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids sampled so far."""
+        return self.response.tokens
+
+    @property
+    def drafted(self) -> int:
+        """Draft nodes that were verified for the response, once it has ended."""
+        return self.response.drafted
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that came from drafts, once the response has ended."""
+        return self.response.accepted
 
 
 class _Finished:
@@ -115,14 +122,14 @@ class EngineWorker:
       max_slots: jobs decoded at a time.
       speculator: decodes with drafts; None for plain decoding.
       max_waiting: jobs that may wait for a slot.
-      steps_per_look: plain decode steps between two looks, up to the engine's `decode_steps_per_visit`: how
-        many tokens a piece has, and how long a new request waits.
+      steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_visit`:
+        the most tokens of a piece, and the time that a new request waits to join.
       learned_together: by prompt, how many responses drafters learn together, where it is not one. They keep
         a prompt's newest rollouts: single responses, each learned as one, would drive out what a run learned.
 
     Attributes:
-      statistics: of all decoding.
-      endings: how many jobs ended how.
+      loop: the decode loop; the thread's alone.
+      endings: jobs that have ended, by how.
       error: what ended the worker, if something did.
     """
 
@@ -133,24 +140,26 @@ class EngineWorker:
         max_slots: int,
         speculator: Speculator | None = None,
         max_waiting: int = 256,
-        steps_per_look: int = 4,
+        steps_per_sync: int = 4,
         learned_together: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:
-        self.engine, self.params, self.speculator = engine, params, speculator
-        self.max_slots, self.max_waiting, self.steps_per_look = max_slots, max_waiting, steps_per_look
-        self.statistics = DecodeStatistics()
+        self.engine, self.speculator = engine, speculator
+        self.max_slots, self.max_waiting = max_slots, max_waiting
+        policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
+        self.loop = DecodeLoop(engine, params, max_slots, speculator, policy=policy, on_sync=self._deliver)
         self.endings: collections.Counter[Ending] = collections.Counter()
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
-        self._live: list[Job] = []  # those that are decoded
+        self._live: dict[LiveResponse, Job] = {}  # those that are decoded
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._state: DecodeState | None = None
-        self._slots: list[Job | None] = []
-        self._known: list[Job | None] = []  # to the speculator, by index; None where it is over
         self._finished = _Finished(learned_together or {})
-        self._begun = False
+
+    @property
+    def statistics(self) -> DecodeStatistics:
+        """Counts of all decoding."""
+        return self.loop.statistics
 
     # -- from other threads ----------------------------------------------------------------------------------
 
@@ -166,13 +175,8 @@ class EngineWorker:
           QueueFull: too many are waiting.
           Closed: the worker is closing or has failed.
         """
-        limit = self.engine.buckets.cache[-1]
         for job in jobs:
-            length, response = len(job.request.prompt_ids), job.request.max_response
-            if not length or response < 1:
-                raise ValueError("a request needs a prompt and room for at least one response token")
-            if length + response > limit:
-                raise ValueError(f"{length} + {response} tokens exceed the largest cache bucket, {limit}")
+            check_request(job.request, self.engine.buckets)
         with self._changed:
             if self.error is not None:
                 raise Closed(f"decoding has failed: {self.error}")
@@ -185,7 +189,7 @@ class EngineWorker:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Gives up jobs, if they are not over: their slots become free at the next look."""
+        """Gives up jobs, if they are not over: their slots become free at the next host sync."""
         with self._changed:
             for job in jobs:
                 job._cancelled = True
@@ -201,7 +205,7 @@ class EngineWorker:
         with self._changed:
             self._closing = True
             if not drain:
-                for job in (*self._waiting, *self._live):
+                for job in (*self._waiting, *self._live.values()):
                     job._cancelled = True
             self._changed.notify()
         if self._thread.ident is not None:
@@ -233,208 +237,58 @@ class EngineWorker:
     def _work(self) -> None:
         try:
             while self._take():
-                self._look_after_cancelled()
-                if self.active:
-                    self._decode()
-                    self._make_room()
+                self.loop.step()
         except BaseException as error:
             with self._changed:
                 self.error = error
-                left = [*self._live, *self._waiting]
-                self._live, self._waiting = [], collections.deque()
+                left = [*self._live.values(), *self._waiting]
+                self._live, self._waiting = {}, collections.deque()
             for job in left:
                 job.deliver(error)
 
-    def _busy(self) -> list[int]:
-        """Slots with a job."""
-        return [slot for slot, job in enumerate(self._slots) if job is not None]
-
     def _take(self) -> bool:
-        """Waits for something to do and puts waiting jobs into slots; False when all is done."""
+        """Waits for something to do, and passes news on to the loop; False when all is done."""
         with self._changed:
             while not self._waiting and not self._live:
-                self._state, self._slots = None, []
                 if self._closing:
                     return False
                 self._changed.wait()
-            waiting, self._waiting = self._waiting, collections.deque()
-            dropped = [job for job in waiting if job._cancelled]
-            jobs = [job for job in waiting if not job._cancelled]
+            dropped = [job for job in self._waiting if job._cancelled]
+            jobs = [job for job in self._waiting if not job._cancelled]
             taken = jobs[: self.max_slots - len(self._live)]
-            self._waiting.extend(jobs[len(taken) :])
-            self._live += taken
+            self._waiting = collections.deque(jobs[len(taken) :])
+            cancelled = [response for response, job in self._live.items() if job._cancelled]
+            self._live |= {job.response: job for job in taken}
         for job in dropped:
             self._end(job, [], [], "cancelled")
+        if cancelled:
+            self.loop.cancel(cancelled)
         if taken:
-            self._reserve(taken)
             if self.speculator is not None:
-                self._tell_speculator()
-            self._insert(taken)
+                self.speculator.decisions.take()  # nobody reads them here
+                self.speculator.learn(
+                    self._finished.take()
+                )  # none, too: drafters keep what they have planted
+            self.loop.submit([job.response for job in taken])
         return True
 
-    def _reserve(self, jobs: Sequence[Job]) -> None:
-        """Slots for jobs, in a state that has room for them."""
-        engine, busy = self.engine, len(self._busy())
-        longest = max(len(job.request.prompt_ids) for job in jobs) + 1
-        if not busy:
-            self._state = engine.init_state(len(jobs), longest)
-            self._slots = [None] * self._state.batch
-            if self._begun:
-                self.speculator.restart(self._state.batch)
-        self._state = engine.widen(self._state, busy + len(jobs))
-        if self._begun:
-            self.speculator.widen(self._state.batch)
-        while self._state.cache.length < engine.buckets.cache_for(longest):
-            self._state = engine.grow(self._state)
-        self._slots += [None] * (self._state.batch - len(self._slots))
-        free = [slot for slot, job in enumerate(self._slots) if job is None]
-        for slot, job in zip(free, jobs, strict=False):
-            self._slots[slot] = job
-
-    def _insert(self, jobs: Sequence[Job]) -> None:
-        by_prompt: dict[tuple[int, ...], list[Job]] = {}
-        for job in jobs:
-            by_prompt.setdefault(job.request.prompt_ids, []).append(job)
-        by_length: dict[int, list[tuple[int, ...]]] = {}
-        for prompt in by_prompt:
-            by_length.setdefault(self.engine.prefill_length(len(prompt)), []).append(prompt)
-        slot_of = {id(job): slot for slot, job in enumerate(self._slots) if job is not None}
-        # Into states of fewer slots, `DecodeEngine.warm_up` inserts from the smallest prefill only.
-        batches = self.engine.buckets.batch
-        whole = self._state.batch == self.engine.buckets.batch_for(self.max_slots)
-        for alike in by_length.values():
-            size = batches[-1] if whole else batches[0]
-            for prompts in (alike[i : i + size] for i in range(0, len(alike), size)):
-                prefix = self.engine.prefill(self.params, prompts)
-                self.statistics.prefilled_tokens += sum(map(len, prompts))
-                own = [(row, job) for row, prompt in enumerate(prompts) for job in by_prompt[prompt]]
-                assignments = [
-                    Assignment(row, slot_of[id(job)], job.request.noise_key, job.request.max_response)
-                    for row, job in own
-                ]
-                self._state = self.engine.bulk_insert(prefix, self._state, assignments)
-                if self.speculator is not None:
-                    prefilled = self.speculator.prefill(prefix, prompts)
-                    known = [self._known.index(job) for _, job in own]
-                    self.speculator.insert(prefilled, assignments, known)
-
-    def _tell_speculator(self) -> None:
-        """Who is decoded from now on."""
-        for index, job in enumerate(self._known):  # indices are about to mean other jobs
-            if job is not None:
-                self._take_counts(index, job)
-        self.speculator.decisions.take()  # nobody reads them here
-        self.speculator.learn(self._finished.take())  # none, too: drafters keep what they have planted
-        self._known = list(self._live)
-        requests = [job.request for job in self._known]
-        if not self._begun:
-            self._begun = True
-            batch = self._state.batch
-            self.speculator.begin(self.params, requests, len(requests), batch, self.statistics)
-        else:
-            self.speculator.admit(requests, [job.tokens for job in self._known])
-
-    def _take_counts(self, index: int, job: Job) -> None:
-        drafted, accepted = self.speculator.counts(index)
-        job.drafted, job.accepted = job.drafted + drafted, job.accepted + accepted
-
-    def _look_after_cancelled(self) -> None:
-        cancelled = [slot for slot in self._busy() if self._slots[slot]._cancelled]
-        if cancelled:
-            self._state = self.engine.free_resource(self._state, cancelled)
-        for slot in cancelled:
-            self._end(self._leave(slot), [], [], "cancelled")
-
-    def _leave(self, slot: int) -> Job:
-        """A slot becomes free."""
-        job, self._slots[slot] = self._slots[slot], None
-        with self._changed:
-            self._live.remove(job)
-        if self.speculator is not None:
-            index = self._known.index(job)
-            self._take_counts(index, job)
-            self._known[index] = None
-        return job
+    def _deliver(self, responses: Sequence[LiveResponse]) -> None:
+        """Hands on what responses got at a host sync."""
+        for response in responses:
+            job = self._live[response]
+            tokens, logprobs = response.tokens[job._delivered :], response.logprobs[job._delivered :]
+            job._delivered += len(tokens)
+            if response.ending is None:
+                if tokens:
+                    job.deliver(Piece(tokens, logprobs))
+                continue
+            with self._changed:
+                del self._live[response]
+            if self.speculator is not None and response.ending != "cancelled":
+                ids = np.asarray(response.tokens, np.int32)
+                self._finished.add(Outcome(job.request.prompt_ids, ids, 0.0))
+            self._end(job, tokens, logprobs, response.ending)
 
     def _end(self, job: Job, tokens: list[int], logprobs: list[float], ending: Ending) -> None:
         self.endings[ending] += 1
         job.deliver(Piece(tokens, logprobs, ending))
-
-    def _decode(self) -> None:
-        slots = self._busy()
-        until_active = len(slots) - 1  # a response that has ended should not wait to be told
-        if self.speculator is None:
-            self._state, result = self.engine.generate(
-                self.params, self._state, self.steps_per_look, until_active
-            )
-        else:
-            active = self._as_active(slots)
-            self._state, result = self.speculator.decode(
-                self.params, self._state, active, until_active, self.steps_per_look
-            )
-        self._collect(result, slots)
-
-    def _as_active(self, slots: Sequence[int]) -> ActiveSlots:
-        jobs = [self._slots[slot] for slot in slots]
-        return ActiveSlots(
-            np.asarray(slots, np.int32),
-            np.asarray([self._known.index(job) for job in jobs], np.int32),
-            np.asarray([len(job.request.prompt_ids) + len(job.tokens) for job in jobs], np.int32),
-            np.ones(len(jobs), bool),
-        )
-
-    def _collect(self, result: DecodeResult, slots: Sequence[int]) -> None:
-        """Takes over what was sampled, as `Scheduler` does, and hands it on."""
-        statistics = self.statistics
-        statistics.steps += result.steps
-        statistics.rows += result.rows
-        statistics.visits += 1
-        if not np.isfinite(result.logprobs[slots]).all():
-            raise PolicyError("policy: sampled a token with a log-probability that is not finite")
-        known = None if self.speculator is None else self._as_active(slots).requests
-        kept, ended, stopped = [], [], []
-        over: list[tuple[int, list[int], list[float], Ending]] = []
-        for slot in slots:
-            job = self._slots[slot]
-            tokens = result.tokens[slot][result.tokens[slot] >= 0].tolist()
-            logprobs = result.logprobs[slot][: len(tokens)].tolist()
-            before = len(job.tokens)
-            job.tokens.extend(tokens)
-            end = None if job.stop is None else job.stop.find(job.tokens, before)
-            if end is not None:
-                del job.tokens[end:], tokens[end - before :], logprobs[end - before :]
-                if result.active[slot]:
-                    stopped.append(slot)
-            kept.append(len(tokens))
-            ended.append(end is not None or not result.active[slot])
-            statistics.tokens += len(tokens)
-            if not ended[-1]:
-                if tokens:
-                    job.deliver(Piece(tokens, logprobs))
-                continue
-            eos = job.tokens[-1] in self.engine.eos_token_ids
-            over.append((slot, tokens, logprobs, "eos" if eos else "length" if end is None else "stop"))
-        if self.speculator is not None:
-            kept = np.asarray(kept, np.int32)
-            self.speculator.observe(known, result.tokens[slots], kept, np.asarray(ended, bool))
-        for slot, tokens, logprobs, ending in over:
-            job = self._leave(slot)
-            if self.speculator is not None:
-                response = np.asarray(job.tokens, np.int32)
-                self._finished.add(Outcome(job.request.prompt_ids, response, 0.0))
-            self._end(job, tokens, logprobs, ending)
-        if stopped:
-            self._state = self.engine.free_resource(self._state, stopped)
-        if any(result.lengths[slot] >= self._state.cache.length for slot in self._busy()):
-            self._state = self.engine.grow(self._state)
-
-    def _make_room(self) -> None:
-        """Fewer slots, where fewer are enough."""
-        busy = self._busy()
-        if self._waiting or not busy or self.engine.buckets.batch_for(len(busy)) == self._state.batch:
-            return
-        self._state = self.engine.compact(self._state, busy)
-        if self.speculator is not None:
-            self.speculator.compact(busy, self._state.batch)
-        self._slots = [self._slots[slot] for slot in busy]
-        self._slots += [None] * (self._state.batch - len(self._slots))

@@ -62,9 +62,9 @@ def wait_until(condition, seconds=60):
 
 
 def slow_down(served, monkeypatch):
-    """Every look takes so long that a response takes seconds."""
-    decode = served.worker._decode
-    monkeypatch.setattr(served.worker, "_decode", lambda: (time.sleep(0.2), decode()))
+    """Every host sync takes so long that a response takes seconds."""
+    step = served.worker.loop.step
+    monkeypatch.setattr(served.worker.loop, "step", lambda: (time.sleep(0.2), step()))
 
 
 def is_idle(served):
@@ -348,7 +348,7 @@ def test_a_worker_that_fails_says_so_to_all(run, monkeypatch):
         def fail(*_):
             raise FloatingPointError("the device is gone")
 
-        monkeypatch.setattr(served.worker, "_collect", fail)
+        monkeypatch.setattr(served.worker.loop, "_collect", fail)
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
             chat(client, 1)
         assert httpx2.get(f"{address}/health").status_code == 503
@@ -358,14 +358,14 @@ def test_a_worker_that_fails_says_so_to_all(run, monkeypatch):
 
 def test_a_failure_inside_a_stream_is_said_in_the_stream(run, monkeypatch):
     with serving(run) as (address, served):
-        collect, seen = served.worker._collect, []
+        collect, seen = served.worker.loop._collect, []
 
         def fail(*arguments):
             if seen:
                 raise FloatingPointError("the device is gone")
             seen.append(collect(*arguments))
 
-        monkeypatch.setattr(served.worker, "_collect", fail)
+        monkeypatch.setattr(served.worker.loop, "_collect", fail)
         with pytest.raises(openai.APIError, match="the device is gone"):
             list(chat(client_of(address), 1, stream=True))
         assert seen

@@ -136,7 +136,7 @@ def test_states_widen_and_compact(make_worker, engine, requests, expected):
     worker, batches, running = make_worker(), [], threading.Event()
 
     def look(_):
-        batches.append(worker._state.batch)
+        batches.append(worker.loop.state.batch)
         running.set()
 
     collected = [Collected(requests[2], on_piece=look)]
@@ -223,7 +223,7 @@ def test_closing_without_draining_cancels(make_worker):
 def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkeypatch):
     worker = make_worker()
     bad = lambda *_: (_ for _ in ()).throw(PolicyError("policy: overflows"))  # noqa: E731
-    monkeypatch.setattr(worker, "_collect", bad)
+    monkeypatch.setattr(worker.loop, "_collect", bad)
     collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
     worker.submit([each.job for each in collected])
     for each in collected:
@@ -248,7 +248,7 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     drafter.learn(learned)
     speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=Cheap())
     worker = EngineWorker(
-        greedy, params, SLOTS, speculator, steps_per_look=2, learned_together={prompts[0]: 5}
+        greedy, params, SLOTS, speculator, steps_per_sync=2, learned_together={prompts[0]: 5}
     )
     steps, generate = [], greedy.generate
     monkeypatch.setattr(
