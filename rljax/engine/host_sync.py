@@ -1,4 +1,4 @@
-"""What goes into a slot, and what a visit of the host brings back from the device in one array."""
+"""What goes into a slot, and what a host sync copies off the device, in one array."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """What a host visit brings back, copied off the device in one array.
+    """The results of a host sync, copied off the device in one array.
 
     Attributes:
       tokens: int32 [B, T], -1 where a slot sampled nothing.
@@ -55,7 +55,7 @@ class DecodeResult:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """What a host visit will bring back: programs run while the host goes on.
+    """The results of a host sync to come: programs run while the host goes on.
 
     Attributes:
       packed: from `pack`, behind the path of a verifying pass.
@@ -93,7 +93,7 @@ class Pending:
 
 
 def pack(tokens: Array, logprobs: Array, state: DecodeState, steps: Array) -> Array:
-    """Everything a host visit wants to know, as one array: tokens and logprobs are [columns, B]."""
+    """Packs the results of a host sync into one array: tokens and logprobs are [columns, B]."""
     return jnp.concatenate(
         [
             tokens,

@@ -7,8 +7,8 @@
 
 Requests join and leave at any host sync. Waiting ones take free slots, in a state that is widened and
 lengthened for them; a prompt is prefilled once for all its requests. Once nothing waits, the batch is
-compacted into ever smaller buckets, and the cache grows bucket by bucket. None of it changes a token, as a
-token depends on its request and its prefix alone (see `rljax/sampling/noise.py`), only the time that it takes.
+compacted into ever smaller buckets, and the cache grows bucket by bucket. None of it changes a token, only
+the time that it takes: a token depends on its request and its prefix alone (see `rljax/sampling/noise.py`).
 
 `Scheduler` decodes a list to its end with it, and `rljax/serving/worker.py` serves.
 """
@@ -145,8 +145,8 @@ class DecodeLoop:
     # -- who is in the loop ----------------------------------------------------------------------------------
 
     def submit(self, responses: Sequence[LiveResponse]) -> None:
-        """Takes new responses, or such that began elsewhere (`LiveResponse.resume`). Those that arrive together
-        behind the same tokens share one prefill.
+        """Takes responses, new ones or such that began elsewhere (`LiveResponse.resume`). Those that arrive
+        together with the same tokens share one prefill.
 
         Raises:
           ValueError: a request that cannot fit, or a response that has ended already.
@@ -206,8 +206,8 @@ class DecodeLoop:
         return response.partial()
 
     def load_params(self, params: Params, version: int) -> None:
-        """Swaps the weights between two host syncs. Responses under way go on by the new ones, behind keys and
-        values of the old ones, and record where (`LiveResponse.versions`).
+        """Swaps the weights between two host syncs. Responses under way go on with the new ones, over keys
+        and values of the old ones, and record the position (`LiveResponse.versions`).
 
         Args:
           params: weights from `engine.load_params`.
@@ -427,13 +427,13 @@ class DecodeLoop:
             response.drafted, response.accepted = response.drafted + drafted, response.accepted + accepted
             response.number = None
 
-    def _make_ready(self, wanted: int) -> None:
-        """Prefills prompts: enough for `wanted` slots or, where samples of a prompt draft from one another, one
+    def _make_ready(self, free: int) -> None:
+        """Prefills prompts: enough for `free` slots or, where samples of a prompt draft from one another, one
         for every slot there is.
         """
         batch: list[tuple[tuple[int, ...], list[LiveResponse]]] = []
         members, mates = 0, self.speculator is not None and self.speculator.has_history
-        while self._prompts and (len(batch) < self.max_slots if mates else members < wanted):
+        while self._prompts and (len(batch) < self.max_slots if mates else members < free):
             batch.append(self._prompts.popleft())
             members += len(batch[-1][1])
         by_length: dict[int, list[tuple[tuple[int, ...], list[LiveResponse]]]] = {}
@@ -582,8 +582,8 @@ class DecodeLoop:
             self.on_sync([response for response in responses if not response.ahead])
 
     def _find_end(self, response: LiveResponse, known: int) -> tuple[int | None, ToolCall | None]:
-        """Returns where a stop string or a call ends the tokens behind the first `known`, if one does; and the
-        call.
+        """Returns the end of a response that a stop string or a call ends behind its first `known` tokens, or
+        None; and the call.
         """
         call = None if self._tools is None else self._tools.find(response, known)
         end = None
@@ -649,7 +649,9 @@ class DecodeLoop:
             self.slots[response.slot] = response.slot = None
 
     def _compact(self) -> None:
-        """Moves to the smallest batch bucket once nothing waits; what is sampled ahead takes what room is left."""
+        """Moves to the smallest batch bucket that holds the running responses, once nothing waits. Those that
+        are sampled ahead keep their slots as far as there is room.
+        """
         batch = self._compacts_to()
         if not batch:
             return

@@ -1,0 +1,162 @@
+"""The decode loop as several workers use it: responses move between loops, and weights are swapped."""
+
+import jax
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafter
+from rljax.engine.engine import DecodeEngine
+from rljax.numerics.rows import Numerics
+from rljax.requests import PartialResponse
+from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
+from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.speculative_pass import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+
+PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4)
+SERVER = LoopPolicy(sync_at_every_ending=True, most_steps=3)
+
+
+def make_engine(sampling):
+    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_visit=8)
+
+
+@pytest.fixture(scope="module", params=[SamplingParams(), PENALTIES], ids=["plain", "penalties"])
+def engine(request):
+    return make_engine(request.param)
+
+
+@pytest.fixture(scope="module")
+def params(engine):
+    return engine.load_params(make_params())
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+def finish(loop):
+    while loop.waiting or loop.running:
+        loop.step()
+
+
+def make_loop(engine, params, drafts, overlap=False):
+    speculator = None
+    if drafts:
+        speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes())
+    return DecodeLoop(engine, params, SLOTS, speculator, overlap, policy=SERVER)
+
+
+@pytest.mark.parametrize(("drafts", "overlap"), [(False, False), (True, False), (True, True)])
+def test_responses_move_between_loops_while_others_go_on(engine, params, requests, expected, drafts, overlap):
+    """Every response is taken out of a loop after a few host syncs and put into the other, repeatedly."""
+    loops = [make_loop(engine, params, drafts, overlap) for _ in range(2)]
+    responses, where = [LiveResponse(request) for request in requests], [0] * len(requests)
+    loops[0].submit(responses)
+    moves = 0
+    for turn in range(10_000):
+        if all(response.ending for response in responses):
+            break
+        for loop in loops:
+            if loop.waiting or loop.running:
+                loop.step()
+        index = turn % len(requests)
+        response = responses[index]
+        if response.ending is None:
+            partial = loops[where[index]].withdraw(response)
+            if partial is not None:
+                where[index] ^= 1
+                responses[index] = LiveResponse.resume(requests[index], partial)
+                loops[where[index]].submit([responses[index]])
+                moves += len(partial.tokens) > 0
+    assert moves > 10
+    assert_same([response.completion(False) for response in responses], expected)
+    assert all(response.versions == [(0, 0)] for response in responses)
+    assert not any(loop.slots or loop.state for loop in loops)
+
+
+def test_resuming_compiles_nothing_after_warm_up(requests):
+    engine = make_engine(PENALTIES)
+    params = engine.load_params(make_params())
+    longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
+    (whole,), _ = Scheduler(engine, SLOTS).run(params, [requests[longest]])
+    warm = make_engine(PENALTIES)
+    warm.warm_up(params, SLOTS, prompt_length=3, late_inserts=True, resumes=True)
+    for batch in warm.buckets.cache:
+        warm.widen(warm.init_state(1, batch), SLOTS)
+    compiled = warm.pool.compilations
+    for count in range(1, len(whole.response_ids), 9):
+        partial = PartialResponse(
+            tuple(whole.response_ids[:count].tolist()), tuple(whole.logprobs[:count].tolist())
+        )
+        loop = DecodeLoop(warm, params, SLOTS, policy=SERVER)
+        response = LiveResponse.resume(requests[longest], partial)
+        loop.submit([response])
+        finish(loop)
+        assert_same([response.completion(False)], [whole])
+    assert warm.pool.compilations == compiled
+
+
+def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):
+    """A response that begins after the swap is one of the new weights; one under way records where."""
+    other = engine.load_params(make_params(1))
+    expected = Scheduler(engine, SLOTS).run(other, requests[3:5])[0]
+    loop = make_loop(engine, params, drafts=True)
+    refreshed, (proposer,) = [], loop.speculator.proposers
+    proposer.refresh = refreshed.append
+    running = LiveResponse(requests[-1])
+    loop.submit([running])
+    while len(running.tokens) < 4:
+        loop.step()
+    swapped = len(running.tokens)
+    loop.load_params(other, 7)
+    later = [LiveResponse(request) for request in requests[3:5]]
+    loop.submit(later)
+    finish(loop)
+    assert_same([response.completion(False) for response in later], expected)
+    assert later[0].completion(False).versions == ((0, 7),)
+    assert running.completion(False).versions == ((0, 0), (swapped, 7))
+    assert refreshed == [params, other]
+
+
+def test_prompts_that_wait_prefilled_are_prefilled_by_the_new_weights(engine, params, requests):
+    other = engine.load_params(make_params(1))
+    expected = Scheduler(engine, SLOTS).run(other, requests)[0]
+    loop = make_loop(engine, params, drafts=True)
+    responses = [LiveResponse(request) for request in requests]
+    loop.submit(responses)
+    loop.step()
+    assert loop._ready
+    loop.load_params(other, 1)
+    finish(loop)
+    new = [i for i, response in enumerate(responses) if response.versions == [(0, 1)]]
+    assert len(new) >= len(requests) - SLOTS
+    assert_same([responses[i].completion(False) for i in new], [expected[i] for i in new])
+
+
+def test_loaded_copies_survive_donation(engine):
+    trained = jax.tree.map(lambda leaf: leaf + 0, make_params())
+    shared, copied = engine.load_params(trained), engine.load_params(trained, copy=True)
+    for leaf in jax.tree.leaves(trained):
+        leaf.delete()  # as the donation of an update does
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(shared))
+    before = engine.load_params(make_params())
+    jax.tree.map(np.testing.assert_array_equal, copied, before)
+
+
+def test_ended_responses_are_refused(engine, params, requests):
+    loop = DecodeLoop(engine, params, SLOTS)
+    ended = PartialResponse((5, EOS), (0.0, 0.0))
+    with pytest.raises(ValueError, match="has ended"):
+        loop.submit([LiveResponse.resume(requests[0], ended)])
+    with pytest.raises(ValueError, match="logprobs"):
+        PartialResponse((5,), ())
