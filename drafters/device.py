@@ -14,8 +14,8 @@ from drafters.base import Drafter
 if TYPE_CHECKING:
     from drafters.eagle.drafting import DraftStrategy, ScoredTree
     from rljax.engine.engine import DecodeEngine
-    from rljax.engine.state import DecodeState, Prefix
     from rljax.engine.host_sync import Assignment, DecodeResult
+    from rljax.engine.state import DecodeState, Prefix
     from rljax.models.config import ModelConfig
     from rljax.models.tokenizer import Tokenizer
 
