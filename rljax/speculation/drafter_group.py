@@ -9,8 +9,8 @@ from drafters.base import Drafter, Sampled
 from drafters.device import DeviceDrafter, SelfDrafter, TrainedDrafter
 from drafters.validation import ProtocolError
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.state import Prefix
 from rljax.engine.host_sync import Assignment, DecodeResult
+from rljax.engine.state import Prefix
 from rljax.errors import DrafterError, UserError
 
 _ERROR_LENGTH = 300  # characters of a drafter's exception that its message shows

@@ -16,8 +16,8 @@ import numpy as np
 
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.state import DecodeState
 from rljax.engine.host_sync import DecodeResult, Pending
+from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
 from rljax.speculation.choices import Choice, PassRecord, VerifiedNodes

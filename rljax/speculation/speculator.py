@@ -14,11 +14,11 @@ from drafters.aligned import aligned
 from drafters.base import Drafter, DraftRequest, Outcome
 from drafters.device import DeviceDrafter, SelfDrafter
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.host_sync import Assignment, DecodeResult
+from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
-from rljax.response_lengths import ResponseLengths
 from rljax.requests import DecodeStatistics, Request
+from rljax.response_lengths import ResponseLengths
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
 from rljax.speculation.host_proposer import HostProposer
