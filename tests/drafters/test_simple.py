@@ -19,7 +19,7 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.speculative_pass import Speculator
+from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
