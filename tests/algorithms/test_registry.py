@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rljax.algorithms.registry import ALGORITHMS
 from rljax.config import AlgorithmConfig
 
-KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic"}
+KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages"}
 
 
 def refusal(**keys):

@@ -14,8 +14,8 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.config.decoding import SpeculationConfig
 from rljax.models.huggingface import save_model
+from rljax.rollout.decode_loop import DecodeLoop
 from rljax.serving import policy as serving_policy
-from rljax.serving.worker import EngineWorker
 from rljax.speculation import speculator as speculation
 from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
@@ -56,16 +56,16 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     ends = (tokenizer.decode(tokens[:count])[-1:] for count in range(4, len(tokens), 4))
     looks = next(i for i, end in enumerate(ends, 1) if end not in ("", "\N{REPLACEMENT CHARACTER}"))
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    printed, seen, decode = io.BytesIO(), [], EngineWorker._decode
+    printed, seen, step = io.BytesIO(), [], DecodeLoop.step
 
-    def look(worker):  # the next one waits until it is printed
+    def look(loop):  # the next one waits until it is printed
         end = time.monotonic() + 20
         while len(seen) == looks and not printed.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
         seen.append(len(printed.getvalue()))
-        decode(worker)
+        step(loop)
 
-    monkeypatch.setattr(EngineWorker, "_decode", look)
+    monkeypatch.setattr(DecodeLoop, "step", look)
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="utf-8"))
     assert generate(run, "--seed", 3)[0] == 0
     assert 0 < seen[looks] < len(text.encode()), "text should be printed while it is sampled"
