@@ -1,4 +1,4 @@
-"""What goes into a slot, and what a host sync copies off the device, in one array."""
+"""Inputs and results of the device: assignments of slots, and the one array that a host sync copies."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from rljax.engine.state import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """One request's way into a slot.
+    """Assigns a prefilled request to a slot.
 
     Attributes:
-      row: its prompt's row in the `Prefix`.
-      slot: where it goes.
+      row: row of the prompt in the `Prefix`.
+      slot: the slot.
       noise_key: uint32 [2], from `noise.request_key`.
-      max_response: response tokens it may sample.
+      max_response: largest number of response tokens to sample.
     """
 
     row: int
@@ -33,14 +33,14 @@ class DecodeResult:
     Attributes:
       tokens: int32 [B, T], -1 where a slot sampled nothing.
       logprobs: float32 [B, T], under the distribution really sampled.
-      active: bool [B], still decoding.
+      active: bool [B], whether the slot decodes on.
       lengths: int32 [B], committed tokens.
-      steps: forward passes that ran; in plain decoding T.
-      rows: tokens computed by them, padding included.
-      path: int32 [B, T], after a verification the draft tree's node (0 is the last token) that each of
-        `tokens` was sampled behind; None in plain decoding.
-      states: [B, T or more, S, d], the policy's states that each of `tokens` was sampled from, still on the
-        device; None unless the engine hands them out.
+      steps: number of forward passes; T in plain decoding.
+      rows: number of tokens that they computed, padding included.
+      path: int32 [B, T], node of the draft tree that each of `tokens` was sampled behind (0 is the last
+        token); None in plain decoding.
+      states: [B, T or more, S, d], features that each of `tokens` was sampled from, still on the device; None
+        unless the engine hands them out.
     """
 
     tokens: np.ndarray
@@ -55,12 +55,12 @@ class DecodeResult:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """The results of a host sync to come: programs run while the host goes on.
+    """Results that are still being computed.
 
     Attributes:
-      packed: from `pack`, behind the path of a verifying pass.
-      columns: of its tokens; in plain decoding, where a step is a column, only the first `steps` are used.
-      verified_rows: tokens that a verifying pass computes; None in plain decoding.
+      packed: the array of `pack`; below the path after a verifying pass.
+      columns: columns of its tokens. In plain decoding a step is a column, and the first `steps` are used.
+      verified_rows: number of tokens that a verifying pass computes; None in plain decoding.
       states: see `DecodeResult`.
     """
 
@@ -70,7 +70,7 @@ class Pending:
     states: Array | None = None
 
     def is_ready(self) -> bool:
-        """Whether the device is done."""
+        """Whether the device has finished."""
         return self.packed.is_ready()
 
     def result(self) -> DecodeResult:

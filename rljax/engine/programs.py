@@ -1,7 +1,7 @@
-"""What the engine computes on the device: pure functions over `DecodeState`, compiled by its pool.
+"""Programs of the engine: pure functions over `DecodeState`, compiled by its pool.
 
-`Programs` has those that depend on the policy and on how it is sampled; `insert` and `compact` only move what
-is there.
+The methods of `Programs` depend on the policy and on how it is sampled; `insert` and `compact` only move
+arrays.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from rljax.sampling.distribution import SamplingParams, penalized_logits
 from rljax.sharding import ShardedAttention, constrain, replicated_sharding
 
 _Slots = TypeVar("_Slots")
-"""Arrays of all slots."""
+"""A pytree of arrays whose first axis is that of the slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Programs:
     """One policy architecture under one sampling distribution, on one mesh.
 
     Attributes:
-      config: the policy's architecture.
+      config: architecture of the policy.
       numerics: see `Numerics`.
       sampling: the sampling distribution.
-      eos_token_ids: tokens that end a response (it keeps them).
-      decode_steps: most of them in one `generate`.
-      verification: how drafts are verified.
+      eos_token_ids: tokens that end a response; the response keeps them.
+      decode_steps: largest number of decode steps of one `generate`.
+      verification: rule by which drafts are verified.
       hidden_layers: see `DecodeEngine`.
       mesh: devices; None for one.
     """
@@ -67,7 +67,9 @@ class Programs:
         return constrain(state, decode_state_shardings(state, self.config, self.mesh))
 
     def placed(self, function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
-        """`function` with its state where `init_state` put it: every program takes what any other returns."""
+        """Returns `function` with its decode state placed as by `init_state`, so that every program takes the
+        results of any other.
+        """
 
         @functools.wraps(function)  # the name that profiles and caches show
         def placed(*args: Any) -> DecodeState:
@@ -76,9 +78,10 @@ class Programs:
         return placed
 
     def prefill(self, params: Params, tokens: Array, lengths: Array, rope: Array) -> Prefix:
+        """Computes keys and values of prompts: tokens int32 [N, T], lengths int32 [N]."""
         rows, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-        # Attention over fewer keys than a block would take another kernel.
+        # Attention over fewer keys than a block would use another kernel, with other bits.
         whole = jnp.arange(max(length, kv_cache.KEY_BLOCK), dtype=jnp.int32)[None]
         attention = PackedAttention((whole < lengths[:, None]).astype(jnp.int32), self.numerics, keep_kv=True)
         if self.mesh is not None:
@@ -94,7 +97,9 @@ class Programs:
     def _forward(
         self, params: Params, tokens: Array, positions: Array, attention: Attention, rope: Array
     ) -> tuple[Array, list[Any], Array | None]:
-        """Hidden states [N, T, d], what the attention kept, and what is handed out, [N, T, S, d]."""
+        """Returns hidden states [N, T, d], new keys and values per layer, and features for drafters [N, T, S,
+        d] (None without `hidden_layers`).
+        """
         hidden, kept, residuals = transformer.forward_with_residuals(
             params,
             self.config,
@@ -112,16 +117,21 @@ class Programs:
     def _decode_step(
         self, params: Params, state: DecodeState, rope: Array
     ) -> tuple[DecodeState, Array, Array, Array | None]:
-        """One token for every active slot: (state, tokens int32 [B] with -1 where inactive, logprobs [B],
-        the states [B, S, d] that they were sampled from).
+        """Samples one token for every active slot. Returns the new state, tokens int32 [B] (-1 where
+        inactive), logprobs float32 [B], and the features [B, S, d] that the tokens were sampled from.
         """
+        # Forward pass over the last token of every slot.
         attention = CachedAttention(state.cache, state.lengths, self.numerics)
         hidden, kept, states = self._forward(
             params, state.tokens[:, None], state.lengths[:, None], attention, rope
         )
+
+        # Sample with the noise of each request and position.
         logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
         logits = penalized_logits(logits, state.counts, self.sampling)
         tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
+
+        # End responses at their limit or at an end-of-sequence token.
         active = state.active
         remaining = jnp.where(active, state.remaining - 1, state.remaining)
         ended = remaining <= 0
@@ -143,6 +153,10 @@ class Programs:
     def generate(
         self, params: Params, state: DecodeState, rope: Array, max_steps: Array, until_active: Array
     ) -> tuple[DecodeState, Array, Array | None]:
+        """Decodes plainly until `max_steps` steps are done, no more than `until_active` slots are active, or
+        a slot has filled its cache. Returns the new state, the array of `pack`, and the features of every
+        token.
+        """
         columns = self.decode_steps
         capacity = state.cache.length
 
@@ -160,6 +174,7 @@ class Programs:
                 states = lax.dynamic_update_slice(states, read[:, None], (0, step, 0, 0))
             return step + 1, state, tokens, logprobs, states
 
+        # Outputs, one column a step.
         states = None
         if self.hidden_layers is not None:
             shape = (state.batch, columns, len(self.hidden_layers) + 1, self.config.hidden_size)
@@ -188,6 +203,12 @@ class Programs:
         rows: NodeRows,
         proposal: Array | None,
     ) -> tuple[DecodeState, Array, Array | None]:
+        """Runs one forward pass over last tokens and draft trees, and commits the accepted paths.
+
+        Arguments as in `DecodeEngine.verify`. Returns the new state; the path and the array of `pack`, one
+        below the other; and the features of every sampled token.
+        """
+        # Forward pass over the computed nodes. Node 0 is the last token of its slot.
         rooted = with_root(tree, state.tokens)
         positions = state.lengths[:, None] + rooted.depth  # [B, M]
         hidden, nodes, states = self._forward(
@@ -197,6 +218,8 @@ class Programs:
             TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
             rope,
         )
+
+        # Sample a token behind every node, and find the deepest node whose path was sampled.
         logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         sampled, logprobs = sample_nodes(
@@ -212,6 +235,8 @@ class Programs:
         )
         path, count = accepted_path(rooted, sampled)
         tokens = jnp.take_along_axis(sampled, path, axis=1)
+
+        # Count the tokens to keep: up to the end of the response or of the cache, 0 for slots without nodes.
         order = jnp.arange(tokens.shape[1])[None]
         ends = order + 1 >= state.remaining[:, None]
         for eos in self.eos_token_ids:
@@ -222,6 +247,8 @@ class Programs:
         count = jnp.where(ended, first_end + 1, count)
         takes_part = state.active & (rows.row_of[:, 0] < rows.rows)
         count = jnp.where(takes_part, count, 0)
+
+        # Commit keys and values of the path. Its last sampled token stays uncommitted.
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         new_state = DecodeState(
             cache=kv_cache.commit(state.cache, nodes, path, count, state.lengths, self.numerics),
@@ -233,6 +260,8 @@ class Programs:
             counts=counted(state.counts, tokens, order < count[:, None]),
         )
         new_state = self._constrain(new_state)
+
+        # Pack the results for the host, and gather the features along the path.
         kept = order < count[:, None]
         tokens = jnp.where(kept, tokens, -1)
         logprobs = jnp.where(kept, jnp.take_along_axis(logprobs, path, axis=1), 0.0)
@@ -253,13 +282,17 @@ class Programs:
         rows: NodeRows,
         rope: Array,
     ) -> KVCache:
-        """Writes the keys and values of known tokens: a verifying pass over chains that need no verifying.
+        """Writes keys and values of known tokens: the forward pass of a verification over chains, all
+        accepted.
 
         Args:
-          tokens: int32 [B, W], that stand behind the first `lengths`.
-          lengths: int32 [B], entries that `cache` has.
-          counts: int32 [B], how many of `tokens` to write.
-          rows: which of them are computed: at least those.
+          params: weights.
+          cache: KV cache.
+          tokens: int32 [B, W], the tokens behind the committed ones.
+          lengths: int32 [B], committed tokens.
+          counts: int32 [B], number of `tokens` to write.
+          rows: rows of the pass; they include every token to write.
+          rope: RoPE table.
         """
         batch, width = tokens.shape
         order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
@@ -281,6 +314,7 @@ class Programs:
     def append(
         self, params: Params, state: DecodeState, rope: Array, chunk: AppendedChunk, rows: NodeRows
     ) -> DecodeState:
+        """Appends tokens that were not sampled (a tool's answer); see `DecodeEngine.append`."""
         takes_part = chunk.counts > 0
         lengths = jnp.where(takes_part, chunk.lengths, state.lengths)
         return self._constrain(
@@ -322,8 +356,8 @@ class Programs:
 
 
 def node_counts(counts: Array | None, tree: RootedTree, rows: NodeRows) -> Array | None:
-    """What stands before each computed node's sample, itself included: int32 [R, V]. Node 0 was counted when
-    it was sampled.
+    """Returns the counts of response tokens up to each computed node, int32 [R, V]: those of the slot, and
+    the nodes of its path. Node 0 was counted when it was sampled.
     """
     if counts is None:
         return None
@@ -364,7 +398,7 @@ def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
 
 
 def with_slots(state: _Slots, batch: int) -> _Slots:
-    """The same slots and free ones behind them: `batch` of them, the first axis of all arrays."""
+    """Pads all arrays to `batch` slots, their first axis; the new slots are free."""
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, batch - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
