@@ -1,8 +1,8 @@
-"""Tokens that nobody samples, behind what a slot has: a tool's answer, in the middle of a response.
+"""Appends tokens that were not sampled to a response: the answer of a tool.
 
-They are known, so they go through a pass as a verified path does, but all of them are committed and nothing
-is sampled: their keys and values have the bits of decoding, and so of training. The last one stays
-uncommitted, as the prompt's last token does: the next pass takes it as input.
+The tokens go through a pass as an accepted path does, but nothing is sampled and all are committed, so their
+keys and values have the bits of decoding, and of training. The last token stays uncommitted, like the last
+token of a prompt: it is the input of the next pass.
 """
 
 import dataclasses
@@ -15,20 +15,21 @@ from jax import Array
 from rljax.engine.draft_tree import NodeRows, empty_tree, pack_rows
 
 WIDTH = 16
-"""Tokens of a slot in one pass."""
+"""Largest number of tokens of a slot in one pass."""
 ROWS = (16, 64)
-"""Tokens of all slots in one pass; a program each."""
+"""Numbers of tokens of all slots in one pass; one program each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """How a slot goes on.
+    """Tokens to append to a slot.
 
     Attributes:
-      slot: which.
-      length: committed tokens that count. The slot may have decoded further: that is forgotten.
-      tokens: what stands behind these, at least two: first what the slot sampled last, not committed yet.
-      max_response: response tokens it may still sample.
+      slot: the slot.
+      length: number of committed tokens to keep. Tokens that the slot has decoded beyond them are discarded.
+      tokens: tokens behind these, at least two; the first is the last sampled one, which is not committed
+        yet.
+      max_response: number of response tokens that the slot may still sample.
     """
 
     slot: int
@@ -39,15 +40,15 @@ class Continuation:
 
 @struct.dataclass
 class AppendedChunk:
-    """What one pass appends to B slots, W tokens a slot.
+    """Tokens that one pass appends to B slots, up to W per slot.
 
     Attributes:
-      tokens: int32 [B, W], to be committed.
-      counts: int32 [B], how many of them; a slot with none stands still.
-      lengths: int32 [B], committed tokens before.
-      following: int32 [B], the token behind those of this chunk.
-      remaining: int32 [B], response tokens the slot may sample then.
-      complete: bool [B], nothing is left to append: the slot decodes again.
+      tokens: int32 [B, W], tokens to commit.
+      counts: int32 [B], number of them; a slot without any does not change.
+      lengths: int32 [B], number of tokens committed before.
+      following: int32 [B], token behind those of this chunk.
+      remaining: int32 [B], number of response tokens that the slot may sample afterwards.
+      complete: bool [B], whether nothing is left to append, so that the slot decodes again.
     """
 
     tokens: Array
@@ -59,7 +60,7 @@ class AppendedChunk:
 
 
 def empty_chunk(batch: int) -> AppendedChunk:
-    """Nothing for any slot, on the host, to be filled in."""
+    """Returns a chunk without tokens, on the host, to be filled in."""
     return AppendedChunk(
         tokens=np.zeros((batch, WIDTH), np.int32),
         counts=np.zeros(batch, np.int32),
@@ -71,7 +72,7 @@ def empty_chunk(batch: int) -> AppendedChunk:
 
 
 def chunks(batch: int, continuations: Sequence[Continuation]) -> Iterator[tuple[AppendedChunk, NodeRows]]:
-    """The passes that it takes, on the host: as many slots in each as have room."""
+    """Yields the chunks and rows of the passes that append everything; each takes as many slots as have room."""
     done = [0] * len(continuations)
     while any(done[i] + 1 < len(each.tokens) for i, each in enumerate(continuations)):
         chunk, room = empty_chunk(batch), ROWS[-1]
@@ -92,7 +93,7 @@ def chunks(batch: int, continuations: Sequence[Continuation]) -> Iterator[tuple[
 
 
 def node_rows(chunk: AppendedChunk, rows: int) -> NodeRows:
-    """Rows for the tokens of a chunk."""
+    """Returns rows for the tokens of a chunk."""
     tree = empty_tree(len(chunk.counts), WIDTH - 1)
     tree.valid[:] = np.arange(1, WIDTH) < chunk.counts[:, None]
     return pack_rows(tree, np.flatnonzero(chunk.counts), rows)

@@ -1,7 +1,7 @@
-"""Shape buckets: the closed set of shapes that compiled programs exist for.
+"""Shape buckets: the shapes that programs are compiled for.
 
-Active batch and cache length are rounded up to a bucket, in place of CUDA graphs captured per shape (TLT,
-section 5.1). Fewer buckets compile less, more buckets waste less.
+Batch and cache length are rounded up to a bucket, in place of CUDA graphs captured per shape (TLT, section
+5.1). Fewer buckets compile less, more buckets waste less.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from rljax.errors import ConfigError
 from rljax.numerics.rows import KEY_CHUNK
 
 _SHORT_PROMPTS = (16, 32)  # prefill lengths below a block of the cache
-_MOST_SHARES = 2  # a pass computes attention for so many nodes of every slot, whoever takes its rows
+_MOST_SHARES = 2  # a pass computes attention for this many times a slot's share of rows, for every slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Buckets:
     """Ascending batch and cache-length buckets.
 
     Attributes:
-      batch: slots in a compiled program.
-      cache: positions of a slot's cache.
-      verify: rows of a verifying pass, of all slots together; empty without speculation.
-      max_drafts: draft nodes of a slot in one.
-      too_large: (batch, rows) of passes that were found not to fit into the device's memory.
+      batch: numbers of slots.
+      cache: numbers of positions per slot.
+      verify: numbers of rows of a verifying pass, of all slots together; empty without speculation.
+      max_drafts: largest number of draft nodes of a slot in one pass.
+      too_large: (batch, rows) of passes that do not fit into the device's memory.
     """
 
     batch: tuple[int, ...]
@@ -33,8 +33,8 @@ class Buckets:
     too_large: set[tuple[int, int]] = dataclasses.field(default_factory=set, compare=False)
 
     def passes(self, batch: int) -> list[tuple[int, int]]:
-        """(rows, draft nodes of a slot) of the verifying passes over a batch: more rows than slots, and up to
-        `_MOST_SHARES` times its share for a slot; without those that are too large.
+        """Returns (rows, draft nodes per slot) of the verifying passes over a batch. They have more rows than
+        slots, and up to `_MOST_SHARES` times its share for a slot; those that are too large are left out.
         """
         largest = batch * (self.max_drafts + 1)
         rows = sorted({min(rows, largest) for rows in self.verify if rows > batch})
@@ -42,25 +42,25 @@ class Buckets:
         return [(size, min(self.max_drafts, _MOST_SHARES * size // batch - 1)) for size in fit]
 
     def prefill(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of prompts that are prefilled together, and their lengths, both ascending."""
+        """Returns the numbers of prompts of one prefill, and their padded lengths, both ascending."""
         rows = tuple(sorted({*self.batch[::2], self.batch[-1]}))
         # Prompts are often much shorter than the shortest cache.
         return rows, tuple(sorted({*_SHORT_PROMPTS, KEY_BLOCK, *self.cache}))
 
     def verified_batches(self, max_batch: int) -> list[int]:
-        """Batch buckets up to `max_batch` that some pass verifies; all others decode plainly."""
+        """Returns the batch buckets up to `max_batch` that have verifying passes; others decode plainly."""
         return [batch for batch in self.batch if batch <= max_batch and self.passes(batch)]
 
     def batch_for(self, slots: int) -> int:
-        """The smallest batch bucket that holds `slots`."""
+        """Returns the smallest batch bucket that holds `slots`."""
         return _round_up(slots, self.batch, "slots")
 
     def cache_for(self, positions: int) -> int:
-        """The smallest cache bucket that holds `positions`."""
+        """Returns the smallest cache bucket that holds `positions`."""
         return _round_up(positions, self.cache, "positions")
 
     def next_cache(self, length: int) -> int:
-        """The cache bucket above `length`."""
+        """Returns the cache bucket above `length`."""
         return _round_up(length + 1, self.cache, "positions")
 
 
@@ -90,11 +90,11 @@ def make_buckets(
     verify_buckets: tuple[int, ...] = (),
     max_drafts: int = 0,
 ) -> Buckets:
-    """Buckets up to `max_slots` slots and `max_length` positions.
+    """Returns buckets up to `max_slots` slots and `max_length` positions.
 
-    Without explicit ones, batch buckets double, and cache buckets grow by a half at a time. A row-invariant
-    engine computes at least two rows. Batch buckets are multiples of `row_multiple`, the devices that share
-    the slots.
+    Unless they are given, batch buckets double, and cache buckets grow by a half at a time. A row-invariant
+    engine computes at least two rows. Batch buckets are multiples of `row_multiple`, the number of devices
+    that share the slots.
 
     Raises:
       ConfigError: explicit buckets that do not hold max_slots or max_length, batch buckets that the devices
@@ -142,8 +142,6 @@ def make_buckets(
 
 
 def _valid_cache_length(length: int) -> int:
-    """The nearest length from here up that is whole in key blocks and, where there are several, in key
-    chunks.
-    """
+    """Rounds a length up to whole key blocks and, if there are several key chunks, to whole chunks."""
     unit = KEY_BLOCK if length <= KEY_CHUNK else KEY_CHUNK
     return -(-length // unit) * unit

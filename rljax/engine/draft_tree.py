@@ -1,10 +1,10 @@
-"""Draft trees: what a drafter proposes for every slot, and what one forward pass verifies.
+"""Draft trees: a drafter proposes one for every slot, and one forward pass verifies them.
 
-A tree hangs below a slot's last token, which is sampled but not in the cache yet. A chain is a tree. In the
-verifying pass the last token itself is node 0, so that N draft nodes make M = N + 1 nodes (`with_root`).
+A tree continues the last token of a slot, which is sampled but not in the cache yet. A chain is a tree. In
+the verifying pass the last token is node 0, so that N draft nodes make M = N + 1 nodes (`with_root`).
 
-Trees differ in size, and slots may have none: a pass computes only the nodes that `pack_rows` lists, those of
-all slots one behind the other.
+Trees differ in size, and a slot may have none. A pass computes only the nodes that `pack_rows` lists: those
+of all slots, one after the other.
 """
 
 import dataclasses
@@ -15,14 +15,15 @@ from jax import Array
 from jax import numpy as jnp
 
 MAX_NODES = 64
-"""Nodes of a verifying pass, the slot's last token included: the ancestors of a node are 64 bits."""
+"""Largest number of nodes of a slot in a verifying pass, its last token included: the ancestors of a node are
+64 bits."""
 
 _WORD = 32
 
 
 def most_nodes(depth: int, top_k: int) -> int:
-    """Draft nodes that a tree can have in a pass: `depth` levels, `top_k` nodes of each with `top_k` children
-    (EAGLE-2).
+    """Returns the largest number of draft nodes of a tree with `depth` levels, of which `top_k` nodes have
+    `top_k` children each (EAGLE-2).
     """
     return min(top_k + (depth - 1) * top_k**2, MAX_NODES - 1)
 
@@ -60,7 +61,7 @@ class DraftTree:
       tokens: int32 [B, N].
       parents: int32 [B, N], the node that a node continues, -1 for the slot's last token. Parents precede
         their children.
-      valid: bool [B, N]; what is not valid is no node, and neither is anything below it.
+      valid: bool [B, N]. An invalid entry, and everything below it, is ignored.
     """
 
     tokens: Array
@@ -74,7 +75,7 @@ class DraftTree:
 
 
 def empty_tree(batch: int, nodes: int) -> DraftTree:
-    """A tree without valid nodes, on the host, to be filled in."""
+    """Returns a tree without valid nodes, on the host, to be filled in."""
     shape = (batch, nodes)
     return DraftTree(
         tokens=np.zeros(shape, np.int32), parents=np.full(shape, -1, np.int32), valid=np.zeros(shape, bool)
@@ -89,7 +90,8 @@ class RootedTree:
       tokens: int32 [B, M].
       parents: int32 [B, M]; node 0 is its own parent.
       valid: bool [B, M]; node 0 always is.
-      ancestors: bool [B, M, M], [b, i, j]: node j lies on the path from node 0 to node i, both included.
+      ancestors: bool [B, M, M]; at [b, i, j], whether node j is on the path from node 0 to node i, both
+        included.
       depth: int32 [B, M], 0 for node 0.
     """
 
@@ -102,12 +104,12 @@ class RootedTree:
 
 @struct.dataclass
 class NodeRows:
-    """Which nodes a pass computes: R rows for the nodes of B slots, M a slot with the last token.
+    """Rows of a pass: R rows for some of the M nodes of each of B slots.
 
     Attributes:
-      slots: int32 [R], whose node a row is.
-      nodes: int32 [R], which one, 0 for the last token.
-      row_of: int32 [B, M], the row of every node; R for those that are not computed.
+      slots: int32 [R], slot of each row.
+      nodes: int32 [R], node of each row; 0 is the last token.
+      row_of: int32 [B, M], row of every node; R for nodes that are not computed.
     """
 
     slots: Array
@@ -120,21 +122,21 @@ class NodeRows:
         return self.slots.shape[0]
 
     def gather(self, x: Array) -> Array:
-        """What rows want to know of their nodes: [B, M, ...] -> [R, ...]."""
+        """Gathers values of nodes [B, M, ...] into rows [R, ...]."""
         return x[self.slots, self.nodes]
 
     def scatter(self, x: Array) -> Array:
-        """What rows computed, where their nodes are: [R, ...] -> [B, M, ...]; anything in the others."""
+        """Scatters values of rows [R, ...] to their nodes [B, M, ...]; other nodes get undefined values."""
         return jnp.take(x, self.row_of, axis=0, mode="clip")
 
 
 def pack_rows(tree: DraftTree, slots: np.ndarray, rows: int) -> NodeRows:
-    """Rows for the last tokens of `slots` and their valid nodes, on the host.
+    """Returns rows for the last tokens of `slots` and their valid nodes, on the host.
 
     Args:
-      tree: what is to be verified, on the host.
-      slots: int32 [n], the slots that take part; in a verifying pass the others stand still.
-      rows: R; what is left over computes node 0 of slot 0 again.
+      tree: the trees to verify, on the host.
+      slots: int32 [n], slots that take part; the others do not change.
+      rows: number of rows, R; rows without a node compute node 0 of slot 0 again.
 
     Raises:
       ValueError: more nodes than rows.
@@ -157,7 +159,7 @@ def pack_rows(tree: DraftTree, slots: np.ndarray, rows: int) -> NodeRows:
 
 
 def all_rows(batch: int, nodes: int) -> NodeRows:
-    """Rows for all nodes of all slots, on the host."""
+    """Returns rows for all nodes of all slots, on the host."""
     slot, node = np.divmod(np.arange(batch * nodes, dtype=np.int32), np.int32(nodes))
     return NodeRows(
         slots=slot, nodes=node, row_of=np.arange(batch * nodes, dtype=np.int32).reshape(batch, nodes)
@@ -165,7 +167,7 @@ def all_rows(batch: int, nodes: int) -> NodeRows:
 
 
 def with_root(tree: DraftTree, last_tokens: Array) -> RootedTree:
-    """`tree` below the last tokens, int32 [B]."""
+    """Returns `tree` with the last tokens, int32 [B], as node 0."""
     batch, nodes = tree.tokens.shape[0], tree.nodes + 1
     if nodes > MAX_NODES:
         raise ValueError(f"{nodes} nodes, expected at most {MAX_NODES}")
@@ -182,17 +184,16 @@ def with_root(tree: DraftTree, last_tokens: Array) -> RootedTree:
 
 
 def _ancestors(parents: Array) -> Array:
-    """Who lies on whose path: parents int32 [B, M] -> bool [B, M, M].
+    """Returns the ancestors of every node, bool [B, M, M], from its parents, int32 [B, M].
 
-    By pointer jumping: a set of ancestors is a few words of bits, and every round doubles how far back it
-    reaches.
+    Pointer jumping: a set of ancestors is a few words of bits, and every round doubles its reach.
     """
     nodes = parents.shape[1]
-    own = jnp.arange(nodes, dtype=jnp.int32)
+    node = jnp.arange(nodes, dtype=jnp.int32)
     words = -(-nodes // _WORD)
-    bit = jnp.uint32(1) << (own % _WORD).astype(jnp.uint32)  # [M]
+    bit = jnp.uint32(1) << (node % _WORD).astype(jnp.uint32)  # [M]
     sets = [
-        jnp.broadcast_to(jnp.where(own // _WORD == word, bit, jnp.uint32(0))[None], parents.shape)
+        jnp.broadcast_to(jnp.where(node // _WORD == word, bit, jnp.uint32(0))[None], parents.shape)
         for word in range(words)
     ]
     reach = 1
@@ -200,5 +201,5 @@ def _ancestors(parents: Array) -> Array:
         sets = [bits | jnp.take_along_axis(bits, parents, axis=1) for bits in sets]
         parents = jnp.take_along_axis(parents, parents, axis=1)
         reach *= 2
-    per_node = jnp.stack(sets, axis=-1)[:, :, own // _WORD]  # [B, M, M]: the word that holds node j's bit
+    per_node = jnp.stack(sets, axis=-1)[:, :, node // _WORD]  # [B, M, M]: the word that holds node j's bit
     return (per_node & bit[None, None]) != 0

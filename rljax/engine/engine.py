@@ -5,12 +5,12 @@
     state, result = engine.generate(params, state, ...)            # many decode steps a host visit
     state = engine.free_resource(state, slots)
 
-On the device everything is a pure function over `DecodeState` (`programs.py`); this class only rounds shapes
-up to buckets, picks the compiled program, and keeps the arrays in place. Who decodes what, and when, is
-`rljax/rollout`'s business.
+On the device everything is a pure function over `DecodeState` (`programs.py`). This class rounds shapes up to
+buckets, picks the compiled program, and keeps the arrays in place. `rljax/rollout/decode_loop.py` decides
+which request decodes when.
 
-Prefill leaves the prompt's last token uncommitted: the first decode step of every slot takes it as input, so
-the first sampled token comes about like every other, and the samples of a group may differ from it on.
+Prefill leaves the last token of a prompt uncommitted: it is the input of the first decode step of every slot.
+The first token is thus sampled like every other, and may differ between the samples of a group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,18 +46,18 @@ class DecodeEngine:
     """Compiled decoding of one policy architecture under one sampling distribution.
 
     Args:
-      config: the policy's architecture.
-      numerics: shared with the trainer.
+      config: architecture of the policy.
+      numerics: numerics of the trainer.
       sampling: the sampling distribution.
       buckets: shapes to compile for.
-      eos_token_ids: tokens that end a response (it keeps them).
+      eos_token_ids: tokens that end a response; the response keeps them.
       decode_steps_per_visit: most decode steps between two looks from the host.
-      pool: compiled programs; engines of the same policy may share one.
+      pool: pool of compiled programs; engines of the same policy may share one.
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
-      verification: how drafts are verified, see `rljax/engine/verification.py`.
-      hidden_layers: None, or what drafters read of the policy: prefill, decoding and verification then hand
-        out the residual stream behind so many layers each (0: the embeddings), and last the hidden state
-        after the final norm. S is one more than there are layers.
+      verification: rule by which drafts are verified, see `rljax/engine/verification.py`.
+      hidden_layers: layers whose features drafters read; None for none. Prefill, decoding and verification
+        then hand out the residual stream behind each of these layers (0: the embeddings), and last the hidden
+        state after the final norm: S features of size d, one more than there are layers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DecodeEngine:
         self._key = (self._programs, buckets.cache[-1])
 
     def handing_out(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
-        """The same engine with other `hidden_layers`."""
+        """Returns the same engine with other `hidden_layers`."""
         if hidden_layers == self.hidden_layers:
             return self
         return DecodeEngine(
@@ -145,7 +145,7 @@ class DecodeEngine:
     # -- the contract ----------------------------------------------------------------------------------------
 
     def init_state(self, slots: int, length: int) -> DecodeState:
-        """An idle state with room for `slots` requests of up to `length` positions, rounded up to buckets."""
+        """Returns an idle state for `slots` requests of up to `length` positions, both rounded up to buckets."""
         batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
         state = DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
@@ -161,7 +161,7 @@ class DecodeEngine:
         return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
 
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
-        """Keys and values of `prompts` (token ids, none empty), in one pass."""
+        """Computes keys and values of `prompts` (token ids, none empty) in one pass."""
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
         rows = next(rows for rows in self._prefill_rows if rows >= len(prompts))
@@ -176,7 +176,7 @@ class DecodeEngine:
         return program(*args)
 
     def prefill_length(self, positions: int) -> int:
-        """Positions that are computed for a prompt: prompts of the same are best prefilled together."""
+        """Returns the padded length of a prompt; prompts of one padded length are best prefilled together."""
         self.buckets.cache_for(positions)  # raises where it does not fit
         return next(length for length in self._prefill_lengths if length >= positions)
 
@@ -187,7 +187,7 @@ class DecodeEngine:
     def bulk_insert(
         self, prefix: Prefix, state: DecodeState, assignments: Sequence[Assignment]
     ) -> DecodeState:
-        """Puts requests into slots; a prompt's row may go into many. Consumes `state`."""
+        """Inserts requests into slots; the row of a prompt may go into many. Consumes `state`."""
         count = state.batch
         rows = np.zeros(count, np.int32)
         slots = np.full(count, state.batch, np.int32)  # out of range: skipped
@@ -211,13 +211,15 @@ class DecodeEngine:
         max_steps: int | None = None,
         until_active: int = 0,
     ) -> tuple[DecodeState, DecodeResult]:
-        """Decodes until a reason to look appears. Consumes `state`.
-
-        Args:
-          max_steps: at most this many steps (and never more than `decode_steps_per_visit`).
-          until_active: stop as soon as no more than this many slots are active.
+        """Decodes plainly up to the next host sync. Consumes `state`.
 
         Stops also before a slot would outgrow its cache; `grow` the state then.
+
+        Args:
+          params: weights from `load_params`.
+          state: the decode state.
+          max_steps: largest number of steps, up to `decode_steps_per_visit`, which is the default.
+          until_active: stop as soon as no more than this many slots are active.
         """
         steps = self.decode_steps_per_visit
         steps = steps if max_steps is None else min(max_steps, steps)
@@ -239,18 +241,21 @@ class DecodeEngine:
         rows: NodeRows | None = None,
         proposal: Array | None = None,
     ) -> tuple[DecodeState, Pending]:
-        """One forward pass over slots' last tokens and their draft nodes. Consumes `state`.
+        """Starts one forward pass over the last tokens of slots and their draft nodes. Consumes `state`.
 
-        Every active slot that takes part samples at least one token, and one more for every node of the
-        accepted path. None of them may be full: `grow` the state first.
+        Every active slot that takes part samples at least one token, and one more for every accepted node.
+        None
+        of them may be full: `grow` the state first. Unlike `generate`, it does not wait for the device: the
+          host
+        may draft for other slots meanwhile.
 
         Args:
-          tree: drafts of all slots of the state.
-          rows: the nodes to compute, from `pack_rows`; None for all of all slots. Slots without any stand
-            still.
+          params: weights from `load_params`.
+          state: the decode state.
+          tree: draft trees of all slots.
+          rows: nodes to compute, from `pack_rows`; None for all nodes of all slots. Slots without any do not
+            change.
           proposal: see `verification.sample_nodes`.
-
-        Unlike `generate` it does not wait for the device: the host may see to other slots meanwhile.
         """
         if rows is None:
             rows = all_rows(state.batch, tree.nodes + 1)
@@ -259,7 +264,7 @@ class DecodeEngine:
         return state, Pending(packed, tree.nodes + 1, rows.rows, states)
 
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
-        """What `verify` needs on a device beside its arguments. Compiles it, runs nothing."""
+        """Returns the memory that `verify` needs on a device beside its arguments, in bytes. Only compiles."""
         return temporary_bytes(self._verifying(params, state, tree, rows, None)[0])
 
     def _verifying(
@@ -270,7 +275,7 @@ class DecodeEngine:
         rows: NodeRows,
         proposal: Array | None,
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The program of a verifying pass, and what to call it with."""
+        """Returns the program of a verifying pass, and its arguments."""
         args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
         key = ("verify", *shape, proposal is None, *self._key)
@@ -279,15 +284,17 @@ class DecodeEngine:
     def draft(
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False
     ) -> tuple[DecodeState, SelfDrafts]:
-        """Chains of up to `steps` tokens for every active slot, drafted on its own cache. Consumes `state`.
+        """Drafts chains of up to `steps` tokens for every active slot, on the cache of the slot. Consumes
+        `state`.
 
-        What it returns stays on the device: `verify` takes its tree from there. Chains are
-        `buckets.max_drafts` wide however many steps are asked for, by one program.
+        The drafts stay on the device, where `verify` reads them. One program drafts any number of steps, in
+        chains that are `buckets.max_drafts` wide.
 
         Args:
           draft_params: other weights of the same architecture, see `drafters/quantized.py`.
-          steps: at most `buckets.max_drafts`.
-          with_proposal: also what the tokens were drafted from, which `rejection` needs.
+          state: the decode state.
+          steps: number of tokens, up to `buckets.max_drafts`.
+          with_proposal: whether to return the distributions of the drafts, which `rejection` needs.
         """
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
@@ -305,11 +312,11 @@ class DecodeEngine:
     def append(
         self, params: Params, state: DecodeState, continuations: Sequence[Continuation]
     ) -> DecodeState:
-        """Tokens that are not sampled, behind those of slots, which then decode on. Consumes `state`.
+        """Appends tokens that were not sampled to slots, which then decode on. Consumes `state`.
 
-        The state must have room for all of them and for one more: `grow` it first. A slot that should wait
-        until then is stopped by `free_resource`: what it has stays where it is, and moves with `compact` and
-        `grow`.
+        The state must have room for all of them and for one more: `grow` it first. `free_resource` stops a
+          slot
+        that waits for its tokens; its cache is kept, and moves with `compact` and `grow`.
         """
         for each in continuations:
             end = each.length + len(each.tokens)
@@ -355,7 +362,7 @@ class DecodeEngine:
         return state.replace(active=program(*args))
 
     def grow(self, state: DecodeState) -> DecodeState:
-        """The same slots in the next larger cache bucket."""
+        """Moves the slots to the next larger cache bucket."""
         length = self.buckets.next_cache(state.cache.length)
 
         def grow(state: DecodeState) -> DecodeState:
@@ -365,10 +372,10 @@ class DecodeEngine:
         return self.pool.get(key, self._programs.placed(grow), (state,))(state)
 
     def compact(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """A state of just `slots`, in that order, in the smallest batch bucket that holds them."""
+        """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them."""
         slots = list(slots)
-        wanted = self.buckets.batch_for(len(slots))
-        while state.batch > wanted:  # one bucket at a time, so that few programs serve every change of size
+        target = self.buckets.batch_for(len(slots))
+        while state.batch > target:  # one bucket at a time, so that few programs serve every change of size
             batch = max(bucket for bucket in self.buckets.batch if bucket < state.batch)
             taken = np.zeros(batch, np.int32)
             taken[: len(slots)] = slots
@@ -379,7 +386,7 @@ class DecodeEngine:
         return state
 
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
-        """The same slots, and free ones behind them, in the smallest batch bucket that holds `slots`."""
+        """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""
         while state.batch < self.buckets.batch_for(slots):
             batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
 

@@ -1,4 +1,4 @@
-"""The pool of compiled programs: compiled ahead of time, shared, counted, kept for the next process."""
+"""The pool of compiled programs: compiled ahead of time, shared, counted, and stored for later processes."""
 
 import os
 import time
@@ -15,11 +15,12 @@ _CHECKED_EVERY = 16  # programs
 
 
 class _CacheHits:
-    """Programs that JAX has taken from its own cache in this process.
+    """Programs that JAX took from its compilation cache in this process.
 
-    On a CPU such a program runs, but serialized once more it is not whole: whoever loads it next is told
-    that a function is not found when it runs. JAX hands the same one out again when the same is compiled once
-    more in this process, so they are known by their fingerprints.
+    On a CPU such a program runs, but it is incomplete when it is serialized again: the next process that
+      loads
+    it fails with "function not found". JAX returns the same program if it is compiled again in this process,
+    so these programs are remembered by their fingerprints.
     """
 
     count = 0
@@ -31,7 +32,7 @@ class _CacheHits:
 
     @classmethod
     def is_one(cls, program: Any, hits_before: int) -> bool:
-        """Whether a program that was just compiled is from there."""
+        """Whether a program that was just compiled came from the cache."""
         fingerprint = program.runtime_executable().fingerprint
         if cls.count != hits_before and fingerprint is not None:
             cls.fingerprints.add(fingerprint)
@@ -62,24 +63,24 @@ def row_invariant_compiler_options() -> dict[str, str]:
 
 
 def temporary_bytes(program: Any) -> int:
-    """What a compiled program needs on each device while it runs, beside its arguments and results.
-
-    0 where the platform does not say.
+    """Returns the memory that a compiled program needs on each device beside its arguments and results, in
+    bytes; 0 where the platform does not tell.
     """
     analysis = program.memory_analysis()
     return int(analysis.temp_size_in_bytes) if analysis is not None else 0
 
 
 def free_bytes() -> int | None:
-    """Of the first device's memory, what nothing has taken; None where it does not say, as CPUs do not."""
+    """Returns the free memory of the first device in bytes; None where it does not tell, as on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def memory_mappings() -> tuple[int, int] | None:
-    """Memory mappings of this process, and how many Linux allows it; None elsewhere.
+    """Returns the number of memory mappings of this process and the largest that Linux allows; None
+    elsewhere.
 
-    A program for a CPU takes some tens of them, and one too many ends the process without a word.
+    A program for a CPU takes some tens of them, and one too many ends the process without a message.
     """
     try:
         taken = Path("/proc/self/maps").read_bytes().count(b"\n")
@@ -93,11 +94,11 @@ class ExecutablePool:
 
     Args:
       row_invariant: compile with `row_invariant_compiler_options`.
-      directory: where programs are kept for the next process; None for nowhere.
+      directory: directory to store programs in for later processes; None for none.
 
     Attributes:
-      compilations: programs compiled so far.
-      loaded: programs taken from the directory so far.
+      compilations: number of programs compiled so far.
+      loaded: number of programs loaded from the directory so far.
       seconds: time spent on both.
     """
 
@@ -120,7 +121,7 @@ class ExecutablePool:
         return {key: temporary_bytes(program) for key, program in self._programs.items()}
 
     def summary(self) -> str:
-        """What there is, in a line, for who waited for it."""
+        """Returns one line for the user: number of programs, time, and the largest one's memory."""
         largest = max(self.bytes().values(), default=0)
         return (
             f"programs: {len(self)} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest"
@@ -134,17 +135,17 @@ class ExecutablePool:
         args: tuple,
         donate_argnums: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
-        """The program for `key`, compiled for the shapes, dtypes and shardings of `args` when it is first
-        asked for.
+        """Returns the program of `key`, compiled at the first call for the shapes, dtypes and shardings of
+        `args`.
 
         Args:
           key: names the program and its shapes; the same key must always come with args of the same shapes.
-          function: what to compile; a pure function.
+          function: pure function to compile.
           args: arrays, or `jax.ShapeDtypeStruct`s in their place.
           donate_argnums: arguments whose buffers the program may overwrite.
 
         Raises:
-          UserError: the programs are too many for the operating system.
+          UserError: the operating system allows no more programs.
         """
         program = self._programs.get(key)
         if program is None:

@@ -3,7 +3,7 @@
 Keys are stored in blocks of `KEY_BLOCK` positions, transposed within a block, so that the scores of a block
 are read off one contiguous piece of memory with the positions in the vector lanes: on a CPU this runs at
 memory bandwidth, where a batched product over [S, D] keys reached a tenth of it (`docs/engine.md`). Values
-stay [S, D]. What lies at or behind a slot's length weighs nothing, whatever finite numbers it holds.
+stay [S, D]. Entries at or behind the length of a slot have no effect, whatever they hold.
 """
 
 import dataclasses
@@ -38,21 +38,21 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Positions a slot has room for, S."""
+        """Number of positions per slot, S."""
         return self.values[0].shape[2]
 
 
 def cache_dtype(numerics: Numerics) -> jnp.dtype:
-    """What keys and values are kept in: the compute dtype, but float32 on a CPU.
+    """Returns the dtype of keys and values: the compute dtype, but float32 on a CPU.
 
-    There, products with mixed types take kernels that round differently, and cost more than the memory they
+    There, products of mixed types use kernels that round differently, and cost more than the memory they
     save.
     """
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else numerics.dtype
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of zeros for `batch` slots of `length` positions (a multiple of KEY_BLOCK)."""
+    """Returns a cache of zeros for `batch` slots of `length` positions (a multiple of KEY_BLOCK)."""
     heads, dim = config.num_kv_heads, config.head_dim
     return KVCache(
         keys=[
@@ -64,9 +64,7 @@ def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) 
 
 
 def from_prefill(kept: list[tuple[Array, Array]], dtype: jnp.dtype) -> KVCache:
-    """The cache that prefill's keys and values, [N, T, Hk, D] a layer, amount to. T is a multiple of
-    KEY_BLOCK.
-    """
+    """Returns a cache of prefilled keys and values, [N, T, Hk, D] per layer. T is a multiple of KEY_BLOCK."""
 
     def blocked(k: Array) -> Array:
         batch, length, heads, dim = k.shape
@@ -79,8 +77,8 @@ def from_prefill(kept: list[tuple[Array, Array]], dtype: jnp.dtype) -> KVCache:
 
 
 def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KVCache:
-    """Row rows[i] of `source` (no longer than target) into slot slots[i] of `target`; slots out of range are
-    skipped.
+    """Copies row rows[i] of `source` into slot slots[i] of `target`, which is at least as long. Slots out of
+    range are skipped.
     """
     blocks, length = source.keys[0].shape[2], source.length
 
@@ -101,15 +99,15 @@ def commit(
     lengths: Array,
     numerics: Numerics,
 ) -> KVCache:
-    """Writes the keys and values of an accepted path behind what is committed.
+    """Writes keys and values of an accepted path behind the committed tokens.
 
     Args:
-      cache: of the committed tokens.
-      nodes: keys and values of the draft nodes, [B, M, Hk, D] a layer.
-      path: int32 [B, M], the path's node at every depth.
-      count: int32 [B], nodes of the path to be written.
+      cache: KV cache of the committed tokens.
+      nodes: keys and values of the draft nodes, [B, M, Hk, D] per layer.
+      path: int32 [B, M], node of the path at every depth.
+      count: int32 [B], number of nodes to write.
       lengths: int32 [B], committed tokens.
-      numerics: says who computes.
+      numerics: its kernels choose the implementation.
     """
     new = KVCache(keys=[], values=[])
     for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
@@ -120,12 +118,12 @@ def commit(
 
 
 def take_slots(cache: KVCache, slots: Array) -> KVCache:
-    """A cache of just `slots` [B'], in that order."""
+    """Returns a cache of only `slots`, int32 [B'], in that order."""
     return KVCache(keys=[k[slots] for k in cache.keys], values=[v[slots] for v in cache.values])
 
 
 def lengthen(cache: KVCache, length: int) -> KVCache:
-    """The same slots with room for `length` positions."""
+    """Returns the cache with room for `length` positions per slot."""
     more = length - cache.length
 
     def pad(x: Array, amount: int) -> Array:
@@ -143,7 +141,7 @@ class CachedAttention:
 
     Attributes:
       cache: the cache before this token.
-      positions: where each slot's token stands, int32 [B].
+      positions: position of each slot's token, int32 [B].
       numerics: see `Numerics`.
     """
 
@@ -152,7 +150,7 @@ class CachedAttention:
     numerics: Numerics
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """q [B, 1, H, D], k and v [B, 1, Hk, D] -> ([B, 1, H, D], the layer's keys and values with this
+        """Maps q [B, 1, H, D] and k, v [B, 1, Hk, D] to ([B, 1, H, D], keys and values of the layer with this
         token).
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]

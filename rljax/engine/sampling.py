@@ -1,4 +1,4 @@
-"""Sampling: the token that each row of logits becomes, by the kernel that the config names."""
+"""Samples a token from each row of logits, by the kernel that the config names."""
 
 from jax import Array
 
@@ -10,7 +10,7 @@ from rljax.sampling.distribution import SamplingParams
 def sample(
     logits: Array, keys: Array, positions: Array, params: SamplingParams, numerics: Numerics
 ) -> tuple[Array, Array]:
-    """The token at each position, and its log-probability under the distribution it was sampled from.
+    """Samples a token at each position.
 
     Args:
       logits: float32 [B, V].
@@ -18,6 +18,7 @@ def sample(
       positions: positions of the tokens to be sampled, int32 [B].
 
     Returns:
-      tokens int32 [B], logprobs float32 [B].
+      tokens: int32 [B].
+      logprobs: float32 [B], under the distribution that the tokens were sampled from.
     """
     return noisy_argmax(logits, keys, positions, params, numerics, numerics.kernels.noisy_argmax)

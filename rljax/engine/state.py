@@ -1,4 +1,4 @@
-"""What decoding carries on the device."""
+"""The decode state: the arrays that decoding carries on the device."""
 
 import jax.numpy as jnp
 from flax import struct
@@ -9,16 +9,17 @@ from rljax.engine.kv_cache import KVCache
 
 @struct.dataclass
 class DecodeState:
-    """Everything that decoding carries from step to step; B slots.
+    """Everything that decoding carries from step to step, for B slots.
 
     Attributes:
       cache: keys and values of the committed tokens.
-      tokens: int32 [B], the last token of each slot: sampled (or the prompt's last), not yet in the cache.
-      lengths: int32 [B], committed tokens, which is also the position of `tokens`.
-      remaining: int32 [B], response tokens the slot may still sample.
-      active: bool [B], decoding; an inactive slot computes along and changes nothing.
+      tokens: int32 [B], last token of each slot: sampled (or last of the prompt), and not yet in the cache.
+      lengths: int32 [B], number of committed tokens, which is also the position of `tokens`.
+      remaining: int32 [B], number of response tokens that the slot may still sample.
+      active: bool [B], whether the slot decodes; an inactive slot is computed too, and does not change.
       noise_keys: uint32 [B, 2], see `rljax/sampling/noise.py`.
-      counts: int32 [B, V], how often each token was sampled in the response; None unless sampling penalizes.
+      counts: int32 [B, V], number of times that each token was sampled in the response; None unless sampling
+        penalizes.
     """
 
     cache: KVCache
@@ -39,11 +40,10 @@ class Prefix:
     """Prefilled prompts, ready to be inserted into any number of slots.
 
     Attributes:
-      cache: the prompts' keys and values, one row a prompt.
-      last_tokens: int32 [N], each prompt's last token.
-      lengths: int32 [N], tokens of each prompt.
-      states: [N, T, S, d], the policy's states at every position of the prompts; None unless the engine hands
-        them out.
+      cache: keys and values, one row per prompt.
+      last_tokens: int32 [N], last token of each prompt.
+      lengths: int32 [N], number of tokens of each prompt.
+      states: [N, T, S, d], features at every position of the prompts; None unless the engine hands them out.
     """
 
     cache: KVCache
@@ -53,7 +53,7 @@ class Prefix:
 
 
 def counted(counts: Array | None, tokens: Array, sampled: Array) -> Array | None:
-    """`counts` [B, V] with those of `tokens` [B, T] that were `sampled` [B, T]."""
+    """Adds `tokens` [B, T], where they were `sampled` [B, T], to `counts` [B, V]."""
     if counts is None:
         return None
     return counts.at[jnp.arange(len(tokens))[:, None], tokens].add(sampled.astype(jnp.int32), mode="drop")

@@ -1,8 +1,9 @@
-"""Attention of a draft tree: every node sees the committed tokens and its own ancestors
+"""Attention of a draft tree: every node sees the committed tokens, its ancestors and itself
 (`rljax/kernels/tree_attention`).
 
-The nodes' keys and values stay out of the cache: only the accepted path is written to it (`kv_cache.commit`),
-so there is nothing of a rejected node to be hidden.
+Keys and values of nodes stay out of the cache: only the accepted path is written to it (`kv_cache.commit`),
+  so
+rejected nodes need no masking later.
 """
 
 import dataclasses
@@ -14,19 +15,19 @@ from rljax.engine.kv_cache import KEY_BLOCK, KVCache
 from rljax.kernels.tree_attention import tree_attention
 from rljax.numerics.rows import Numerics
 
-assert MAX_NODES <= KEY_BLOCK  # the nodes' keys are one block
+assert MAX_NODES <= KEY_BLOCK  # the keys of all nodes are one block
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeAttention:
-    """Attention of the nodes that are computed against the cache and each other; keeps their keys and values.
+    """Attention of the computed nodes over the cache and each other; returns their keys and values.
 
     Attributes:
-      cache: of the committed tokens.
+      cache: KV cache of the committed tokens.
       lengths: int32 [B], committed tokens.
       tree: the nodes.
-      rows: which of them are computed. What the others hold is any node's: nothing that is computed sees
-        them, as a node's ancestors are computed with it.
+      rows: the computed nodes. The ancestors of a computed node are computed too, so no computed node sees
+        the undefined values of the others.
       numerics: see `Numerics`.
     """
 
@@ -37,8 +38,8 @@ class TreeAttention:
     numerics: Numerics
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """q [R, 1, H, D], k and v [R, 1, Hk, D] -> ([R, 1, H, D], k and v [B, M, Hk, D] as the cache keeps
-        them).
+        """Maps q [R, 1, H, D] and k, v [R, 1, Hk, D] to ([R, 1, H, D], k and v [B, M, Hk, D] in the dtype of
+        the cache).
         """
         q, k, v = (self.rows.scatter(x[:, 0]) for x in (q, k, v))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
