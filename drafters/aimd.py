@@ -13,7 +13,7 @@ class AimdWindows:
     Args:
       requests: number of requests.
       first: the window at first and after a rejection, in draft tokens.
-      step: how much it grows after every draft that was accepted whole.
+      step: growth after every draft that was accepted whole.
       most: the widest window.
     """
 

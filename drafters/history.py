@@ -42,7 +42,7 @@ class RolloutHistory:
     """Past rollouts by prompt.
 
     Args:
-      rollouts: how many rollouts of each prompt are kept, the newest.
+      rollouts: number of newest rollouts of each prompt to keep.
       max_tokens: the largest number of response tokens in memory.
       spill_dir: directory for evicted prompts; None forgets them.
     """

@@ -137,9 +137,9 @@ class QuantizedPolicy:
 
     Attributes:
       params: the drafter's params; None before the first refresh, and after `release`.
-      seconds: what the last refresh took, compiling left out.
-      bytes: of the quantized projections, all that the drafter needs beside the policy.
-      read_bytes: of all weights that a draft step reads, the shared LM head included.
+      seconds: time of the last refresh without compilation.
+      bytes: size of the quantized projections, all that the drafter needs beside the policy.
+      read_bytes: size of all weights that a draft step reads, the shared LM head included.
     """
 
     def __init__(

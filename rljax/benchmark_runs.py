@@ -33,7 +33,7 @@ class Measurement:
     """One call that measures.
 
     Attributes:
-      section: what `--only` names.
+      section: name for `--only`.
       what: for the title of its table.
       run: measures.
       disturbed: whether other processes change its rows, as they do seconds but not bytes; if so, a run
@@ -54,12 +54,12 @@ class Benchmark:
       name: the script is bench_NAME.py, its results are benchmarks/results/NAME.json.
       description: for `--help`.
       plan: everything it measures, in order.
-      quick_plan: what `--quick` measures instead; without one there is no such option.
-      quick_help: what is less in it.
-      packages: whose versions the results name; see `machine_facts`.
+      quick_plan: plan of `--quick`; None for no such option.
+      quick_help: difference of the quick plan, for `--help`.
+      packages: packages to record the versions of; see `machine_facts`.
       prepare: called with the chosen sections before the first measurement; raises a UserError where they
         cannot run.
-      disturbance: which rows other processes disturb most, for the warning.
+      disturbance: rows that other processes disturb most, for the warning.
     """
 
     name: str

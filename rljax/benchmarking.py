@@ -64,7 +64,7 @@ def interleave(
     always follows the same other one. They must return only when their work is done.
 
     Args:
-      actions: what to time, by name.
+      actions: functions to time, by name.
       repeats: timed rounds.
       warmups: untimed rounds before them, for compilation and allocation.
     """
@@ -113,7 +113,8 @@ class Interference:
         interference.share
 
     Attributes:
-      share: of all cores' time, 0 to 1; None before the end, and on systems that do not tell (Linux does).
+      share: share of all cores' time, 0 to 1; None before the end, and on systems that do not tell (Linux
+        does).
     """
 
     def __init__(self) -> None:
@@ -200,10 +201,10 @@ class Row:
     """One measured figure.
 
     Attributes:
-      name: what was measured, such as "decode/25M/batch 8/row_invariant on".
+      name: name of the measurement, such as "decode/25M/batch 8/row_invariant on".
       value: ours, in `unit`.
-      unit: of value and baseline_value, such as "tokens/s".
-      baseline: what ours is compared with.
+      unit: unit of value and baseline_value, such as "tokens/s".
+      baseline: name of the baseline.
       baseline_value: the baseline's.
       ratio: above 1 means that ours is better, whether `unit` counts speed or time.
       details: whatever else the reader needs, beside these fields in the JSON object.

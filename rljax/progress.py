@@ -42,15 +42,15 @@ class _Stage:
     """One stage's progress.
 
     Attributes:
-      name: as shown.
+      name: name on display.
       total: steps it will take, 0 when unknown.
       sparse: steps are too short for a line each.
       done: steps finished.
       step_began: clock time.
       busy_seconds: time spent in finished steps, other stages excluded.
       recent: seconds of the latest steps.
-      metrics: of the last finished step.
-      activity: what the current step is doing, or "".
+      metrics: metrics of the last finished step.
+      activity: present activity of the step, or "".
     """
 
     name: str
@@ -92,7 +92,7 @@ class Progress:
     disk or a pipe without a reader, nothing is shown: the work goes on.
 
     Args:
-      console: where to write; standard output when None.
+      console: console to write to; None for standard output.
       interval: least seconds between two plain lines inside a step.
       clock: seconds, monotonic; tests set it.
     """
@@ -135,7 +135,7 @@ class Progress:
         """Begins a stage, or goes back to one.
 
         Args:
-          name: as shown, such as "warm start" or "grpo".
+          name: name on display, such as "warm start" or "grpo".
           total: steps it will take; 0 when unknown.
           completed: steps done before this process, when resuming.
           sparse: steps are too short for a line each (a warm start's); lines keep the interval.

@@ -17,7 +17,7 @@ class Request:
       noise_key: uint32 [2], from `rljax.sampling.noise.request_key`: the request's identity.
       max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
-      step: of training.
+      step: training step.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Completion:
       logprobs: float32 [n], under the distribution really sampled.
       finish_reason: "eos", "length" (its max_response is reached) or "stop" (a stop string appeared).
       drafted: draft nodes that were verified for it.
-      accepted: how many of its tokens came from them.
+      accepted: number of tokens that came from them.
       own: bool [n], which tokens the policy sampled; the others are tools' answers, with logprobs of 0. None
         without tools: all of them.
       versions: (position in the response, version of the weights) where each version began; one pair unless
@@ -102,18 +102,18 @@ class DecodeStatistics:
       accepted: draft nodes accepted.
       unusable: draft nodes that a drafter returned and that were none.
       host_seconds: spent on drafting, on choosing, and on telling the drafter.
-      device_seconds: of forward passes.
-      draft_seconds: of drafting on the device.
-      train_seconds: of training drafters between passes.
+      device_seconds: time of forward passes.
+      draft_seconds: time of drafting on the device.
+      train_seconds: time of training drafters between passes.
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
       tool_calls: calls of tools that were answered.
-      tool_errors: how many of them with an error.
-      tool_seconds: that they took, one by one.
-      tool_tokens: of answers in responses.
-      tool_waiting_seconds: that decoding waited for answers.
-      running: of each rollout, how many requests ran when, see `RunningRequests.points`.
+      tool_errors: number of calls that were answered with an error.
+      tool_seconds: sum of the calls' times.
+      tool_tokens: number of tokens of answers in responses.
+      tool_waiting_seconds: time that decoding waited for answers.
+      running: number of running requests over time, per rollout; see `RunningRequests.points`.
     """
 
     tokens: int = 0

@@ -46,8 +46,8 @@ class RunDirectory:
       path: the directory; created when missing.
       config_path: the resolved config.
       metrics_path: one JSON object a line.
-      decisions_path: of the rollout manager, likewise.
-      rollouts_path: of what rollouts leave for the report, likewise.
+      decisions_path: log of the manager's decisions, likewise.
+      rollouts_path: summaries of rollouts for the report, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -107,7 +107,7 @@ class RunDirectory:
         """Writes the resolved config, and returns what differs from the one that was there.
 
         Args:
-          config: of the run that begins or goes on.
+          config: config of the run that begins or resumes.
           allow_changes: whether it may be another experiment than the one that the directory holds.
 
         Raises:
@@ -231,7 +231,8 @@ class RunDirectory:
         line a step.
 
         Args:
-          step: that of the checkpoint a run is resumed from; -1 empties the files for a run that starts over.
+          step: step of the checkpoint that the run resumes from; -1 empties the files for a run that starts
+            over.
 
         Returns:
           How many complete lines of metrics were dropped.

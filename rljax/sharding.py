@@ -176,7 +176,7 @@ class ShardedAttention:
     are, and to gather the batch.
 
     Attributes:
-      attention: what to compute.
+      attention: attention to compute.
       config: the policy's architecture.
       mesh: the mesh.
     """

@@ -109,7 +109,7 @@ class Policy:
     """A policy of random weights, which are made when they are first needed.
 
     Args:
-      name: of the policy.
+      name: name of the policy.
       config: its shape.
       kernels: implementations of every operation, in the order in which they are tried; None for the default.
       quick: a small copy for the bandwidth, and every time taken once.

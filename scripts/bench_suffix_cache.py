@@ -116,7 +116,7 @@ class Queries:
 
     Attributes:
       responses: int32 [B, T].
-      positions: where the drafts begin.
+      positions: first positions of the drafts.
     """
 
     responses: np.ndarray
@@ -221,7 +221,7 @@ def timed_rows(
     Args:
       name: the rows', which add "against BASELINE".
       actions: by name, ours first.
-      amount: of tokens or queries; the rows are microseconds of one.
+      amount: number of tokens or queries; the rows are microseconds of one.
       repeats: timed rounds.
       details: by the name of the baseline.
     """

@@ -119,7 +119,7 @@ def save_head(
       config: the head's shape.
       params: the head's weights, on any device.
       dtype: type of the weights in the file: "float32", "bfloat16" or "float16".
-      engine: who will load it.
+      engine: serving engine that will load it.
     """
     directory = Path(directory).resolve()
     if engine not in ("sglang", "vllm"):

@@ -221,7 +221,7 @@ class PackedRows:
 
     Attributes:
       sequences: the sequences.
-      packing: where each lies.
+      packing: row and start of each.
     """
 
     sequences: Sequence[HeadSequence]

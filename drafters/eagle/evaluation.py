@@ -31,7 +31,7 @@ class Acceptance:
       accept_length: tokens that a verifying pass yields on average, the policy's own included.
       by_position: chance that the token at each depth is accepted, if those before it were.
       agreement: share of starts at which the policy's likeliest token is the head's too, at each depth.
-      starts: that were counted.
+      starts: number of starts counted.
     """
 
     accept_length: float
@@ -66,7 +66,7 @@ def evaluate_head(
       rope: float32 [at least pack_length + depth - 1, 2, D/2].
       numerics: see `Numerics`.
       depth: drafted tokens.
-      pack_length, rows: of the batches.
+      pack_length, rows: size of the batches.
     """
     # No loss is asked for: only its metrics.
     training = HeadTraining(steps=depth, cross_entropy_weight=0.0)

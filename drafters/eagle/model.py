@@ -176,7 +176,7 @@ def apply_head(
       hidden: [N, T, d], from `hidden_inputs`, or the head's own outputs.
       tokens: int32 [N, T], the token behind each hidden state.
       angles: rows of the RoPE table for the pairs' positions, float32 [N, T, 2, D/2].
-      attention: which pairs see which.
+      attention: visibility of pairs.
       numerics: see `Numerics`.
 
     Returns:

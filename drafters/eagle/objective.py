@@ -11,7 +11,7 @@ class HeadTraining:
     """The objective of a head.
 
     Attributes:
-      steps: how often the head is applied, k: 1 is EAGLE, 3 HASS, 7 EAGLE-3.
+      steps: number of times that the head is applied, k: 1 is EAGLE, 3 HASS, 7 EAGLE-3.
       step_decay: step j has weight step_decay^j (EAGLE-3's code: 0.8).
       hidden_weight: weight of the smooth L1 distance between hidden states; must be 0 for eagle3, whose
         outputs are not hidden states of the policy.

@@ -57,7 +57,7 @@ def estimate_advantages(
       rewards: [P, G], G responses to each of P prompts.
       mask: bool [N, L], True at tokens of the response.
       baseline, normalization: as above.
-      discount, gae_lambda: of "none" (discount only) and "critic".
+      discount, gae_lambda: parameters of "none" (discount only) and "critic".
       penalties: float32 [N, L], taken from the reward at each token; None for none.
       values: float32 [N, L], the critic's, before the update.
     """

@@ -96,16 +96,16 @@ def policy_loss(
       logprobs: under the policy being trained; the only argument to differentiate.
       proximal_logprobs: under the policy that this one must stay near: that of the rollout, or of the
         training pass before the step's first update (`rollout_correction`).
-      advantages: of the response that the token belongs to, or of the token.
+      advantages: advantage of the token's response, or of the token.
       mask: bool, True at response tokens. Whatever else the arrays hold outside it, NaN too, has no effect.
       weights: from `aggregation_weights`, laid out by token.
-      clip_low, clip_high: how far the ratio may leave 1 on either side.
+      clip_low, clip_high: largest distances of the ratio from 1 to either side.
       segment_ids: int32; given, arrays are [R, T], packed rows, and the ratio is that of a whole response: of
         the tokens of the mask with one id in a row.
 
     Returns:
       The loss [], and metrics [] which are weighted sums as well, so that they add over micro-batches:
-        ratio_mean: of r, 1 when on-policy.
+        ratio_mean: mean of r, 1 when on-policy.
         clip_fraction_low, clip_fraction_high: share of tokens without gradient, below and above the interval.
         rollout_kl: KL(proximal || policy) from the rollout's samples, by (r - 1) - log r of tokens.
     """

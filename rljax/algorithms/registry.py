@@ -31,7 +31,7 @@ class Algorithm:
     """One algorithm.
 
     Attributes:
-      paper: where it is from.
+      paper: its source.
       settings: keys of the section `algorithm` that differ from GRPO's; of GRPO, all that have a preset.
     """
 

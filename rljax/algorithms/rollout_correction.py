@@ -55,7 +55,7 @@ def rollout_correction(
       rollout_logprobs: float32 [N, L], under the distribution that the rollout sampled from.
       mask: bool [N, L], True at response tokens.
       cap: largest factor; None for factors of 1.
-      left_out: what is left out where the ratio leaves the band.
+      left_out: tokens or responses to leave out where the ratio leaves the band.
       low, high: the band.
     """
     if not old_logprobs.shape == rollout_logprobs.shape == mask.shape or mask.ndim != 2:

@@ -16,12 +16,12 @@ def value_loss(
     All arrays have one shape [...].
 
     Args:
-      values: of the critic being trained; the only argument to differentiate.
-      old_values: of the critic before the step, with which the advantages were estimated.
+      values: values of the critic in training; the only argument to differentiate.
+      old_values: values of the critic before the step, by which advantages were estimated.
       returns: old value plus advantage.
       mask: bool, True at response tokens; outside it nothing has an effect.
       weights: from `aggregation_weights`, laid out by token.
-      clip: how far a value may leave its old one.
+      clip: largest distance of a value from its old one.
 
     Returns:
       The loss [], and metrics [] that add over micro-batches: `clip_fraction`, the weighted share of tokens

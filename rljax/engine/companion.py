@@ -69,9 +69,10 @@ class CompanionEngine(DecodeEngine):
         """`DecodeEngine.draft` for the slots of another engine's state. Consumes `cache`, but not `target`.
 
         Args:
-          target: whose last tokens, lengths, limits and noise keys count; its cache is not read.
+          target: decode state of the policy: last tokens, lengths, limits and noise keys are read, not its
+            cache.
           sizes: int32 [B], tokens known of each slot. Where the target has gone on since, nothing is drafted.
-          vocab_size: of the target: the proposal is so wide.
+          vocab_size: vocabulary size of the target, and width of the proposal.
         """
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
@@ -107,7 +108,7 @@ class Companion:
       target: the policy's engine: its shapes, sampling distribution, rule and pool are used here, too.
       config: the small model's architecture. Its vocabulary may be shorter than the target's.
       params: its weights.
-      numerics: how it computes; by default as the target does.
+      numerics: numerics of the companion; by default those of the target.
 
     Attributes:
       extended: tokens that had to be caught up with since `begin`.

@@ -84,7 +84,7 @@ class SelfDrafting:
       numerics: see `Numerics`.
       sampling: the sampling distribution.
       eos_token_ids: nothing is drafted behind one.
-      rule: how drafts will be verified.
+      rule: rule by which drafts will be verified.
       columns: width of the chains, at least the steps asked for.
       with_proposal: return the distributions that the tokens were drafted from.
     """

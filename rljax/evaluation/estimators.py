@@ -37,8 +37,8 @@ def majority_at_k(
     0.
 
     Args:
-      votes: how many responses give each answer, at least 1.
-      scores: what each answer is worth: 1 if it is right, else 0.
+      votes: number of responses with each answer, at least 1.
+      scores: score of each answer: 1 if it is right, else 0.
       silent: responses that give none; with the votes n in all, at most MAX_SAMPLES.
       ks: responses drawn, each from 1 to n.
 
@@ -100,9 +100,9 @@ def bootstrap_interval(
 
     Args:
       values: [P, M], M metrics of P problems.
-      confidence: of the interval, below 1.
-      resamples: how many sets of P problems are drawn.
-      seed: of the draws.
+      confidence: confidence level of the interval, below 1.
+      resamples: number of sets of P problems to draw.
+      seed: seed of the draws.
 
     Returns:
       Lower and upper ends, each [M]; None for fewer than two problems, which say nothing about others.

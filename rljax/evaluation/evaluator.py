@@ -55,7 +55,7 @@ class Evaluator:
     Args:
       saved: the policy.
       config: from `rljax.evaluation.settings.evaluation_config`.
-      split: whose problems.
+      split: split of the problems.
       output: directory of the evaluation's files.
       progress: shows how it gets on.
 

@@ -35,10 +35,10 @@ def group_metrics(
     and `maj@k`, and `difficulty_4-6/...` of every group of difficulty.
 
     Args:
-      groups: of the held-out problems, n responses each.
-      task: whose problems.
-      tokenizer: of the policy.
-      evaluation: what is wanted.
+      groups: groups of the held-out problems, n responses each.
+      task: task of the problems.
+      tokenizer: tokenizer of the policy.
+      evaluation: settings of the evaluation.
     """
     if evaluation.samples == 1 and not evaluation.by_difficulty:
         return {}

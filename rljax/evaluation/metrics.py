@@ -21,8 +21,8 @@ class JudgedProblem:
 
     Attributes:
       difficulty: the problem's.
-      rewards: of each response, "reward" and its parts.
-      answers: what each response answers, None where it answers nothing.
+      rewards: "reward" and its parts, per response.
+      answers: answer of each response; None for no answer.
     """
 
     difficulty: int
@@ -85,7 +85,7 @@ class DifficultyGroup:
 
     Attributes:
       low, high: difficulties, both inside.
-      members: which of the problems.
+      members: indices of the problems.
     """
 
     low: int

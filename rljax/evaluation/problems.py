@@ -21,7 +21,7 @@ def distinct_problems(
 
     Args:
       task: whose.
-      split: of the task.
+      split: split of the task.
       wanted: indices that are looked at.
       say: told if there are fewer.
     """

@@ -31,9 +31,9 @@ def default_output(path: Path, step: int | None, split: str) -> Path:
     `evaluations` of the working directory.
 
     Args:
-      path: of the policy.
-      step: of a run's checkpoint, else None.
-      split: whose problems.
+      path: directory of the policy.
+      step: step of a run's checkpoint; None for other policies.
+      split: split of the problems.
     """
     suffix = "" if split == "heldout" else f"-{split}"
     if step is None:
@@ -48,7 +48,7 @@ class JsonLog:
       path: the file. A half-written last line, of a process that was killed, is dropped.
 
     Attributes:
-      lines: what is in it.
+      lines: its contents.
     """
 
     def __init__(self, path: Path) -> None:

@@ -13,8 +13,8 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     each difficulty, in tables as wide as the console.
 
     Args:
-      results: as in results.json.
-      console: where to.
+      results: contents of results.json.
+      console: console to print to.
     """
     overall = results["overall"]
     names = [name for name in overall if name == "reward" or name != results["success"]]  # `mean@n` says it

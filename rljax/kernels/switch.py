@@ -31,8 +31,8 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
     Args:
       op: its folder, and the name of the function in each of its files.
       implementation: see `KernelChoice`.
-      sizes: of the policy, on which the default depends; each operation says what its numbers are.
-      args, kwargs: of the function. Backends that interpret get `interpret=True` as well.
+      sizes: sizes of the policy that the default depends on; each operation documents its numbers.
+      args, kwargs: arguments of the function. Backends that interpret get `interpret=True` as well.
 
     Raises:
       Refused: the one backend named cannot, or none of several can.

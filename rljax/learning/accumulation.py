@@ -59,7 +59,7 @@ class Accumulation:
       pool: compiled programs.
       key: names all that the programs depend on, beside what they are called with.
       maxima: metrics that are combined by their maximum, at least 0; all others are added up.
-      shardings: where params lie on a mesh, None without one.
+      shardings: shardings of params on a mesh; None without one.
       replicated: the sharding of what every device has whole; None without a mesh.
     """
 

@@ -76,7 +76,7 @@ def make_optimizer(
       weight_decay: decoupled; each update also subtracts rate * weight_decay * weight from matrices.
       clip_norm: gradients with a larger global norm are scaled down to it.
       total_updates: optimiser updates in the whole run, where falling schedules end.
-      section: of the config, which errors name.
+      section: section of the config, for errors.
     """
     if name != "adamw":
         raise ConfigError(f'{section}.name: {name!r} is unknown; use "adamw"')

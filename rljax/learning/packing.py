@@ -151,8 +151,8 @@ class TrainingSequence:
       response_ids: int [L], the end-of-sequence token included if it was sampled.
       rollout_logprobs: float [L], of the response under the distribution it was sampled from; None (zeros)
         where it was not sampled, as in the warm start.
-      advantage: of every token of the response.
-      weight: of every token of the response in the loss (`aggregation_weights`).
+      advantage: advantage of every token of the response.
+      weight: weight of every token of the response in the loss (`aggregation_weights`).
       own: bool [L], which tokens of the response the policy sampled; the others (a tool's answer) are read,
         not learned. None: all of them.
     """

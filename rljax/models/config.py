@@ -13,7 +13,7 @@ class RopeScaling:
     """Llama-3 RoPE scaling ("The Llama 3 Herd of Models", 2024; `rope_type: llama3` in Hugging Face configs).
 
     Attributes:
-      factor: how much longer the context is than in pre-training.
+      factor: ratio of the context length to that of pre-training.
       low_freq_factor: wavelengths above original_max_positions / low_freq_factor are divided by `factor`.
       high_freq_factor: wavelengths below original_max_positions / high_freq_factor stay as they are.
       original_max_positions: context length of pre-training, in tokens.

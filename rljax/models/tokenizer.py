@@ -39,7 +39,7 @@ class Tokenizer:
     """A tokenizer and its chat template; make one with `Tokenizer.load`.
 
     Attributes:
-      directory: where it was read from (errors name it).
+      directory: directory that it was read from, for errors.
       special_tokens: the named special tokens, e.g. {"eos_token": "<|im_end|>"}; chat templates see them.
       chat_date: today, for chat templates.
       template_args: further variables of the chat template, e.g. {"enable_thinking": False} for Qwen3.

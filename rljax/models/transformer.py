@@ -108,13 +108,13 @@ def decoder_layer(
 
     Args:
       layer: its weights, see the module's docstring.
-      index: what `attention` is told.
+      index: number of the layer, for `attention`.
       x: residual stream, [N, T, d].
       angles: rows of the RoPE table, float32 [N, T, 2, D/2].
       attention: the attention structure.
       config: heads and norms; the widths are those of the weights.
       numerics: see `Numerics`.
-      attention_input: what queries, keys and values are computed from, [N, T, any]; None for x after
+      attention_input: input of queries, keys and values, [N, T, any]; None for x after
         `attention_norm`. (A drafter's layer attends from something else than its residual stream.)
 
     Returns:

@@ -27,8 +27,8 @@ class QuantizedWeight:
       bits: 8 or 4.
       inputs: in.
       group: inputs that share a scale; the last group of a row may have fewer.
-      activations: what inputs are rounded to in a product; "int8" needs one symmetric group a row.
-      implementation: who computes products with it, see `rljax.kernels.switch`.
+      activations: type that inputs are rounded to in a product; "int8" needs one symmetric group a row.
+      implementation: implementation of its products, see `rljax.kernels.switch`.
     """
 
     values: Array

@@ -35,8 +35,8 @@ class RunDecisions:
     """One run's decisions.
 
     Attributes:
-      path: of its directory.
-      steps: of every training step that has some, in order.
+      path: directory of the run.
+      steps: decisions of every training step that has some, in order.
     """
 
     path: Path

@@ -85,7 +85,7 @@ class Panel:
 
     Attributes:
       title: unique on the page.
-      caption: what is to be seen.
+      caption: caption of the figure.
       draw: draws on the axes it is given.
       height: in inches.
     """

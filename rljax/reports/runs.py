@@ -26,13 +26,13 @@ class RunData:
     """One run.
 
     Attributes:
-      path: of its directory.
-      name: as shown.
+      path: directory of the run.
+      name: name on display.
       steps: the lines of metrics of its training steps, at least one.
       evaluations: the lines that hold a held-out reward.
       sessions: the processes that made it.
-      rollouts: what its rollouts left (`rljax/rollout/summary.py`).
-      decisions: of its rollout manager.
+      rollouts: summaries of its rollouts (`rljax/rollout/summary.py`).
+      decisions: decisions of its manager.
       config: the text of config.yaml; empty if there is none.
     """
 
@@ -105,8 +105,8 @@ class Series:
     """Repetitions of one experiment, one or more.
 
     Attributes:
-      name: as shown.
-      runs: which differ by their seed.
+      name: name on display.
+      runs: runs that differ only by their seed.
     """
 
     name: str

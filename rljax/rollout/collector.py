@@ -25,7 +25,7 @@ class Group:
     """The samples of one prompt.
 
     Attributes:
-      problem: what was asked.
+      problem: the problem.
       prompt_ids: its token ids.
       completions: G responses.
       rewards: the task's reward of each, with its named parts.
@@ -55,7 +55,7 @@ class Collector:
 
     Args:
       task: problems and rewards.
-      tokenizer: of the policy.
+      tokenizer: tokenizer of the policy.
       scheduler: decodes requests.
       seed: the run's seed.
       max_prompt_length: in tokens; a longer prompt is an error.
@@ -92,8 +92,8 @@ class Collector:
 
         Args:
           params: weights from `engine.load_params`.
-          split: of the task.
-          indices: of the problems in it.
+          split: split of the task.
+          indices: indices of the problems in the split.
           samples: responses to a problem, G.
           purpose: TRAINING or EVALUATION.
           step: the training step; with purpose, problem and sample it makes a request's noise its own.
@@ -156,7 +156,7 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> N
 
     Args:
       task: its problems are those of its method `finite_problems`, if it has one.
-      tokenizer: of the policy.
+      tokenizer: tokenizer of the policy.
       max_prompt_length: in tokens.
     """
     problems = finite_problems(task)

@@ -104,7 +104,7 @@ class DecodeLoop:
 
     Attributes:
       statistics: counts of all decoding so far.
-      running_over_time: how many responses ran when.
+      running_over_time: number of running responses over time.
       state: the decode state; None while nothing is decoded.
       slots: the response in each slot.
     """

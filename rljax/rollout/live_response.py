@@ -26,7 +26,7 @@ class LiveResponse:
       versions: (position in the response, version of the weights) where each version began.
       drafted: draft nodes that were verified for it, without those of `number`'s present registration.
       accepted: tokens that came from them, likewise.
-      slot: where it is decoded; None before and after.
+      slot: slot in which it is decoded; None before and after.
       number: the index by which drafters know it; None before they do.
       ending: the reason why it ended; None before.
     """

@@ -26,9 +26,9 @@ def summarize_rollout(
 
     Args:
       groups: everything that was sampled.
-      running: of each round, how many requests ran when (`RunningRequests.points`).
+      running: number of running requests over time, per round (`RunningRequests.points`).
       max_response_length: in tokens; it fixes the bins, so that those of all steps are the same.
-      samples: how many best and how many worst responses to keep, each to a prompt of its own.
+      samples: number of best and of worst responses to keep, each to another prompt.
       decode: `Tokenizer.decode`.
 
     Returns:

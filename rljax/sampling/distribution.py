@@ -29,8 +29,8 @@ class SamplingParams:
       min_p: drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0 keeps all.
       repetition_penalty: positive logits of tokens that the response has are divided by it, negative ones
         multiplied (CTRL, Keskar et al., 2019, section 4.1); 1 is off.
-      frequency_penalty: what a token's logit loses for every time that the response has it; 0 is off.
-      presence_penalty: what it loses if the response has it at all; 0 is off.
+      frequency_penalty: subtracted from a token's logit for each time that the response has it; 0 is off.
+      presence_penalty: subtracted if the response has the token at all; 0 is off.
     """
 
     temperature: float = 1.0

@@ -45,7 +45,7 @@ def request_key(seed: int, *identity: int) -> np.ndarray:
 
     Args:
       seed: the run's seed.
-      identity: what tells the request from every other of the run: purpose, step, prompt, sample. Noise must
+      identity: numbers that no other request of the run has: purpose, step, prompt, sample. Noise must
         never be reused for another step's sampling of the same prompt, so the step belongs to it.
         Non-negative integers below 2^64.
     """

@@ -36,7 +36,7 @@ class Finished:
 
     Attributes:
       output: its standard output, as far as it was read.
-      ending: how it ended.
+      ending: reason why it ended.
     """
 
     output: bytes
@@ -48,7 +48,7 @@ class Sandbox:
     """Runs Python source that nobody has read.
 
     Attributes:
-      limits: what a program may use.
+      limits: resources that a program may use.
       allow_weak: where the strong jail cannot be built, run under resource limits alone; else `SandboxError`.
       readable: files and directories that a program may read, beside Python itself and the system's
         libraries.
@@ -82,7 +82,7 @@ class Sandbox:
         Args:
           source: Python source.
           stdin: its standard input.
-          seconds: of wall time.
+          seconds: wall time.
           max_output: bytes of standard output; more ends the program.
         """
         with self.start(source) as process:

@@ -21,7 +21,7 @@ class Answer:
     """One choice, while it comes.
 
     Args:
-      index: of the choice.
+      index: index of the choice.
       tokenizer: the policy's.
       stop: texts that end it and do not belong to it.
 
@@ -61,10 +61,10 @@ class Writer:
     """Answers to one request as JSON objects.
 
     Args:
-      body: what was asked.
+      body: body of the HTTP request.
       model: the policy's name.
       tokenizer: the policy's.
-      prompt_tokens: of all prompts together.
+      prompt_tokens: number of tokens of all prompts.
     """
 
     def __init__(self, body: Body, model: str, tokenizer: Tokenizer, prompt_tokens: int) -> None:

@@ -46,7 +46,7 @@ def make_app(served: ServedPolicy, name: str) -> Starlette:
 
     Args:
       served: the policy; its worker is the caller's to start and to close.
-      name: what clients call it, as `model`.
+      name: name of the model for clients.
     """
     service = _Service(served, name)
     return Starlette(

@@ -42,7 +42,7 @@ def metrics_text(worker: EngineWorker, refused: Mapping[int, int]) -> bytes:
     """All metrics.
 
     Args:
-      worker: what decodes.
+      worker: worker that decodes.
       refused: requests refused, by HTTP status.
     """
     registry = CollectorRegistry()

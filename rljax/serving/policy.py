@@ -47,8 +47,8 @@ class Options:
     """What to change of the config; None leaves it.
 
     Attributes:
-      step: of a run, which checkpoint; None is the newest.
-      temperature: of the sampling distribution; 0 is greedy.
+      step: step of the run's checkpoint; None for the newest.
+      temperature: temperature of sampling; 0 is greedy.
       top_p: see `SamplingParams`.
       slots: responses decoded at a time.
       max_prompt_tokens: the longest prompt.
@@ -73,7 +73,7 @@ class ServedPolicy:
     Attributes:
       tokenizer: the policy's.
       vocab_size: rows of its embedding; token ids are below it.
-      config: what it is decoded by.
+      config: config that it is decoded with.
       sampling: the distribution, one for all requests.
       worker: decodes; not yet started. It has the weights, as the engine computes with them.
       drafters: names of those in use.
@@ -120,7 +120,7 @@ def open_policy(
 
     Args:
       path: a run directory or a Hugging Face directory.
-      options: what to change of its config.
+      options: changes to its config.
       say: told in a line what is loaded, and what is left out.
       max_waiting, steps_per_sync: see `EngineWorker`.
       compile_first: compile every program now, not when it is first needed; with drafters always, as what

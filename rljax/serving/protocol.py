@@ -16,8 +16,8 @@ class RequestError(Exception):
     """A request that is refused.
 
     Attributes:
-      status: of the HTTP response.
-      message: what is wrong, and what would be right.
+      status: status of the HTTP response.
+      message: the error, and its remedy.
       param: the field that is wrong, if it is one.
       code: for programs.
     """

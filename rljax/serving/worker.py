@@ -40,7 +40,7 @@ class Piece:
 
     Attributes:
       tokens: ids; with the one that ended it.
-      logprobs: of each, under the distribution really sampled.
+      logprobs: logprob of each, under the distribution really sampled.
       ending: why it is over; None if more will come.
     """
 
@@ -130,7 +130,7 @@ class EngineWorker:
     Attributes:
       loop: the decode loop; the thread's alone.
       endings: jobs that have ended, by how.
-      error: what ended the worker, if something did.
+      error: exception that ended the worker, or None.
     """
 
     def __init__(

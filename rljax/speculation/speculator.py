@@ -41,7 +41,7 @@ class Speculator:
       max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
       times: measured times of passes, added to; speculators of the same engine may share them.
-      strategies: how the manager chooses among the drafters.
+      strategies: choice of the manager, and of its strategies.
 
     Attributes:
       drafters: by name.
@@ -133,7 +133,8 @@ class Speculator:
         Args:
           params: the policy's weights.
           requests: all that may be decoded.
-          current: how many of them, from the first on, are this rollout's; the others are only sampled ahead.
+          current: number of them, from the first on, that belong to this rollout; the others are only sampled
+            ahead.
           batch: slots of the decode state.
           statistics: the rollout's, added to.
         """
@@ -211,7 +212,7 @@ class Speculator:
         """Appends tokens that were not sampled (a tool's answer).
 
         Args:
-          slots, requests: where they are appended, a slot and a request each.
+          slots, requests: slot and request of each sequence of tokens.
           sizes: tokens of prompt and response before them; tokens sampled behind these were not kept.
           tokens: the appended tokens.
           ended: the response is complete.

@@ -37,7 +37,7 @@ def warm_up(
       params: weights from `engine.load_params`.
       proposers: all of them.
       drafters: the drafters on the device, which follow the slots.
-      times: where measured times go. Passes of a shape that it knows already are not measured again.
+      times: measured times are added to it. Shapes that it has are not measured again.
       max_batch: larger batches decode plainly.
       prompt_length: the longest prompt, in tokens.
       widens: compile for states that grow, too.

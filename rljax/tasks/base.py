@@ -30,7 +30,7 @@ class Problem:
       difficulty: a small integer that grows with the work a solution takes; metrics may be grouped by it.
       solution: a worked solution, the text of the assistant's turn, or None where the task has none. In the
         `warm_start` split it is a demonstration and may be imperfect; elsewhere it is right.
-      data: what else the task knows about the problem, such as the tests of a programming problem; JSON-able.
+      data: other facts about the problem, such as the tests of a programming problem; JSON-able.
     """
 
     id: str
@@ -61,8 +61,8 @@ class Task(Protocol):
         """Judges a response.
 
         Args:
-          problem: what was asked.
-          response_text: what the policy wrote, without special tokens. It is untrusted: it is never executed
+          problem: the problem.
+          response_text: text of the response, without special tokens. It is untrusted: it is never executed
             or evaluated, and the time spent on it is linear in its length at worst.
 
         Returns:

@@ -33,9 +33,9 @@ class Dataset:
       heldout_path: one of held-out problems. Without it, a hash of its prompt decides whether a problem of
         `path` is held out: one in eight is.
       hub: id of a dataset on the Hugging Face hub, or a local directory of data files.
-      subset: of `hub`, where it has several.
-      split: of `hub`, for training.
-      heldout_split: of `hub`; without it, prompts are hashed.
+      subset: subset of `hub`, if it has several.
+      split: split of `hub` for training.
+      heldout_split: split of `hub` for evaluation; without it, prompts are hashed.
       prompt: column with the prompt: text, or a list of messages {role, content}.
       answer: column with the right answer, or null where rewards need none.
       answer_marker: the answer is what follows this in its column, such as "####" in GSM8K.

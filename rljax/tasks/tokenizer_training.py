@@ -43,10 +43,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
     costs six tokens around a prompt.
 
     Args:
-      texts: what the policy will read and write, without the chat template.
+      texts: texts that the policy will read and write, without the chat template.
       vocab_size: at most this many tokens; the texts may need fewer. At least 259, the 256 bytes and the
         special tokens.
-      directory: where to write; made if absent.
+      directory: directory to write; created if absent.
 
     Returns:
       The tokenizer, as `tokenizers.Tokenizer.from_file` would load it.

@@ -28,8 +28,8 @@ class ToolArithmetic:
 
     Args:
       seed: the run seed.
-      numbers: how many an expression has at most, from 2 to 6; there are at least two.
-      digits: of a number at most, from 1 to 6.
+      numbers: largest count of numbers in an expression, from 2 to 6; the smallest is two.
+      digits: largest number of digits of a number, from 1 to 6.
       demonstrated_calls: share of `warm_start` solutions that call the calculator.
     """
 

@@ -20,6 +20,6 @@ class Tool(Protocol):
         error of the call as well, but for a `UserError`, which stops the run: the machine's fault.
 
         Args:
-          text: what the policy wrote between the markers.
+          text: text between the markers.
         """
         ...

@@ -20,7 +20,7 @@ class ToolCall(NamedTuple):
 
     Attributes:
       end: tokens of the response up to and including the one that completes the call.
-      name: of the tool.
+      name: name of the tool.
       text: between the markers.
     """
 
@@ -54,7 +54,7 @@ class Markup:
 
         Args:
           ids: the response so far.
-          begin: where the policy's own tokens since the last answer begin.
+          begin: first token behind the last answer.
           known: tokens known to complete none.
         """
         # A character takes at most four byte-level tokens.
@@ -128,10 +128,10 @@ def make_markup(
     """The markup of tools.
 
     Args:
-      names: of the tools.
+      names: names of the tools.
       call: opening and closing marker, in which "{name}" stands for a tool's name.
       answer, max_answer_length: see `Markup`.
-      tokenizer: of the policy.
+      tokenizer: tokenizer of the policy.
     """
 
     def decode(ids: Sequence[int]) -> str:

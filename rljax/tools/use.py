@@ -16,9 +16,9 @@ class ToolUse:
 
     Attributes:
       tools: by name.
-      markup: how calls and answers are written.
+      markup: syntax of calls and answers.
       max_calls: in a response; what looks like a further one is text (ToRL, arXiv 2503.23383, section 2.2).
-      workers: who calls.
+      workers: threads that call the tools.
     """
 
     tools: dict[str, Tool]

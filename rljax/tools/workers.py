@@ -26,7 +26,7 @@ class ToolAnswer:
       key: from `submit`.
       text: the answer, or one line that says what was wrong.
       failed: it is the latter.
-      seconds: that the tool took.
+      seconds: time that the tool took.
     """
 
     key: int

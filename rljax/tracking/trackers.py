@@ -27,8 +27,8 @@ class Trackers:
     """Context manager that passes metrics on.
 
     Args:
-      config: of the run.
-      directory: of the run.
+      config: config of the run.
+      directory: files of the run.
       say: called with a line for the user.
 
     Raises:

@@ -29,8 +29,8 @@ def adaptation_rows(
       config: the experiment.
       settings: the warm-up.
       rl_steps: real policy updates.
-      learning_rate: of these; large, so that a few of them matter.
-      slices: of the head in each of these steps.
+      learning_rate: learning rate of these updates; large, so that a few of them matter.
+      slices: number of slices of the head in each of these steps.
     """
     with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)

@@ -44,7 +44,7 @@ class SelfDrafts:
 
     Attributes:
       by_length: tokens that a verifying pass yields on average, by drafts of a chain.
-      entropy: of the policy's distribution, a token, in nats.
+      entropy: entropy of the policy's distribution in nats per token.
     """
 
     by_length: dict[int, float]
@@ -60,8 +60,8 @@ def rl_rows(
       config: the experiment.
       settings: the head's warm-up.
       rl_steps: real policy updates.
-      learning_rate: of these; large, so that a few of them matter.
-      slices: of the head in each of these steps.
+      learning_rate: learning rate of these updates; large, so that a few of them matter.
+      slices: number of slices of the head in each of these steps.
     """
     rows: list[Row] = []
     with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
@@ -179,7 +179,7 @@ def self_drafts(
       policy: its architecture.
       target: sequences with the policy's states.
       drafted: the same ones with the drafter's.
-      lengths: of chains.
+      lengths: lengths of chains.
     """
     finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
     acceptance, entropy = _compare(shared, policy, *finals)

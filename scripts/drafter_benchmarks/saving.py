@@ -26,7 +26,7 @@ def saving_rows(name: str, policy: ModelConfig, repeats: int) -> list[Row]:
     """Seconds of `AsyncHeadSaver.save` against writing head, optimizer, embeddings and LM head in place.
 
     Args:
-      name: of the policy.
+      name: name of the policy.
       policy: its architecture, of which only embeddings and LM head are made.
       repeats: rounds, after one that does not count.
     """

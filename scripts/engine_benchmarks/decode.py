@@ -133,7 +133,7 @@ def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]
     """Tokens per second, prefill included, against `generate`; and what row-invariance costs.
 
     Args:
-      name: of the policy.
+      name: name of the policy.
       plan: by batch, the new tokens of each response and the timed rounds.
     """
     import_reference()

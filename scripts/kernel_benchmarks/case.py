@@ -14,7 +14,7 @@ class PolicyShape:
     """Sizes of a real policy.
 
     Attributes:
-      name: of the model.
+      name: name of the model.
       hidden, mlp, vocab: d, the SwiGLU layer's width, V.
       heads, kv_heads, head_dim: H, Hk, D.
     """
@@ -45,12 +45,12 @@ class Case:
 
     Attributes:
       name: for the rows, such as "Qwen2.5-7B, 16 slots of 4096, 16 nodes".
-      sizes: of the policy, those that the operation's default depends on (`rljax.kernels.switch.call`).
+      sizes: sizes of the policy that the operation's default depends on (`rljax.kernels.switch.call`).
       make: one set of arguments of random numbers, on the device. Several sets take turns in the measurement,
         so that nothing is read from a cache that a real step would find cold.
       functions: by name who computes: implementations, and what they are compared with. Pure; each is
         compiled with the arguments of `make`.
-      bytes: that must move between memory and processor at least, each read or write counted once.
+      bytes: smallest number of bytes to move between memory and processor, each read or write counted once.
       flops: additions and multiplications in matrix products.
       donated: arguments that a step gives up, such as a cache that is written in place.
     """

@@ -26,9 +26,10 @@ class Timed:
     """A case's functions and arguments, ready to be called.
 
     Args:
-      case: what is measured.
-      names: of its functions; those that refuse the case are left out.
-      most_sets: of arguments, and so calls in one program; 1 where kernels are interpreted.
+      case: case to measure.
+      names: names of its functions; those that refuse the case are left out.
+      most_sets: largest number of sets of arguments, and of calls in one program; 1 where kernels are
+        interpreted.
 
     Attributes:
       functions: by name, compiled.

@@ -126,7 +126,7 @@ def count_part(
       part: from `parts`.
       steps: rollouts, of `rollout.prompts_per_step` prompts each; history drafters see prompts again if
         `task.problems` is below `steps` times that.
-      names: of `MECHANISMS`.
+      names: keys of `MECHANISMS`.
     """
     batches, rows, slots = BUCKET_MIXES[part["buckets"]]
     config = config.model_copy(

@@ -32,8 +32,8 @@ class _Case:
     Attributes:
       table: the one that it belongs to.
       label: its place there.
-      slots: that decode at a time.
-      keys: of the section `speculation`.
+      slots: number of slots.
+      keys: keys of the section `speculation`.
       strategy: always used.
     """
 

@@ -78,9 +78,9 @@ class Variant:
       name: for the rows.
       collector: rolls out.
       speculator: None for plain decoding.
-      seconds: of decoding, a step.
+      seconds: time of decoding, per step.
       learning: seconds that the drafters took to learn from it, behind the rollout, a step.
-      statistics: of the rollouts, a step.
+      statistics: statistics of the rollouts, per step.
     """
 
     name: str
@@ -129,10 +129,10 @@ def make_variant(
     """One way to roll out.
 
     Args:
-      run: whose policy and engine it is.
+      run: run with the policy and the engine.
       name: for the rows.
-      keys: of the section `speculation`; None decodes plainly.
-      times: what passes took so far, by what the engine hands out; shared and added to.
+      keys: keys of the section `speculation`; None decodes plainly.
+      times: measured times of passes, by the layers that the engine hands out; shared and added to.
     """
     config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
     if keys is not None:

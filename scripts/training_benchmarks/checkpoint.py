@@ -92,7 +92,7 @@ def checkpoint_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
     """Saving and restoring a train state, in the system's temporary directory.
 
     Args:
-      name: of the policy.
+      name: name of the policy.
       config: its architecture.
       repeats: rounds, after one that does not count.
     """

@@ -50,7 +50,7 @@ def loading_rows(
     """Peak resident memory of loading a policy in Hugging Face format, against the weights it leaves.
 
     Args:
-      name: of the policy.
+      name: name of the policy.
       config: its architecture.
       repeats: loads, each in a process of its own.
       cases: dtypes in the checkpoint, and of the loaded weights.

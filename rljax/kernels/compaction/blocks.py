@@ -34,7 +34,7 @@ def written(length: Array, count: Array, index: Array, in_cache: int) -> tuple[A
     """What a path writes of the `index`-th block that it may reach into; scalars int32.
 
     Args:
-      length, count: of the slot.
+      length, count: committed tokens of the slot, and nodes to write.
       in_cache: blocks that the cache has.
 
     Returns:

@@ -31,10 +31,10 @@ def noisy_argmax(
     Args:
       logits: float32 [B, V].
       keys: request keys, uint32 [B, 2].
-      positions: of the tokens to be sampled, int32 [B].
+      positions: positions of the tokens to be sampled, int32 [B].
       sampling: the distribution. Temperature 0 takes the first of the largest logits, whose log-probability
         is 0.
-      numerics: how sums over the vocabulary are formed.
+      numerics: numerics of sums over the vocabulary.
       implementation: see `switch.KernelChoice`; the default depends on (V,).
 
     Returns:

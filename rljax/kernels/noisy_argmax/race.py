@@ -57,7 +57,7 @@ def lead(words: Array, exponentials: Array, reach: Array) -> Array:
     """Above 0 where an entry cannot win; float32, elementwise.
 
     Args:
-      words: of the noise field, uint32.
+      words: words of the noise field, uint32.
       exponentials: e^(x - top).
       reach: of the same `top`.
     """
@@ -80,7 +80,7 @@ def merge(
       chosen: its `x`, float32 [B, S].
       tops, sums: of parts, not necessarily the same, largest `x` and sum of e^(x - top), float32 [B, T].
       vocab_size: V.
-      numerics: how sums are formed.
+      numerics: numerics of sums.
     """
     ahead = best == jnp.max(best, axis=1, keepdims=True)
     token = jnp.min(jnp.where(ahead, tokens, vocab_size - 1), axis=1)

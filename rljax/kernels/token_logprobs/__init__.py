@@ -38,11 +38,11 @@ def token_logprobs(
       lm_head: [V, d], of any float dtype; multiplied in hidden's.
       targets: int32 [R, T].
       sampling: the distribution.
-      numerics: how sums over the vocabulary are formed.
+      numerics: numerics of sums over the vocabulary.
       chunk: tokens whose logits may exist at once; kernels need none of them.
       mesh: devices that the R rows lie on; None for one.
       implementation: see `switch.KernelChoice`; the default depends on (V, d).
-      responses: where the sampling penalizes, what its counts are of; no kernel penalizes.
+      responses: responses to count tokens of, if the sampling penalizes; no kernel penalizes.
       entropy_gradient: make the entropy differentiable too, at the price of its backward pass; no kernel
       does.
 

@@ -37,7 +37,7 @@ class Device:
         chunk counts nowhere.
       errors: (hidden, head, targets, log_totals [N], gradients [N], scale, width) -> [N, C] in the dtype of
         `hidden`: gradients (1[v = target] - e^(x - log_totals)) scale, and 0 from `width` on.
-      rows, columns: of a tile.
+      rows, columns: size of a tile.
     """
 
     statistics: Callable[..., "Statistics"]

@@ -50,7 +50,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     Args:
       tokenizer: the policy's.
-      stop_tokens: what ends a response.
+      stop_tokens: tokens that end a response.
       engine: says how prompts are padded.
       max_prompt_length: in tokens.
     """

@@ -173,7 +173,7 @@ class SlotEngine:
           params: weights from `load_params`.
           existing_prefix: must be None: prompts are prefilled whole.
           padded_tokens: int [T], the prompt and what it is padded with.
-          true_length: of the prompt.
+          true_length: length of the prompt without padding.
           sampler: must be None: the engine has one distribution, which training shares.
           request_id: the request's identity, for its noise.
         """

@@ -33,7 +33,7 @@ class StrategyChoice:
       strategies: see `BanditManager`; the only one of `FixedManager`.
       epsilon, window, seed: see `BanditManager`.
       roofline: fitted constants, for `RooflineManager`.
-      choose_rows: how `ExpectedManager` chooses the rows of a pass; None for `best_rows`.
+      choose_rows: function by which `ExpectedManager` chooses the rows of a pass; None for `best_rows`.
     """
 
     by: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = "expected"

@@ -38,7 +38,7 @@ class RewardedTask(Wrapper):
         arguments of one of `CHECKERS`) that is the reward, computed in the sandbox.
       config: with the rewards, and how they are computed.
       report: told of rewards that fail, where `config.reward_errors` is "zero".
-      key: of the list of rewards, for errors.
+      key: key of the list of rewards, for errors.
 
     Raises:
       ConfigError: a reward that cannot be, or a problem that it cannot judge.

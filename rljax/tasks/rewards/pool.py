@@ -33,7 +33,7 @@ class CheckerPool:
       rewards: those of the places "worker" and "sandbox"; `compute` refers to them by their position.
       sandbox: limits of those in the sandbox.
       seconds: one reward of one response may take.
-      threads: how many run at once.
+      threads: number of threads.
 
     Attributes:
       executor: the threads.

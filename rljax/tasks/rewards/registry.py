@@ -20,9 +20,9 @@ class Kind:
     """A registered reward.
 
     Attributes:
-      place: where it is computed.
+      place: place where it is computed.
       factory: makes it from its arguments; what they may be is in its signature.
-      package: what it imports, and the extra that installs that.
+      package: package that it imports, and the extra that installs it.
     """
 
     place: Place
@@ -44,7 +44,7 @@ def code(tests: str = "tests", seconds: float = 2.0, partial: bool = False) -> C
 
     Args:
       tests: column of the dataset with the tests; their forms are in `rljax/sandbox/code_tests.py`.
-      seconds: of one test; `task.reward_timeout` bounds all of them together.
+      seconds: time limit of one test; `task.reward_timeout` bounds all of them together.
       partial: the share of tests that pass, instead of all or nothing.
     """
     if not isinstance(tests, str) or not tests:
@@ -78,9 +78,9 @@ class Reward:
     Attributes:
       metric: its name in metrics.
       weight: its factor.
-      place: where it is computed.
+      place: place where it is computed.
       compute: a `TextReward` ("here"), a `CodeReward` ("tests"), a name and arguments for a worker, or None.
-      key: how the config names it, for errors.
+      key: its key in the config, for errors.
     """
 
     metric: str
@@ -95,7 +95,7 @@ def make_reward(config: RewardConfig, key: str) -> Reward:
 
     Args:
       config: one item of `task.rewards`.
-      key: what the item is called in errors, e.g. "task.rewards.0".
+      key: name of the item in errors, such as "task.rewards.0".
 
     Raises:
       ConfigError: an unknown name or argument, a value it cannot take, or a package that is not installed.

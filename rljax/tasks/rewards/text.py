@@ -42,10 +42,10 @@ def numeric(
     """1 if the response's answer is the problem's number, else 0. "1,234.50", "1/2" and "50%" are numbers.
 
     Args:
-      answer_in: where the answer stands; see `answer_finder`.
+      answer_in: place of the answer; see `answer_finder`.
       marker: likewise.
-      tolerance: how far off it may be.
-      relative: how far off it may be, as a share of the right number.
+      tolerance: largest absolute error.
+      relative: largest error as a share of the right number.
     """
     find = answer_finder(answer_in, marker)
     for name, value in (("tolerance", tolerance), ("relative", relative)):

@@ -81,7 +81,7 @@ def calibrate(
     Args:
       engine: the decode engine to measure; see `measure`.
       params: the policy's weights, from `engine.load_params`.
-      fmt: how the self-drafter's weights are stored.
+      fmt: format of the self-drafter's weights.
       rounds, repeats, progress: see `measure`.
     """
     draft_params = QuantizedPolicy(fmt, kernels=engine.numerics.kernels).refresh(params)
@@ -102,8 +102,8 @@ def calibration_key(
 
     Args:
       config: the policy's architecture.
-      numerics: how it computes.
-      fmt: how its self-drafter's weights are stored.
+      numerics: numerics of the policy.
+      fmt: format of the self-drafter's weights.
       devices: devices that share a pass.
     """
     machine = machine_facts()
