@@ -1,4 +1,4 @@
-"""How the host loops of the drafters are compiled."""
+"""Compilation of the drafters' host loops."""
 
 from collections.abc import Callable
 from typing import Any

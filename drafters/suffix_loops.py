@@ -125,7 +125,7 @@ def rehash(old, new):
 
 @compiled
 def check_batch(sequences, tokens, counts, kinds, num_sequences, kind):
-    """What is wrong with a batch of tokens, in which row and column."""
+    """Returns the first error in a batch of tokens, with its row and column."""
     for row in range(sequences.shape[0]):
         if sequences[row] < 0 or sequences[row] >= num_sequences:
             return WRONG_ID, row, 0

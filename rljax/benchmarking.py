@@ -1,4 +1,4 @@
-"""What every benchmark script shares: honest timing, the machine it ran on, and one format of results.
+"""Shared by all benchmark scripts: timing, facts of the machine, and one format of results.
 
 Machines are noisy, and noise comes in spells. So both sides of a comparison run in one process and in
 alternation, every round gives one ratio, and the median of these ratios is what is reported: a slow spell

@@ -1,4 +1,4 @@
-"""What a run shows while it works: a live display on a terminal, plain lines anywhere else.
+"""Progress of a run: a live display on a terminal, plain lines anywhere else.
 
 On a terminal two lines are redrawn in place (stage, bar, step, reward, tokens/s and time left; below, what
 the step is doing), and a line stays behind for each finished step. In a log file or a pipe there is one line

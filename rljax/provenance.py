@@ -1,4 +1,4 @@
-"""Where figures come from: the machine, the commit and the command that made them."""
+"""Provenance of figures: the machine, the commit and the command that made them."""
 
 import importlib.metadata
 import os

@@ -81,13 +81,13 @@ class Completion:
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return len(self.response_ids) if self.own is None else int(self.own.sum())
 
 
 @dataclasses.dataclass
 class DecodeStatistics:
-    """Where decoding spent itself.
+    """Counts and times of decoding.
 
     Attributes:
       tokens: response tokens sampled and kept.

@@ -1,4 +1,4 @@
-"""How long a response will be: what is long should begin early.
+"""Expected lengths of responses: long ones should begin early.
 
 Responses to the same prompt are alike in length, from one epoch to the next as well (RhymeRL, section 3), so
 the best guess is what earlier ones took, and for a new prompt what its own length says.
@@ -35,7 +35,7 @@ class ResponseLengths:
         return len(prompt_ids) * self._response_tokens / self._prompt_tokens
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
+        """Returns the arrays that a checkpoint keeps."""
         prompts = list(self._by_prompt)
         return {
             "lengths_prompts": np.asarray([token for prompt in prompts for token in prompt], np.int32),

@@ -165,7 +165,7 @@ class RunDirectory:
             write_durably(self.sessions_path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def read_sessions(self) -> list[dict[str, Any]]:
-        """What `record_session` noted, oldest first."""
+        """Returns the records of `record_session`, oldest first."""
         if not self.sessions_path.exists():
             return []
         sessions = []
@@ -223,7 +223,7 @@ class RunDirectory:
         _append_line(self.rollouts_path, {"step": step, **summary})
 
     def read_rollouts(self) -> list[dict[str, Any]]:
-        """What `append_rollout` added, oldest first."""
+        """Returns the records of `append_rollout`, oldest first."""
         return [line for _, line in _complete_lines(self.rollouts_path)]
 
     def truncate_after(self, step: int) -> int:

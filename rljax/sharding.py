@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh of devices: one table from logical axes to mesh axes, for trainer and engine.
+"""Shardings of arrays on a mesh: one table from logical axes to mesh axes, for trainer and engine.
 
 Arrays are described by what their dimensions mean ("vocab", "heads", ...); only `MESH_AXES` says which mesh
 axis splits a meaning. The compiler (GSPMD: Xu et al., arXiv 2105.04663) derives the communication. The mesh
@@ -85,7 +85,7 @@ def _parts(mesh: Mesh, axis: str) -> int:
 
 
 def row_multiple(mesh: Mesh | None) -> int:
-    """What the rows of a batch, and the slots of a decode state, must be a multiple of."""
+    """Returns the number that divides the rows of a batch and the slots of a decode state."""
     return 1 if mesh is None else _parts(mesh, "batch")
 
 
@@ -117,7 +117,7 @@ def replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
 
 
 def named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) -> NamedSharding:
-    """Of an array whose dimensions mean `axes` (None: never split), but for those that are `replicated`."""
+    """Sharding of an array with logical `axes` (None: never split), without those that are `replicated`."""
     replicated = replicated or set()
     spec = [None if axis is None or axis in replicated else MESH_AXES[axis] for axis in axes]
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -149,17 +149,17 @@ def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None, decodin
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [R, T]: rows over data and fsdp."""
+    """Sharding of arrays [R, T]: rows over data and fsdp."""
     return named(mesh, "batch", None)
 
 
 def activation_sharding(mesh: Mesh) -> NamedSharding:
-    """Of hidden states [R, T, d]: rows over data and fsdp."""
+    """Sharding of hidden states [R, T, d]: rows over data and fsdp."""
     return named(mesh, "batch", None, None)
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays that every device holds whole."""
+    """Sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 

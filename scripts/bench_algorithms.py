@@ -41,7 +41,7 @@ _CONFIG = "configs/bench_algorithms.yaml"
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What a finished run came to.
+    """Results of a finished run.
 
     Attributes:
       run: its metrics.

@@ -245,7 +245,7 @@ def _measurement(name: str, what: str, rows: Callable[..., list[Row]], *args: ob
 
 
 def benchmark(kernels: tuple[str, ...] | None) -> Benchmark:
-    """What this script measures."""
+    """Returns everything that this script measures, in order."""
     plan = [
         measurement
         for name, config in POLICIES.items()

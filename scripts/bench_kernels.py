@@ -102,7 +102,7 @@ def _row(
 
 
 def benchmark(implementations: Sequence[str]) -> Benchmark:
-    """What this script measures.
+    """Returns everything that this script measures, in order.
 
     Args:
       implementations: which; operations that have none of them are left out. Empty for all.

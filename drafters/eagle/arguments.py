@@ -1,4 +1,4 @@
-"""What `speculation.args` may hold for `speculation.drafter: eagle`."""
+"""Arguments of `speculation.drafter: eagle` (`speculation.args`)."""
 
 from typing import Literal
 
@@ -121,7 +121,7 @@ class EagleArguments(Arguments):
 
     @property
     def training(self) -> HeadTraining:
-        """What the head learns from."""
+        """Settings of the head's training data."""
         return head_training(
             self.variant,
             self.unrolled_steps,

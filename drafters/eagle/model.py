@@ -150,7 +150,7 @@ def shared_params(policy_params: Params, config: ModelConfig) -> Params:
 
 
 def hidden_inputs(params: Params, config: HeadConfig, states: Array, numerics: Numerics) -> Array:
-    """What the head reads as "the hidden state", [..., d], of the policy's states [..., S, d]."""
+    """Combines the policy's features [..., S, d] into the head's input [..., d]."""
     if not config.fused:
         return states[..., 0, :]
     low_middle_high = states[..., :3, :]

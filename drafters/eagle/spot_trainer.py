@@ -316,7 +316,7 @@ class HeadTrainer:
 def _update(
     state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
 ) -> tuple[TrainState, Metrics]:
-    """As `train_step`, but keeps the state where the result is not finite."""
+    """Like `train_step`, but keeps the state if the result is not finite."""
     changed, metrics = train_step(state, batch, shared, rope, **static)
     finite = jnp.isfinite(metrics["loss"])
     for leaf in jax.tree.leaves(changed):

@@ -1,1 +1,1 @@
-"""What makes it RL: advantages, policy losses, KL estimators, reward shaping and dynamic sampling."""
+"""Advantages, policy losses, KL estimators, reward shaping and dynamic sampling."""

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 def group_relative_advantages(
     rewards: ArrayLike, normalization: Literal["std", "none"] = "std", epsilon: float = 1e-6
 ) -> Array:
-    """How much better than its group each response did; one advantage for all tokens of a response.
+    """Advantage of each response over the mean of its group; one for all tokens of a response.
 
         A[p, i] = (R[p, i] - mean_i R[p]) / (std_i R[p] + epsilon)      "std", GRPO
         A[p, i] =  R[p, i] - mean_i R[p]                                "none", Dr. GRPO (arXiv 2503.20783)
@@ -49,7 +49,7 @@ def group_relative_advantages(
 def leave_one_out_advantages(
     rewards: ArrayLike, normalization: Literal["std", "none"] = "none", epsilon: float = 1e-6
 ) -> Array:
-    """How much better than its siblings each response did (RLOO).
+    """Advantage of each response over the mean of its siblings (RLOO).
 
         A[p, i] = R[p, i] - 1 / (G - 1) sum_{j != i} R[p, j] = G / (G - 1) (R[p, i] - mean_j R[p])
 

@@ -21,7 +21,7 @@ class DynamicSamplingError(UserError):
 
 
 def informative_groups(rewards: ArrayLike) -> np.ndarray:
-    """Which groups have rewards that differ: Eq. 11's 0 < #right < G, for any reward.
+    """Returns whether the rewards of each group differ: Eq. 11's 0 < #right < G, for any reward.
 
     Use the task's rewards, before overlong shaping: a group that is all wrong stays uninformative however its
     lengths differ.

@@ -80,7 +80,7 @@ def generalized_advantages(
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
-    """How much of the returns' variance the values explain, []: 1 all of it, 0 no more than a constant."""
+    """Returns the share of the returns' variance that the values explain, []: 1 is all of it, 0 none."""
 
     def variance(x: Array) -> Array:
         count = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1.0)

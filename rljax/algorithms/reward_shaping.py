@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 def soft_overlong_punishment(
     response_lengths: ArrayLike, max_length: int, buffer: int, penalty: float = 1.0
 ) -> np.ndarray:
-    """What to add to the reward of responses that come near the length limit or reach it (DAPO Eq. 13).
+    """Returns the punishment of responses near or at the length limit, to be added to rewards (DAPO Eq. 13).
 
         0                                       |y| <= max_length - buffer
         penalty ((max_length - buffer) - |y|) / buffer      in between

@@ -1,4 +1,4 @@
-"""What to do where the training pass disagrees with the rollout about the probability of what was sampled.
+"""Corrects for training and rollout probabilities that differ for the sampled tokens.
 
 Three policies meet in a step: mu, which sampled (the rollout's logprobs), pi_old, the same weights in the
 training pass, and pi, the weights being trained. In this codebase mu and pi_old are the same numbers on a

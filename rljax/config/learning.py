@@ -49,7 +49,7 @@ class OptimizerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How a step's rollouts become updates."""
+    """Updates on the rollouts of a step."""
 
     steps: Count = Field(
         100, description="RL steps, each with its own rollouts. May be raised to go on with a finished run."

@@ -26,7 +26,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What stands in a config's YAML file, not yet checked; raises as `load_config` does."""
+    """Returns the contents of a config's YAML file, unchecked; raises like `load_config`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

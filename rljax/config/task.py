@@ -33,7 +33,7 @@ class RewardConfig(Section):
 
     @property
     def metric(self) -> str:
-        """What it is called in metrics, below `reward/`."""
+        """Name in metrics, below `reward/`."""
         return self.label or self.name.rpartition(":")[2]
 
 
@@ -78,7 +78,7 @@ class MixtureConfig(Section):
 
     @property
     def prefix(self) -> str:
-        """What the ids of its problems begin with."""
+        """Prefix of its problems' ids."""
         return self.label or self.name
 
     def weight_at(self, position: int) -> float:
@@ -93,7 +93,7 @@ class MixtureConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is to be learned: prompts and a reward that can be checked."""
+    """The task: prompts and a reward that a program can check."""
 
     name: str = Field(min_length=1, description="Which registered task to train on.")
     args: dict[str, Any] = Field(

@@ -8,7 +8,7 @@ from rljax.config.section import CountOrOff, Section
 
 
 class TrackingConfig(Section):
-    """Where metrics go besides the run directory, and what is kept for the report; see docs/reports.md."""
+    """Trackers besides the run directory, and records for the report; see docs/reports.md."""
 
     mode: Literal["disabled", "offline", "online"] = Field(
         "disabled",

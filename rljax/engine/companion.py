@@ -178,7 +178,7 @@ class Companion:
         self._lengths, self._sizes = lengths.astype(np.int32), lengths.astype(np.int32) + 1
 
     def _prefill(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Prefix, int]]:
-        """Where each sequence's keys and values are; prompts come again, with every sample of a group."""
+        """Returns the prefilled row of each prompt; equal prompts, as in a group, share one."""
         wanted = [tuple(sequence) for sequence in sequences]
         by_length: dict[int, list[tuple[int, ...]]] = {}
         # Into states of fewer slots, `warm_up` inserts from the smallest prefill only.
@@ -235,20 +235,20 @@ class Companion:
         return drafts
 
     def compact(self, slots: Sequence[int]) -> None:
-        """As `DecodeEngine.compact` of the target's state."""
+        """Follows `DecodeEngine.compact` of the target."""
         self._settle()
         slots = list(slots)
         self._state = self.engine.compact(self._state, slots)
         self._keep(slots)
 
     def widen(self, slots: int) -> None:
-        """As `DecodeEngine.widen` of the target's state."""
+        """Follows `DecodeEngine.widen` of the target."""
         self._settle()
         self._state = self.engine.widen(self._state, slots)
         self._keep(range(len(self._sizes)))
 
     def _keep(self, slots: Sequence[int]) -> None:
-        """Of what is known, that of `slots`, and nothing of the other slots of the state."""
+        """Keeps the entries of `slots`; the other slots of the state are empty."""
         for name in ("_known", "_sizes", "_lengths", "_chains"):
             taken = getattr(self, name)[list(slots)]
             missing = [(0, self.batch - len(slots)), *((0, 0),) * (taken.ndim - 1)]
@@ -260,7 +260,7 @@ class Companion:
             self._state = self.engine.grow(self._state)
 
     def rewind(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
-        """Of each of `slots` only so many tokens count: what was told beyond them is taken back."""
+        """Truncates each of `slots` to a number of tokens."""
         self._settle()
         slots = np.asarray(slots, np.int32)
         self._sizes[slots] = np.where(self._sizes[slots] > 0, sizes, 0)

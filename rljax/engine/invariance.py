@@ -66,7 +66,7 @@ class RowCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Invariance:
-    """What was measured.
+    """Results of the measurement.
 
     Attributes:
       form: the form of products under which nothing failed, or the first one if all failed.
@@ -144,7 +144,7 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
 def measured(
     config: ModelConfig, numerics: Numerics, counts: RowCounts, directory: str | os.PathLike[str] | None
 ) -> Invariance:
-    """As `measure`, but kept: in this process, and in `directory` for later ones (None for nowhere)."""
+    """Like `measure`, with the result cached in this process and, unless None, in `directory`."""
     key = (config, dataclasses.replace(numerics, measured_form=None), counts)
     if directory is None:
         return _measured(*key, products.dot)

@@ -1,4 +1,4 @@
-"""Where the decode state lies on a mesh; the table of axes is `rljax/sharding.py`'s."""
+"""Shardings of the decode state on a mesh, by the table of axes in `rljax/sharding.py`."""
 
 import jax
 from jax import Array
@@ -12,7 +12,7 @@ from rljax.sharding import named, replicated_axes, row_multiple
 
 
 def slot_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [B] over the slots of a decode state."""
+    """Returns the sharding of arrays [B] over the slots of a decode state."""
     return named(mesh, "slots")
 
 

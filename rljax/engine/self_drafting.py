@@ -163,7 +163,9 @@ class SelfDrafting:
         return cache, transformer.logits(params, self.config, hidden[:, 0], self.numerics)
 
     def _choose(self, logits: Array, keys: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
-        """What `sampling.sample` samples: tokens, logprobs, margins [B], and transformed logits [B, V]."""
+        """Samples like `sampling.sample`; returns tokens, logprobs, margins [B], and transformed logits [B,
+        V].
+        """
         transformed = transform_logits(logits, self.sampling, self.numerics)
         noisy = logits
         if not self.sampling.greedy:

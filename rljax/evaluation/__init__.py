@@ -1,1 +1,1 @@
-"""How good a policy is: several samples a problem, estimators, and intervals (docs/evaluation.md)."""
+"""Evaluation of a policy: several samples per problem, estimators, and intervals (docs/evaluation.md)."""

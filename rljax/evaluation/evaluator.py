@@ -94,7 +94,7 @@ class Evaluator:
     # -- what is evaluated -----------------------------------------------------------------------------------
 
     def _identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What responses depend on besides problem and sample, and what only their judgements do."""
+        """Returns the settings that responses depend on, and those that only judgements depend on."""
         config = self.config
         rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
         task, judging = task_settings(config.task)

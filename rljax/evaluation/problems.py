@@ -65,7 +65,7 @@ def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
 
 
 def _source_digest(function: str) -> str | None:
-    """Of the file that a module:function is in; None if that is no file of Python's path."""
+    """Returns the digest of a module:function's file; None if it is not on Python's path."""
     module = Path(*function.partition(":")[0].split("."))
     for base in map(Path, sys.path):
         for file in (base / module.with_suffix(".py"), base / module / "__init__.py"):

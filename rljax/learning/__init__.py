@@ -1,1 +1,1 @@
-"""What policy, critic, and EAGLE heads train with: packing, accumulation, the optimizer."""
+"""Shared by the training of policy, critic and EAGLE heads: packing, accumulation, the optimizer."""

@@ -26,7 +26,7 @@ Step = Callable[..., Sums]
 
 @struct.dataclass
 class TrainState:
-    """What an update changes, and a checkpoint keeps.
+    """State that an update changes and a checkpoint keeps.
 
     Attributes:
       params: float32 weights.
@@ -139,7 +139,7 @@ class Accumulation:
         return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
 
     def _zeros(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Sums:
-        """Where the gradients and metrics of `step(*args)` are added up."""
+        """Returns zeros to add gradients and metrics of `step(*args)` to."""
         key = ("zeros", *kind, *self._key)
         if key not in self._pool:  # tracing for the shapes takes longer than an update
             shapes = jax.eval_shape(step, *args)

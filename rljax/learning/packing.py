@@ -24,7 +24,7 @@ from rljax.numerics.rows import KEY_CHUNK
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where each of N sequences lies.
+    """Positions of N sequences in packed rows.
 
     Attributes:
       lengths: int64 [N].
@@ -203,7 +203,7 @@ class PackedBatch:
 
 
 def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
-    """Where the predictions of each response stand: its row, and its positions there."""
+    """Returns the row and the positions of each response's predictions."""
     return [
         (int(row), slice(int(start) + len(sequence.prompt_ids) - 1, int(start) + sequence.length - 1))
         for sequence, row, start in zip(sequences, packing.row, packing.start, strict=True)

@@ -29,7 +29,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, param_shapes
 
 ParamPath = tuple[str | int, ...]
-"""Where a weight stands in the params pytree, e.g. ("layers", 3, "q")."""
+"""Path of a weight in the params pytree, such as ("layers", 3, "q")."""
 
 _CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 _WEIGHTS = "model.safetensors"
@@ -130,7 +130,7 @@ class _Options:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """What a checkpoint's JSON file holds; raises `CheckpointError` for anything else."""
+    """Reads a JSON file of a checkpoint; raises `CheckpointError` if it is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -217,7 +217,7 @@ def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> t
     Gradients = tuple[Array, Array, Array]  # of queries, keys and values
 
     def own_chunk(number: Array) -> Gradients:
-        """What the queries and keys of one chunk do to each other."""
+        """Gradients of attention within one chunk."""
         to_blocks, to_keys, to_values = [], 0.0, 0.0
         for block, own, seen in own_blocks:
             my_queries, my_keys = queries[number][:, :, block], keys[number][:, :, seen]

@@ -259,7 +259,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @functools.cache
 def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What chat templates are written for. Sandboxed: a template is code from whoever made the checkpoint."""
+    """The environment of chat templates, sandboxed: a template is code from the checkpoint's author."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

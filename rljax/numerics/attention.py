@@ -48,7 +48,7 @@ def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array,
 
 
 def weigh_cached_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
-    """As `weigh_chunk`, but a value that is not finite does not reach rows in which its term is 0.
+    """Like `weigh_chunk`, but a value that is not finite does not reach rows in which its term is 0.
 
     Terms of 0 belong to masked positions of a cache and to nodes of other branches, and 0 times NaN is NaN.
     Zeroing such values before the product would copy the cache at every step. So, on a CPU, only a result

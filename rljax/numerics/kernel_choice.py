@@ -1,4 +1,4 @@
-"""Which backend computes each operation that has kernels; `rljax/kernels/switch.py` acts on it."""
+"""Choice of the backend of each operation that has kernels, for `rljax/kernels/switch.py`."""
 
 import dataclasses
 from collections.abc import Sequence

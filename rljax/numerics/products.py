@@ -16,7 +16,7 @@ from jax import Array, lax
 
 @dataclasses.dataclass(frozen=True)
 class ProductForm:
-    """How a product of activations [rows, in] with weights [out, in] is computed.
+    """Form in which a product of activations [rows, in] with weights [out, in] is computed.
 
     Attributes:
       smallest: the fewest rows that are multiplied; fewer get rows of zeros beside them.

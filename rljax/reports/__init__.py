@@ -1,4 +1,4 @@
-"""What people look at after a run: report.html, figures, and a few words.
+"""Reports of runs: report.html, figures, and a summary in words.
 
 runs.py        what a run directory holds, read once; runs that differ by their seed alone, as one series
 figures.py     colours, and how figures become files or parts of a page

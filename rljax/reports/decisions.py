@@ -1,4 +1,4 @@
-"""What the rollout manager of a run decided (RUN_DIR/decisions.jsonl), drawn and in words.
+"""Decisions of a run's manager (RUN_DIR/decisions.jsonl), as figures and in words.
 
     python scripts/report.py RUN_DIR --decisions decisions.png
 
@@ -100,7 +100,7 @@ def by_position(decisions: Iterable[Decision], nodes: str) -> np.ndarray:
 
 
 def in_words(run: RunDecisions) -> list[str]:
-    """Whose drafts the tokens came from; and why steps did not get faster, of the slowest ones."""
+    """Describes the drafters that tokens came from, and the reasons of the slowest steps."""
     if not run.steps:
         return []
     tokens = sum(decision.tokens for decision in run.all)
@@ -140,7 +140,7 @@ def _plain_reason(decisions: Sequence[Decision]) -> str | None:
 
 
 def _worst_promise(decisions: Sequence[Decision]) -> str | None:
-    """Which drafter and size of a pass brought fewer tokens than promised, in all."""
+    """Describes the drafter and the size of pass that fell most tokens short of their promise."""
     groups = collections.defaultdict(list)
     for decision in decisions:
         if decision.drafter != PLAIN and decision.expected > 0 and decision.plain > 0:

@@ -1,4 +1,4 @@
-"""What the figures of all reports share: colours, and how they become files or parts of a page."""
+"""Shared by the figures of all reports: colours, and writing them to files or into a page."""
 
 import dataclasses
 import io

@@ -24,7 +24,7 @@ SMOOTHING = 5  # steps in the running mean of the reward, at most
 
 
 def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
-    """Of several runs in the same axes; runs that differ by their seed alone as one series."""
+    """Draws several runs in the same axes; runs that differ only by their seed are one series."""
     series = series_of(runs)
     repeated = any(len(each.runs) > 1 for each in series)
     band = (

@@ -125,7 +125,7 @@ def _curve(line: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tail_in_words(runs: Sequence[RunData]) -> str:
-    """How much of the time few requests ran."""
+    """Describes the share of time in which few requests ran."""
     shares = []
     for run in runs:
         total = few = 0.0

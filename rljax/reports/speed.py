@@ -65,7 +65,7 @@ def draw_time(axes: "Axes", run: RunData) -> None:
 
 
 def _decision_panels(run: RunData, named: bool) -> Iterator[Panel]:
-    """What the rollout manager decided: docs/managers.md says what each figure shows."""
+    """Figures of the manager's decisions; docs/managers.md explains each."""
     palette = itertools.cycle(COLORS)
     own = run.decisions
     colors = {name: _REST_COLOR if name == decisions.PLAIN else next(palette) for name in own.drafters}

@@ -1,1 +1,1 @@
-"""Who decodes what, and when: requests, continuous batching, and the records that rollouts leave."""
+"""Rollouts: continuous batching of requests, tools, and rewarded groups."""

@@ -121,7 +121,7 @@ class Collector:
     def requests(
         self, split: Split, indices: Sequence[int], samples: int, purpose: int, step: int
     ) -> list[Request]:
-        """What `collect` asks of the scheduler; arguments as there."""
+        """Returns the requests of `collect`; arguments as there."""
         problems = [self.task.problem(split, index) for index in indices]
         return self._requests(problems, indices, samples, purpose, step)
 

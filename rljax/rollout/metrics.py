@@ -15,7 +15,7 @@ def tokens_per_second(tokens: int, seconds: float) -> float:
 
 
 def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
-    """How far rewards scatter, and how sure their mean is.
+    """Returns the standard deviation of rewards, and the standard error of their mean.
 
     `reward/std` is over all responses. `reward/standard_error` is that of their mean. Responses to one prompt
     are alike, so it comes from the scatter of the prompts' means; of a single prompt, from its responses.

@@ -1,4 +1,4 @@
-"""How many requests run at a time within a rollout: its long tail, as a curve that stays short."""
+"""Number of running requests over a rollout: its long tail, as a curve of few points."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What is sampled: one logits transform, one choice under the noise, one log-probability.
+"""The sampling distribution: one logits transform, one choice under the noise, one log-probability.
 
 `penalized_logits` applies the penalties, then `transform_logits` temperature, top-k, top-p and min-p, in that
 order, and nothing else does: sampling, verification, drafting and the trainer's log-probabilities all call
@@ -98,7 +98,7 @@ def penalized_logits(logits: Array, counts: Array | None, params: SamplingParams
 
 @struct.dataclass
 class Responses:
-    """Which targets of packed rows were sampled, and for which response.
+    """Sampled targets of packed rows, by response.
 
     Attributes:
       segment_ids: int32 [R, T].
@@ -109,7 +109,7 @@ class Responses:
     mask: Array
 
     def counts(self, targets: Array, columns: Array, vocab_size: int) -> Array:
-        """What `penalized_logits` wants to know at some columns: int32 [R, C, V].
+        """Counts for `penalized_logits` at some columns: int32 [R, C, V].
 
         Args:
           targets: int32 [R, T].

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox to test a program: a script, sent as source after that of values.py.
+"""The script that tests a program inside the sandbox, sent as source after that of values.py.
 
 It reads one JSON object from its standard input: `code`, `tests`, `seconds` for each test, `max_output` bytes
 of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...],
@@ -94,7 +94,7 @@ def _in_child(test, code, seconds, answer):
 
 
 def _read_answer(child, answer, seconds, max_output):
-    """What the child writes until it ends. A descendant that keeps the pipe open is not waited for."""
+    """Reads the child's output until it ends, without waiting for descendants that keep the pipe open."""
     deadline, output, status = time.monotonic() + seconds, b"", None
     while True:
         if status is None:

@@ -95,7 +95,7 @@ def parse_tests(tests: Any) -> list[CodeTest]:
 def run_tests(
     sandbox: Sandbox, code: str, tests: Sequence[CodeTest], seconds_each: float, seconds: float
 ) -> list[bool]:
-    """Which tests the code passes; tests that find no time within `seconds` fail.
+    """Returns whether the code passes each test; tests that do not run within `seconds` fail.
 
     Raises:
       SandboxError: the sandbox did not come as far as the code.

@@ -221,7 +221,7 @@ class _Filter(ctypes.Structure):
 
 
 def _filter_system_calls():
-    """Of this process and all that it starts; what is refused fails with EPERM."""
+    """Filters system calls of this process and its children; a refused call fails with EPERM."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     number, machine, argument = 0, 4, 16  # where they lie in seccomp_data; the argument's lower half
     name = platform.machine()

@@ -32,7 +32,7 @@ class SandboxError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """What a program left.
+    """Result of a program.
 
     Attributes:
       output: its standard output, as far as it was read.
@@ -186,7 +186,7 @@ def missing_isolation() -> str | None:
 
 
 def _ready(readable: IO[bytes], writable: IO[bytes] | None, seconds: float) -> list[IO[bytes]]:
-    """Which of the streams can be used without waiting, after at most so many seconds."""
+    """Returns the streams that can be used without waiting, after at most so many seconds."""
     poll = select.poll()
     poll.register(readable, select.POLLIN)
     if writable is not None:

@@ -1,4 +1,4 @@
-"""What a client is told: choices in OpenAI's two shapes, whole or as the chunks of a stream."""
+"""Answers to clients: choices in OpenAI's two shapes, whole or as the chunks of a stream."""
 
 import time
 import uuid
@@ -43,7 +43,7 @@ class Answer:
         self._stream = TextStream(tokenizer.decode, stop)
 
     def take(self, piece: Piece) -> str:
-        """What is new in the text."""
+        """Returns the new part of the text."""
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         new = ""

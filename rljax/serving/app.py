@@ -273,7 +273,7 @@ class _Service:
 
 @contextlib.contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """What is wrong with a prompt becomes a 400 that names the field."""
+    """Turns the error of a prompt into a 400 that names the field."""
     try:
         yield
     except UserError as error:

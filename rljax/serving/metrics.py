@@ -1,4 +1,4 @@
-"""What `/metrics` tells, in Prometheus' text format."""
+"""The answer of `/metrics`, in Prometheus' text format."""
 
 from collections.abc import Iterator, Mapping
 

@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to change of the config; None leaves it.
+    """Changes to the config; None changes nothing.
 
     Attributes:
       step: step of the run's checkpoint; None for the newest.
@@ -104,7 +104,7 @@ class ServedPolicy:
         return tuple(dict.fromkeys((*self.config.rollout.stop, *more)))
 
     def stop(self, strings: Sequence[str]) -> StopStrings | None:
-        """What looks for these in one response."""
+        """Returns the stop strings of one response; None without strings."""
         return StopStrings(strings, self.tokenizer.decode) if strings else None
 
 

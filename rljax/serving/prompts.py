@@ -1,4 +1,4 @@
-"""What a policy is asked, as token ids; what does not fit is an error that says so."""
+"""Prompts as token ids; a prompt that does not fit is an error."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

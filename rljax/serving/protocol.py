@@ -1,4 +1,4 @@
-"""What a client may ask: the bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send.
+"""Bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send them.
 
 What cannot be done is refused with a reason, not left out in silence: a researcher who asks for `logit_bias`
 should not get samples without it.
@@ -64,7 +64,7 @@ _List = Annotated[list[_Item], Field(fail_fast=True)]  # one error is enough, se
 
 
 class StreamOptions(_Strict):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -75,7 +75,7 @@ _Tokens = Annotated[int, Field(ge=1)]
 
 
 class Body(_Strict):
-    """What both kinds of requests have.
+    """Fields of both kinds of requests.
 
     Attributes:
       return_token_ids: not OpenAI's: the response's token ids in every choice, as `token_ids`.
@@ -116,12 +116,12 @@ class Body(_Strict):
 
     @property
     def tokens_field(self) -> str:
-        """Which field says how long a response may be."""
+        """Name of the field that limits the length of a response."""
         return "max_tokens"
 
     @property
     def most_tokens(self) -> int | None:
-        """Of a response; None where the request leaves it open."""
+        """Largest number of tokens of a response; None if the request does not limit it."""
         return getattr(self, self.tokens_field)
 
     def refuse_the_impossible(self) -> None:
@@ -147,7 +147,7 @@ class Message(_Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """Returns the message in the form of chat templates."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)

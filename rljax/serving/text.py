@@ -31,7 +31,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: Sequence[int]) -> str:
-        """What can be said after these tokens, too."""
+        """Returns the text that is certain after these tokens."""
         self._ids.extend(ids)
         text = self._new_text()
         if text.endswith(_INCOMPLETE):
@@ -41,7 +41,7 @@ class TextStream:
         return self._release(text)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         text = self._release(self._new_text())
         if not self.stopped:
             text, self._held = text + self._held, ""

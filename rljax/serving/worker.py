@@ -36,7 +36,7 @@ class Closed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a response got since the last piece.
+    """Tokens of a response since the last piece.
 
     Attributes:
       tokens: ids; with the one that ended it.
@@ -108,7 +108,7 @@ class _Finished:
             self._complete += self._few.pop(prompt)
 
     def take(self) -> list[Outcome]:
-        """What is to be learned now."""
+        """Returns the responses to learn from now."""
         complete, self._complete = self._complete, []
         return complete
 

@@ -1,4 +1,4 @@
-"""How often drafts are accepted: by the drafter's own probability, and along a chain.
+"""Measured acceptance of drafts: by the drafter's probability, and along a chain.
 
 Both estimates begin with a prior and forget half of their counts whenever the policy has moved.
 """

@@ -1,4 +1,4 @@
-"""How far to draft before verifying, where drafting takes time.
+"""Draft lengths, where drafting takes time.
 
 The length is chosen before anything is known of the tokens: the one that promises the most tokens per second,
 from the share of drafts accepted so far and from the times of drafting and of passes. Where that is less than

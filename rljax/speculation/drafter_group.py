@@ -30,7 +30,7 @@ def ask(name: str, drafter: Drafter, method: str, *arguments: Any) -> Any:
 
 
 def ask_for(name: str, drafter: Drafter, method: str, check: Callable[[Any], Any]) -> Any:
-    """As `ask`, and returns check(answer); a ProtocolError of the check becomes a DrafterError, too."""
+    """Like `ask`, and returns check(answer); a ProtocolError of the check becomes a DrafterError, too."""
     answer = ask(name, drafter, method)
     try:
         return check(answer)

@@ -141,7 +141,7 @@ class MixedProposer:
     def propose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics, strategy: Strategy
     ) -> tuple[DecodeState, MixedProposal]:
-        """As `Proposer.propose`."""
+        """See `Proposer.propose`."""
         offered = []
         for part in self._parts:
             state, proposal = part.propose(state, active, statistics, strategy)

@@ -1,4 +1,4 @@
-"""How much a forward pass verifies: which nodes of which slots, or none at all.
+"""Choice of the nodes that a forward pass verifies, or of a plain step.
 
 Before each pass the expected tokens per second of plain decoding and of every compiled number of rows are
 compared, from

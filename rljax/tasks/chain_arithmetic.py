@@ -44,7 +44,7 @@ TERM_NAMES = string.ascii_letters
 ANSWER_MARKER = "#"
 RECHECK_MARKER = "?"
 SLIPS = (1, -1, 10, -10)
-"""What a slip adds to a step's result: a miscounted unit or a mishandled carry."""
+"""Errors that a slip adds to a step's result: a miscounted unit or a mishandled carry."""
 
 # The marker is outside the first class, so matching takes linear time on any text.
 _WELL_FORMED = re.compile(r"[0-9A-Za-z+=?]*#[0-9]{2}")

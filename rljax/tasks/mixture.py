@@ -56,7 +56,7 @@ class Mixture(Wrapper):
         return found
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """That of the problem's task; see `rljax/tasks/answers.py`."""
+        """Extracts the answer as the problem's task does; see `rljax/tasks/answers.py`."""
         prefix = next(prefix for prefix in self._tasks if problem.id.startswith(f"{prefix}/"))
         return extracted_answer(self._tasks[prefix], _without(prefix, problem), response_text)
 

@@ -91,6 +91,6 @@ def _called(expression: str, value: int) -> str:
 
 
 def _guessed(value: int, source: Random) -> str:
-    """As many digits as the answer has, any of them."""
+    """Returns random digits, as many as the answer has."""
     digits = "".join(str(int(source.random() * 10)) for _ in str(abs(value)))
     return ANSWER_MARKER + ("-" if value < 0 else "") + digits

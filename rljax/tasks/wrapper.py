@@ -1,4 +1,4 @@
-"""What a task that is made of other tasks owes them: said once, for mixtures, epochs and rewards.
+"""Base of tasks made of other tasks: mixtures, epochs and rewards.
 
 What `Task` leaves optional is asked for by the functions here, `rljax.tasks.judging.judge` and
 `rljax.tasks.answers.extracted_answer`. A `Wrapper` passes it on; what it must decide itself is abstract.
@@ -49,7 +49,7 @@ class Wrapper(abc.ABC):
         """See `rljax.tasks.answers.extracted_answer`."""
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """That of one response; see `Task.reward`."""
+        """Returns the reward of one response; see `Task.reward`."""
         return self.rewards([(problem, response_text)])[0]
 
     def finite_problems(self) -> list[Problem]:

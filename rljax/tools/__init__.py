@@ -1,1 +1,1 @@
-"""What a policy may call while it writes a response."""
+"""Tools that a policy may call while it writes a response."""

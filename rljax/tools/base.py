@@ -1,10 +1,10 @@
-"""What a tool is: text in, text out."""
+"""The protocol of tools: text in, text out."""
 
 from typing import Protocol
 
 
 class ToolError(Exception):
-    """What is wrong with a call, in a few words for the policy that made it."""
+    """Error of a call, in a few words for the policy that made it."""
 
 
 class Tool(Protocol):

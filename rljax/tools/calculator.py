@@ -14,7 +14,7 @@ MAX_LENGTH = 1000
 MAX_DEPTH = 50
 """Parentheses, signs and powers inside each other."""
 MAX_BITS = 4096
-"""Of a whole number, about 1,200 digits: below it every operation takes microseconds."""
+"""Largest size of a whole number, about 1,200 digits: below it every operation takes microseconds."""
 
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _TOKEN = re.compile(rf"\s*({_NUMBER}|\*\*|.)", re.DOTALL)

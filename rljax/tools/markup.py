@@ -1,4 +1,4 @@
-"""How calls and answers are written: between markers, in the text of the response.
+"""Syntax of calls and answers: between markers, in the text of the response.
 
 A call is found with the token that completes its closing marker, as stop strings are: in the decoded text,
 because the same text can be tokenized in many ways. Only what the policy has written since the last answer

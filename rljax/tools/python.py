@@ -50,7 +50,7 @@ class Python:
         self._sandbox = Sandbox(Limits())
 
     def call(self, text: str) -> str:
-        """What a program prints, without white space at the end. Where it raises or is killed, that is said.
+        """Output of a program, without white space at the end; an exception or a kill is reported in it.
 
         Raises:
           ToolError: it raised, was killed, or took too long.

@@ -12,7 +12,7 @@ from rljax.tools.workers import ToolWorkers
 
 @dataclasses.dataclass(frozen=True)
 class ToolUse:
-    """How responses use tools.
+    """Settings of a run's tools.
 
     Attributes:
       tools: by name.
@@ -28,7 +28,7 @@ class ToolUse:
 
 
 def make_tool_use(config: ToolsConfig, tokenizer: Tokenizer) -> ToolUse:
-    """As the config says; a ConfigError for a tool that is unknown or cannot work here."""
+    """Returns the tools of a config; a ConfigError for a tool that is unknown or cannot work here."""
     return ToolUse(
         make_tools(config.names, config.time_limit),
         make_markup(

@@ -20,7 +20,7 @@ _MOST_OF_AN_ERROR = 200  # characters
 
 @dataclasses.dataclass(frozen=True)
 class ToolAnswer:
-    """What came of a call.
+    """Result of a call.
 
     Attributes:
       key: from `submit`.
@@ -145,5 +145,5 @@ class ToolWorkers:
 
 
 def error_line(text: str) -> str:
-    """What a policy reads in place of an answer."""
+    """Returns the text that a policy reads in place of an answer."""
     return f"error: {' '.join(text.split())}"[:_MOST_OF_AN_ERROR]

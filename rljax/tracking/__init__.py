@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl, which stays the only thing that a run itself depends on.
+"""Trackers of metrics besides metrics.jsonl, which is all that a run itself depends on.
 
 trackers.py            all of them together; one that fails is left out, and the run goes on
 tensorboard.py         event files in the run directory, always

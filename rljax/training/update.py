@@ -256,7 +256,7 @@ class Trainer:
         return self._scores(params, batches, unfiltered=False)
 
     def score_reference(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """As `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
+        """Like `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
         the policy now samples, and the KL of a logprob of -inf is infinite.
         """
         return self._scores(params, batches, unfiltered=True)

@@ -1,1 +1,1 @@
-"""What scripts/bench_drafters.py measures."""
+"""Measurements of scripts/bench_drafters.py."""

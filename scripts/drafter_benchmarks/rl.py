@@ -40,7 +40,7 @@ _CHUNK = 1024  # positions whose logits exist at once
 
 @dataclasses.dataclass(frozen=True)
 class SelfDrafts:
-    """What chains of a policy's self-drafter are worth.
+    """Acceptance of chains of a policy's self-drafter.
 
     Attributes:
       by_length: tokens that a verifying pass yields on average, by drafts of a chain.

@@ -1,1 +1,1 @@
-"""What `scripts/bench_engine.py` measures: one file a section, and in `policies` what the sections share."""
+"""Measurements of `scripts/bench_engine.py`: one file per section; `policies` is shared."""

@@ -1,1 +1,1 @@
-"""What `scripts/bench_rollout.py` measures, a module a section."""
+"""Measurements of `scripts/bench_rollout.py`: one module per section."""

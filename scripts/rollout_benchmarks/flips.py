@@ -75,7 +75,7 @@ BUCKET_MIXES = {
 
 @dataclasses.dataclass
 class Count:
-    """What was compared, and what differed.
+    """Numbers of compared tokens and of differences.
 
     Attributes:
       tokens: compared, up to a response's first difference.

@@ -1,4 +1,4 @@
-"""What a verifying pass costs."""
+"""Cost of a verifying pass."""
 
 import statistics
 

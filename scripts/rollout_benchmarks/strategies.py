@@ -27,7 +27,7 @@ _TRAINING = {"learning_rate": 3e-3, "slices": 24, "depths": [2], "train_below": 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is measured.
+    """A strategy to measure.
 
     Attributes:
       table: the one that it belongs to.

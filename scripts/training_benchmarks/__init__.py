@@ -1,1 +1,1 @@
-"""What `scripts/bench_training.py` measures: one file a section, and the sizes they share in `policies`."""
+"""Measurements of `scripts/bench_training.py`: one file per section; `policies` is shared."""

@@ -1,4 +1,4 @@
-"""Where a path goes, block by block of the cache: what both kernels work with.
+"""Blocks of the cache that a path is written to, for both kernels.
 
 A path of P nodes reaches into at most `reach(P)` blocks of 64 positions. The j-th of them is the j-th behind
 and including the block that holds the slot's length.
@@ -31,7 +31,7 @@ def fresh_blocks(entries: Array, path: Array, lengths: Array) -> Array:
 
 
 def written(length: Array, count: Array, index: Array, in_cache: int) -> tuple[Array, Array, Array]:
-    """What a path writes of the `index`-th block that it may reach into; scalars int32.
+    """Returns the part of a path in the `index`-th block that it may reach; scalars int32.
 
     Args:
       length, count: committed tokens of the slot, and nodes to write.

@@ -58,7 +58,7 @@ def noisy_argmax(
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Who takes what of a row.
+    """Division of a row into pieces, tiles and splits.
 
     Attributes:
       vocab_size: V.

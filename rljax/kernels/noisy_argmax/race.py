@@ -1,4 +1,4 @@
-"""What the kernels share: which entries cannot win (Hopper), and how partial results become the answer.
+"""Shared by the kernels: bounds that rule entries out (Hopper), and the merge of partial results.
 
 Noise takes two accurate logarithms an entry, for which a GPU has no time while it reads the logits. But
 hardly any entry comes near winning, and that can be told from the words of the noise alone. An entry's noise
@@ -32,14 +32,14 @@ def scaled(logits: Array, sampling: SamplingParams) -> Array:
 
 
 def threshold(logits: Array, sampling: SamplingParams, numerics: Numerics) -> Array | None:
-    """What the filters leave of each row: scaled logits of at least this, float32 [B]; None if all."""
+    """Returns the smallest scaled logit that the filters keep in each row, float32 [B]; None without filters."""
     if sampling.greedy or not sampling.filters(logits.shape[-1]):
         return None
     return kept_from(scaled_logits(logits, sampling), sampling, numerics)[:, 0]
 
 
 def reach(top: Array, best: Array) -> Array:
-    """How far words reach, elementwise: with noise, `x` exceeds `best` only if `lead` is not above 0.
+    """Bounds the noise of words, elementwise: with noise, `x` exceeds `best` only if `lead` is not above 0.
 
     This holds for `x` down to 25.8 below `top`. What is further below may be passed over, as it loses to the
     top itself: noise lies within [-2.9, 22.9].
@@ -65,7 +65,7 @@ def lead(words: Array, exponentials: Array, reach: Array) -> Array:
 
 
 def finite_or_zero(top: Array) -> Array:
-    """What can be taken off entries of which the largest is `top`: 0 where nothing is left of them."""
+    """Returns the value to subtract from entries whose largest is `top`; 0 if none is left."""
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 

@@ -25,7 +25,7 @@ def token_logprobs(
     responses: "Responses | None" = None,
     entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
-    """How likely tokens are under the sampling distribution, and its entropy.
+    """Returns logprobs of tokens under the sampling distribution, and its entropy.
 
         logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
 

@@ -29,7 +29,7 @@ _LARGEST_CHUNK = 8192  # entries whose part of the LM head is copied in the comp
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a device computes of N tokens and C entries of the vocabulary; both are multiples of its tiles.
+    """The kernels of one device, over N tokens and C entries of the vocabulary, multiples of its tiles.
 
     Attributes:
       statistics: (hidden [N, d], head [C, d], targets int32 [N], scale, width) -> `Statistics` of [T, N].
@@ -51,7 +51,9 @@ class Device:
 )
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of logits x, float32: the largest, sum e^(x - top), sum (x - top) e^(x - top), the target's or 0."""
+    """Reduces logits x, float32, to the largest, sum e^(x - top), sum (x - top) e^(x - top), and the
+    target's.
+    """
 
     top: Array
     total: Array
@@ -64,7 +66,7 @@ class Statistics:
         return cls(jnp.full(tokens, -jnp.inf, jnp.float32), zero, zero, zero)
 
     def merged(self) -> "Statistics":
-        """Of the parts [T, N], all together: [N]."""
+        """Merges the parts [T, N] into [N]."""
         top = jnp.max(self.top, axis=0)
         below = jnp.where(self.top == -jnp.inf, 0.0, self.top - top[None])
         share = jnp.where(self.top == -jnp.inf, 0.0, jnp.exp(below))
@@ -143,7 +145,7 @@ def _differentiable(device: Device, scale: float) -> Callable[..., tuple[Array, 
 
 
 def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
-    """Of matrices over these axes, summed in float32."""
+    """Returns the product of matrices over these axes, summed in float32."""
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -99,7 +99,7 @@ def _weighted_values(
     positions: Array,
     numerics: Numerics,
 ) -> Array:
-    """As `models.attention.weighted_values`, with the tree's terms in their places.
+    """Like `numerics.attention.weighted_values`, with the terms of the tree at their positions.
 
     Args:
       terms: float32 [B, Hk, R, S].

@@ -1,4 +1,4 @@
-"""How kernels hold a tree: rows of queries under the key head they share, and the nodes as one block of keys.
+"""Layout of a tree in kernels: rows of queries by key head, and the nodes as one block of keys.
 
 Row g * M + m of a key head is node m under the g-th of the query heads that share it (grouped-query
 attention): a key is then read once for all of them.

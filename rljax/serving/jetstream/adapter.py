@@ -144,7 +144,7 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
         """
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
-        """Where the tokenizer is."""
+        """Returns the path of the tokenizer."""
         return tokenizer_pb2.TokenizerParameters(path=str(self._tokenizer.directory), extra_ids=0)
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:

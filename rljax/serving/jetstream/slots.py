@@ -38,7 +38,7 @@ _PURPOSE = 3  # of the noise: 0 trains, 1 evaluates, 2 serves
 
 @struct.dataclass
 class SlotTokens:
-    """What one slot got.
+    """Tokens of one slot.
 
     Attributes:
       tokens: int32 [samples, columns].
@@ -55,7 +55,7 @@ class SlotTokens:
 
 @struct.dataclass
 class ResultTokens:
-    """What a call sampled, with JetStream's fields: all in one array, and where in it what is.
+    """Tokens of a call, with JetStream's fields: one array, and the columns of its parts.
 
     Attributes:
       data: int32 [rows, 2 * columns + 1]: tokens, which of them are some, and response tokens so far.
@@ -79,12 +79,12 @@ class ResultTokens:
         return self.replace(data=np.asarray(self.data))
 
     def get_result_at_slot(self, slot: int) -> SlotTokens:
-        """What `slot` got."""
+        """Returns the tokens of `slot`."""
         first = slot * self.samples_per_slot
         return self.get_result_at_slots(tuple(range(first, first + self.samples_per_slot)))
 
     def get_result_at_slots(self, slots: Sequence[int]) -> SlotTokens:
-        """What several rows got, a row each."""
+        """Returns the tokens of several rows."""
         rows = np.asarray(slots)
         part = lambda columns: self.data[rows, slice(*columns)]  # noqa: E731
         log_prob = None if self.log_prob is None else self.log_prob[rows]
@@ -110,7 +110,7 @@ class SlotPrefix:
 
 @struct.dataclass
 class SlotState:
-    """What decoding carries from call to call.
+    """Decode state between calls.
 
     Attributes:
       decode: the engine's state, with the largest cache there is.
@@ -249,7 +249,7 @@ class SlotEngine:
         return SlotState(state, jnp.zeros(state.batch, jnp.int32))
 
     def get_prefix_destination_sharding(self) -> Sharding | None:
-        """Where prefixes belong that come from another engine."""
+        """Returns the sharding of prefixes that come from another engine."""
         return SingleDeviceSharding(jax.devices()[0]) if self.engine.mesh is None else None
 
     @property

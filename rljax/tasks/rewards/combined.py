@@ -98,7 +98,7 @@ class RewardedTask(Wrapper):
                     future.cancel()
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """As the first reward that looks for an answer finds it; else as for the task alone."""
+        """Extracts the answer as the first reward that looks for one does; otherwise as the task does."""
         for reward in self._rewards:
             if hasattr(reward.compute, "vote"):
                 return reward.compute.vote(response_text)
@@ -122,7 +122,7 @@ class RewardedTask(Wrapper):
         return reward
 
     def _check_problems(self) -> None:
-        """Of a finite task, whether the rewards can judge each problem."""
+        """Checks that the rewards can judge each problem of a finite task."""
         for problem in self.finite_problems():
             for reward, given in zip(self._rewards, self._config.rewards, strict=True):
                 if reward.place == "tests":
@@ -136,7 +136,7 @@ class RewardedTask(Wrapper):
                     )
 
     def _check_formulas(self) -> None:
-        """Of a finite task, whether `math` can read each answer. Plain numbers are not looked at: it can."""
+        """Checks that `math` can read each answer of a finite task; plain numbers always can be read."""
         problems: dict[str, Problem] = {}
         for problem in self.finite_problems():
             if not _PLAIN_NUMBER.fullmatch(problem.answer.strip()):

@@ -1,4 +1,4 @@
-"""Where a response has its answer. Every search takes time linear in the response."""
+"""Finds the answer in a response, in time linear in its length."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _BOXED = "\\boxed{"
 _TAG = ("<answer>", "</answer>")
 
 PLACES = ("response", "line", "number", "boxed", "tag", "marker")
-"""What `answer_in` may be; see `answer_finder`."""
+"""Values of `answer_in`; see `answer_finder`."""
 
 
 def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str | None]:
@@ -46,7 +46,7 @@ def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str |
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """What follows the last marker, to the end of its line."""
+    """Returns the text behind the last marker, to the end of its line."""
     _, found, tail = text.rpartition(marker)
     return tail.partition("\n")[0].strip() or None if found else None
 
@@ -71,7 +71,7 @@ def _tagged(text: str) -> str | None:
 
 
 def last_code_block(text: str) -> str:
-    """What is in the last fenced block; all of a response without one."""
+    """Returns the contents of the last fenced block; the whole response without one."""
     lines, blocks, inside = text.splitlines(), [], None
     for line in lines:
         if not line.lstrip().startswith("```"):

@@ -15,7 +15,7 @@ _ACCEPTANCES = (0.5, 0.7, 0.9)
 
 @dataclasses.dataclass(frozen=True)
 class Gates:
-    """How well predictions agree with points that were not fitted.
+    """Agreement of predictions with points that were not fitted.
 
     Attributes:
       sign: share of verifying passes for which "speculation pays" is predicted rightly, with all drafts
