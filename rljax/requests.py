@@ -94,7 +94,7 @@ class DecodeStatistics:
       steps: forward passes.
       rows: tokens computed by them: of plain steps the batch bucket.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
-      visits: looks from the host.
+      visits: number of host syncs.
       verified: forward passes that verified drafts.
       verified_slots: sum over these of the slots that decoded.
       verified_rows: tokens computed by these.

@@ -30,7 +30,7 @@ from rljax.speculation.warm_up import time_drafts, time_passes
 _NODES = 16  # of a verifying pass, with every slot's last token
 _LENGTH = 512  # of a slot's cache
 _DRAFTS = 8  # at most, in a row
-_PASSES = 16  # between two looks of the host, so that its part in their time is small
+_PASSES = 16  # between two host syncs, so that its part in their time is small
 _REPEATS = 9
 _SELF_DRAFT_BATCHES = (16, 1, 64)
 

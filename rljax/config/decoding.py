@@ -109,8 +109,8 @@ class EngineConfig(Section):
     )
     decode_steps_per_visit: Count = Field(
         16,
-        description="Tokens decoded on the device between two looks of the host. Raise where the host is"
-        " slow; finished slots idle until the next look.",
+        description="Decode steps on the device between two host syncs. Raise where the host is slow;"
+        " finished slots idle until the next sync.",
     )
     verification: Literal["coupled", "rejection", "target_only"] = Field(
         "coupled",

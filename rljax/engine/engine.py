@@ -2,7 +2,7 @@
 
     prefix = engine.prefill(params, prompts)                       # once a prompt
     state = engine.bulk_insert(prefix, state, assignments)         # into the G slots of its group
-    state, result = engine.generate(params, state, ...)            # many decode steps a host visit
+    state, result = engine.generate(params, state, ...)            # many decode steps per host sync
     state = engine.free_resource(state, slots)
 
 On the device everything is a pure function over `DecodeState` (`programs.py`). This class rounds shapes up to
@@ -51,7 +51,7 @@ class DecodeEngine:
       sampling: the sampling distribution.
       buckets: shapes to compile for.
       eos_token_ids: tokens that end a response; the response keeps them.
-      decode_steps_per_visit: most decode steps between two looks from the host.
+      decode_steps_per_visit: largest number of decode steps between two host syncs.
       pool: pool of compiled programs; engines of the same policy may share one.
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
       verification: rule by which drafts are verified, see `rljax/engine/verification.py`.

@@ -2,7 +2,7 @@
 
 The drafter has other weights, quantized ones, and no cache of its own: it reads the keys and values that the
 target committed, and writes those of what it drafts provisionally behind them. Nobody reads these once the
-drafting is over: decoding and verification overwrite them before they look there, or never look. So the
+drafting is over: decoding and verification overwrite them before they read there, or never read. So the
 state that comes back decodes as if nothing had been drafted.
 
 Under `engine.verification: coupled` a draft is sampled with the request's own noise at its own position,

@@ -79,7 +79,7 @@ def shares(decisions: Iterable[Decision], amount: str) -> dict[str, float]:
 
 
 def accept_length(decisions: Iterable[Decision]) -> float:
-    """Tokens of a response and visit, the one that verifying samples itself included."""
+    """Tokens per response and pass, the one behind the last accepted draft included."""
     decisions = list(decisions)
     return sum(each.tokens for each in decisions) / max(sum(each.turns for each in decisions), 1)
 

@@ -2,7 +2,7 @@
 
 They are looked for on the host, in the decoded text, because the same text can be tokenized in many ways. A
 slot may have decoded past the end by then; what lies behind it is dropped, so a response does not depend on
-when the host looked.
+when the host synced.
 """
 
 from collections.abc import Callable, Sequence

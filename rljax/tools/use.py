@@ -17,7 +17,8 @@ class ToolUse:
     Attributes:
       tools: by name.
       markup: syntax of calls and answers.
-      max_calls: in a response; what looks like a further one is text (ToRL, arXiv 2503.23383, section 2.2).
+      max_calls: largest number of calls in a response; a further one is text (ToRL, arXiv 2503.23383, section
+        2.2).
       workers: threads that call the tools.
     """
 

@@ -72,7 +72,7 @@ class ResultTokens:
     log_prob: Any = None
 
     def copy_to_host_async(self) -> None:
-        """Nothing to do: a look from the host has brought it already."""
+        """Nothing to do: the host sync has copied it already."""
 
     def convert_to_numpy(self) -> "ResultTokens":
         """The same on the host."""
