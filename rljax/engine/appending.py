@@ -72,7 +72,7 @@ def empty_chunk(batch: int) -> AppendedChunk:
 
 
 def chunks(batch: int, continuations: Sequence[Continuation]) -> Iterator[tuple[AppendedChunk, NodeRows]]:
-    """Yields the chunks and rows of the passes that append everything; each takes as many slots as have room."""
+    """Yields chunk and rows of each pass; a pass takes as many slots as have room."""
     done = [0] * len(continuations)
     while any(done[i] + 1 < len(each.tokens) for i, each in enumerate(continuations)):
         chunk, room = empty_chunk(batch), ROWS[-1]

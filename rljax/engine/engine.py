@@ -145,7 +145,7 @@ class DecodeEngine:
     # -- the contract ----------------------------------------------------------------------------------------
 
     def init_state(self, slots: int, length: int) -> DecodeState:
-        """Returns an idle state for `slots` requests of up to `length` positions, both rounded up to buckets."""
+        """Returns an idle state for `slots` requests of up to `length` positions, rounded up to buckets."""
         batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
         state = DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
@@ -264,7 +264,7 @@ class DecodeEngine:
         return state, Pending(packed, tree.nodes + 1, rows.rows, states)
 
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
-        """Returns the memory that `verify` needs on a device beside its arguments, in bytes. Only compiles."""
+        """Returns the bytes that `verify` needs on a device beside its arguments. Only compiles."""
         return temporary_bytes(self._verifying(params, state, tree, rows, None)[0])
 
     def _verifying(

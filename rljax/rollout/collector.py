@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from drafters.base import Outcome
 from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
@@ -170,3 +171,12 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> N
             f" leave"
             " long prompts out with task.args.longest_prompt"
         )
+
+
+def outcomes(groups: Sequence[Group]) -> list[Outcome]:
+    """Rewarded responses in the form drafters learn from."""
+    return [
+        Outcome(group.prompt_ids, completion.response_ids, float(reward))
+        for group in groups
+        for completion, reward in zip(group.completions, group.reward, strict=True)
+    ]

@@ -2,8 +2,8 @@
 
 A step samples groups of responses from the current policy, rewards them, and updates the policy on them by
 GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. The parts of a run are built
-in `training_run.py`, the updates of a step are in `learner.py`. Files of their own hold everything that is
-not the loop: starting and stopping (`session.py`), resuming, saving, failures, and reporting.
+in `training_run.py`, the updates of a step are in `learner.py`. Other files start and stop a run
+(`session.py`), resume and save it, handle failures, and report.
 """
 
 import functools
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafters.base import Outcome
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics
 from rljax.requests import DecodeStatistics, accumulate
-from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing
+from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcomes
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
@@ -35,8 +34,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         rollout = roll_out(run)
 
     # LEARN: advantages, losses, updates
-    show_update = functools.partial(reporting.show_update, run)
-    run.state, update_metrics = run.learner.learn(run.state, rollout.groups, run.step, show_update)
+    update_metrics = learn(run, rollout.groups)
     end = time.perf_counter()
 
     # RECORD
@@ -104,6 +102,13 @@ def roll_out(run: TrainingRun) -> Rollout:
             return Rollout(sampler.take(), sampled, statistics, timing)
 
 
+def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
+    """Runs the updates of a step on rewarded groups. Returns their metrics."""
+    show = functools.partial(reporting.show_update, run)
+    run.state, metrics = run.learner.learn(run.state, groups, run.step, show)
+    return metrics
+
+
 def evaluate(run: TrainingRun) -> dict[str, float]:
     """Samples the held-out problems as in training. Returns mean rewards and the metrics of `evaluation`."""
     evaluation = run.config.evaluation
@@ -130,10 +135,8 @@ def evaluate(run: TrainingRun) -> dict[str, float]:
 
 
 def advance(run: TrainingRun) -> signal.Signals | None:
-    """One step, and everything due after it: evaluation, metrics, checkpoint.
-
-    Returns:
-      The signal that asked to stop, if one came before the state was saved.
+    """One step, and the evaluation, metrics and checkpoint due after it. Returns the signal that asked to
+    stop, if one came before the state was saved.
     """
     config = run.config
     run.progress.stage("train", config.training.steps, completed=run.step)
@@ -161,9 +164,8 @@ def advance(run: TrainingRun) -> signal.Signals | None:
 
 
 def train(run: TrainingRun, allow_changes: bool = False) -> None:
-    """Trains up to step `config.training.steps`, from the newest checkpoint if there is one.
-
-    `allow_changes` goes on although data or reference weights differ from those of the checkpoint.
+    """Trains up to step `config.training.steps`, from the newest checkpoint if there is one. With
+    `allow_changes` also if data or reference weights differ from those of the checkpoint.
 
     Raises:
       UserError: a rollout, an evaluation, an update or a disk failed.
@@ -187,12 +189,3 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
                 raise Interrupted(f"stopped at step {run.step}, which is saved", stopped_by)
         run.checkpoints.wait()
     reporting.report(run)
-
-
-def outcomes(groups: Sequence[Group]) -> list[Outcome]:
-    """Rewarded responses in the form drafters learn from."""
-    return [
-        Outcome(group.prompt_ids, completion.response_ids, float(reward))
-        for group in groups
-        for completion, reward in zip(group.completions, group.reward, strict=True)
-    ]

@@ -16,6 +16,7 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.models.transformer import Params
 from rljax.progress import Progress
+from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rollout_benchmarks.variants import collect_step, open_run
 
@@ -59,7 +60,7 @@ def adaptation_rows(
             for _ in range(slices):
                 trainer.slice(shared)
             rewards.append(float(np.mean([group.reward for group in groups])))
-            run.learn(groups)
+            loop.learn(run, groups)
             progress.step(step + 1, {"reward": rewards[-1]})
         heads["adapted"] = trainer.params
         updated, updated_heldout = (

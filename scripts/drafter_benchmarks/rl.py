@@ -29,6 +29,7 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run
@@ -108,7 +109,7 @@ def rl_rows(
             ):
                 rows.append(_accuracy_row(f"rl/step {step}/{name}", own, against, baseline, details))
             frozen_first, before = frozen_first or old, trained
-            run.learn(groups)
+            loop.learn(run, groups)
             progress.step(step + 1, {"reward": reward})
     return rows
 

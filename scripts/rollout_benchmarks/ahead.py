@@ -15,6 +15,7 @@ from drafters.registry import make_drafter
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.requests import Completion, Request
+from rljax.training import loop
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 
@@ -55,7 +56,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                     "own noise": decode(run, upcoming),
                     "other noise": decode(run, step_requests(run, step + 1, _OTHER_NOISE)),
                 }
-                run.learn(groups)
+                loop.learn(run, groups)
                 progress.step(step + 1, {"tokens_per_second": 0.0})
         lengths = {name: tokens / passes for name, (tokens, passes) in counts.items()}
         for name in ("own noise", "other noise"):

@@ -10,6 +10,7 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import Group
+from rljax.training import loop
 from rollout_benchmarks.variants import (
     Variant,
     check_same,
@@ -58,7 +59,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
                 for variant in between:
                     baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
             start = time.perf_counter()
-            run.learn(expected)
+            loop.learn(run, expected)
             jax.block_until_ready(run.state)
             updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})

@@ -19,7 +19,7 @@ from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request
-from rljax.rollout.collector import TRAINING, Collector, Group, Timing
+from rljax.rollout.collector import TRAINING, Collector, Group, Timing, outcomes
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.papers.calibration import calibrate
@@ -29,7 +29,6 @@ from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.assembly import warm_up
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.loop import outcomes
 from rljax.training.policy import make_policy
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start

@@ -32,7 +32,7 @@ def scaled(logits: Array, sampling: SamplingParams) -> Array:
 
 
 def threshold(logits: Array, sampling: SamplingParams, numerics: Numerics) -> Array | None:
-    """Returns the smallest scaled logit that the filters keep in each row, float32 [B]; None without filters."""
+    """Returns the smallest scaled logit that the filters keep, float32 [B]; None without filters."""
     if sampling.greedy or not sampling.filters(logits.shape[-1]):
         return None
     return kept_from(scaled_logits(logits, sampling), sampling, numerics)[:, 0]
