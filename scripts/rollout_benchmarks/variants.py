@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "suffix decoding": {"drafter": "suffix_decoding"},
     "HistoSpec": {"drafter": "histospec"},
     "SRT": {"drafter": "srt"},
+    "SRT as published": {"drafter": "srt", "args": {"substitutions": False, "novelty": 0.0}},
     "SRT without substitutions": {"drafter": "srt", "args": {"substitutions": False}},
     "SRT without running rollouts": {"drafter": "srt", "args": {"live": False}},
     "SRT in halves": {"drafter": "srt", "overlap": True},
