@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.rollout.running import RunningRequests
 from rljax.run_directory import RunDirectory
-from rljax.speculation.decision_log import PLAIN, Decision
+from rljax.speculation.pass_record import PLAIN, Decision
 
 CONFIG = """
 seed: {seed}

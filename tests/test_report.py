@@ -11,7 +11,7 @@ from rljax.reports.decisions import accept_length, by_position
 from rljax.reports.figures import COLORS, new_figure
 from rljax.reports.runs import read_runs
 from rljax.run_directory import RunDirectory
-from rljax.speculation.decision_log import PLAIN, Decision
+from rljax.speculation.pass_record import PLAIN, Decision
 from tests.scripts import load_script
 
 

@@ -37,7 +37,7 @@ from drafters.eagle.model import HeadConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult
 from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
-from rljax.engine.programs import with_slots
+from rljax.engine.slot_moves import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params

@@ -29,8 +29,9 @@ from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.host_sync import Assignment, DecodeResult, Pending
 from rljax.engine.placement import decode_state_shardings
-from rljax.engine.programs import Programs, compact, insert, set_counts, with_slots
+from rljax.engine.programs import Programs
 from rljax.engine.self_drafting import SelfDrafts
+from rljax.engine.slot_moves import compact, insert, set_counts, with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
 from rljax.errors import PolicyError

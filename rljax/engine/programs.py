@@ -1,15 +1,13 @@
 """Programs of the engine: pure functions over `DecodeState`, compiled by its pool.
 
-The methods of `Programs` depend on the policy and on how it is sampled; `insert` and `compact` only move
-arrays.
+They depend on the policy and on how it is sampled. Programs that only move arrays are in `slot_moves.py`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
@@ -32,9 +30,6 @@ from rljax.models.transformer import Attention, Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, penalized_logits
 from rljax.sharding import ShardedAttention, constrain, replicated_sharding
-
-_Slots = TypeVar("_Slots")
-"""A pytree of arrays whose first axis is that of the slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,44 +358,3 @@ def node_counts(counts: Array | None, tree: RootedTree, rows: NodeRows) -> Array
         return None
     above = rows.gather(tree.ancestors) & (jnp.arange(tree.tokens.shape[1]) > 0)[None]  # [R, M]
     return counted(counts[rows.slots], tree.tokens[rows.slots], above)
-
-
-def insert(
-    prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
-) -> DecodeState:
-    return DecodeState(
-        cache=kv_cache.copy_rows(state.cache, prefix.cache, rows, slots),
-        tokens=state.tokens.at[slots].set(prefix.last_tokens[rows], mode="drop"),
-        lengths=state.lengths.at[slots].set(prefix.lengths[rows] - 1, mode="drop"),
-        remaining=state.remaining.at[slots].set(remaining, mode="drop"),
-        active=state.active.at[slots].set(True, mode="drop"),
-        noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
-        counts=None if state.counts is None else state.counts.at[slots].set(0, mode="drop"),
-    )
-
-
-def set_counts(state: DecodeState, slots: Array, tokens: Array) -> DecodeState:
-    """Counts `tokens` [B, T] in slots [B], in place of the counts there; slot B and token V are ignored."""
-    cleared = state.counts.at[slots].set(0, mode="drop")
-    return state.replace(counts=cleared.at[slots[:, None], tokens].add(1, mode="drop"))
-
-
-def compact(state: DecodeState, slots: Array, present: Array) -> DecodeState:
-    return DecodeState(
-        cache=kv_cache.take_slots(state.cache, slots),
-        tokens=state.tokens[slots],
-        lengths=state.lengths[slots],
-        remaining=state.remaining[slots],
-        active=state.active[slots] & present,
-        noise_keys=state.noise_keys[slots],
-        counts=None if state.counts is None else state.counts[slots],
-    )
-
-
-def with_slots(state: _Slots, batch: int) -> _Slots:
-    """Pads all arrays to `batch` slots, their first axis; the new slots are free."""
-
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, batch - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
-
-    return jax.tree.map(pad, state)

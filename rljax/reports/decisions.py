@@ -3,7 +3,7 @@
     python scripts/report.py RUN_DIR --decisions decisions.png
 
 Gain is tokens per second against what plain decoding promised for the same time, as it is logged
-(`rljax/speculation/decision_log.py`). What is not in the log is not in here: plain steps of batches above
+(`rljax/speculation/pass_record.py`). What is not in the log is not in here: plain steps of batches above
 `speculation.max_batch`, prefilling, and the host's work between the passes.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.run_directory import RunDirectory
-from rljax.speculation.decision_log import PLAIN, Decision
+from rljax.speculation.pass_record import PLAIN, Decision
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

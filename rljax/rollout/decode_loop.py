@@ -15,10 +15,8 @@ the time that it takes: a token depends on its request and its prefix alone (see
 
 import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,12 +24,13 @@ from rljax.engine.appending import Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
-from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.state import DecodeState
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.prefill_queue import Prefilled, PrefillQueue
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.tool_turns import ToolTurns
 from rljax.speculation.proposals import ActiveSlots
@@ -65,14 +64,6 @@ class LoopPolicy:
     most_steps: int | None = None
     start_full: bool = False
     longest_first: ResponseLengths | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Prefilled:
-    """Prefilled prompts, with the drafters' part of them (`Speculator.prefill`)."""
-
-    prefix: Prefix
-    for_drafters: list[Any]
 
 
 def check_request(request: Request, buckets: Buckets) -> None:
@@ -131,11 +122,7 @@ class DecodeLoop:
         self._tools = None if tools is None else ToolTurns(tools, self.statistics)
         self._run_ahead = None if speculator is None else speculator.run_ahead
         self._live: dict[LiveResponse, None] = {}  # waiting and decoded, in the order of arrival
-        # Not yet prefilled: tokens to prefill, and the responses that go on behind them.
-        self._prompts: collections.deque[tuple[tuple[int, ...], list[LiveResponse]]] = collections.deque()
-        self._ready: collections.deque[tuple[_Prefilled, int, LiveResponse]] = (
-            collections.deque()
-        )  # with its row
+        self._queue = PrefillQueue(engine, max_slots, speculator, self.statistics, policy.longest_first)
         self._upcoming: collections.deque[LiveResponse] = collections.deque()  # to be sampled ahead
         self._ahead: list[LiveResponse] = []
         self._known: list[LiveResponse] = []  # to drafters, by number
@@ -157,15 +144,8 @@ class DecodeLoop:
                 response.tokens and response.tokens[-1] in self.engine.eos_token_ids
             ):
                 raise ValueError("the response has ended: nothing is left to decode")
-        prompts: dict[tuple[int, ...], list[LiveResponse]] = {}
-        for response in responses:
-            prompts.setdefault(response.prefix_ids, []).append(response)
-            self._live[response] = None
-        self._prompts.extend(prompts.items())
-        lengths = self.policy.longest_first
-        if lengths is not None:
-            expected = {ids: lengths.expected(group[0].request.prompt_ids) for ids, group in self._prompts}
-            self._prompts = collections.deque(sorted(self._prompts, key=lambda item: -expected[item[0]]))
+        self._live.update(dict.fromkeys(responses))
+        self._queue.add(responses)
         self._news = True
 
     def sample_ahead(self, requests: Sequence[Request]) -> None:
@@ -217,12 +197,7 @@ class DecodeLoop:
         self.params, self.version = params, version
         for response in self._decoded():
             response.use_version(version)
-        # Prefilled by the old weights, and not yet in a slot: prefilled again.
-        groups: dict[tuple[int, ...], list[LiveResponse]] = {}
-        for _, _, response in self._ready:
-            groups.setdefault(response.prefix_ids, []).append(response)
-        self._ready.clear()
-        self._prompts.extendleft(reversed(groups.items()))
+        self._queue.prefill_again()
         if self._begun:
             start = time.perf_counter()
             for proposer in self.speculator.proposers:
@@ -232,7 +207,7 @@ class DecodeLoop:
     @property
     def waiting(self) -> bool:
         """Whether a response waits for a slot."""
-        return bool(self._ready or self._prompts)
+        return bool(self._queue)
 
     @property
     def running(self) -> list[int]:
@@ -283,7 +258,7 @@ class DecodeLoop:
         """Waits for the pass that overlap has under way, if there is one."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            self._collect(self.speculator.finish(under_way), under_way.active.slots)
+            self._collect(self.speculator.decoder.finish(under_way), under_way.active.slots)
 
     def _drop_state(self) -> None:
         if not self.waiting and not self._busy:
@@ -292,7 +267,7 @@ class DecodeLoop:
     def _decode(self, decoding: Sequence[int]) -> DecodeResult:
         until_active, most_steps = self._sync_when_active(), self.policy.most_steps
         if self.speculator is not None:
-            self.state, result = self.speculator.decode(
+            self.state, result = self.speculator.decoder.decode(
                 self.params, self.state, self._active(decoding), until_active, most_steps
             )
             return result
@@ -312,13 +287,13 @@ class DecodeLoop:
         half = idle[: -(-len(decoding) // 2)]
         following = None
         if half and (under_way is None or not self._compacts_to()):
-            self.state, following = self.speculator.start(self.params, self.state, self._active(half))
+            self.state, following = self.speculator.decoder.start(self.params, self.state, self._active(half))
         self._under_way = following
         if under_way is not None:
-            self._collect(self.speculator.finish(under_way), under_way.active.slots)
+            self._collect(self.speculator.decoder.finish(under_way), under_way.active.slots)
         elif following is None:  # no pass is under way: plain steps of all slots
             until_active, active = self._sync_when_active(), self._active(decoding)
-            self.state, result = self.speculator.decode_plainly(
+            self.state, result = self.speculator.decoder.decode_plainly(
                 self.params, self.state, active, until_active, self.policy.most_steps
             )
             self._collect(result, decoding)
@@ -362,22 +337,18 @@ class DecodeLoop:
             self._register()
             self._news = False
         free = [slot for slot, response in enumerate(self.slots) if response is None]
-        free = collections.deque(free[: max(self.max_slots - len(self._busy), 0)])
+        free = free[: max(self.max_slots - len(self._busy), 0)]
         while free and self.waiting:
-            if not self._ready:
-                self._make_ready(len(free))
-            prefilled = self._ready[0][0]
-            rows = []
-            while free and self._ready and self._ready[0][0] is prefilled:
-                _, row, response = self._ready.popleft()
-                rows.append((row, free.popleft(), response))
-            self._insert(prefilled, rows)
+            prefilled, rows = self._queue.take(self.params, len(free), self.state.batch)
+            slots, free = free[: len(rows)], free[len(rows) :]
+            self._insert(
+                prefilled, [(row, slot, each) for (row, each), slot in zip(rows, slots, strict=True)]
+            )
 
     def _reserve(self) -> None:
         """Makes room in the decode state for as many waiting responses as may be decoded."""
         engine, busy = self.engine, len(self._busy)
-        groups = [*(group for _, group in self._prompts), [response for *_, response in self._ready]]
-        waiting = list(itertools.chain.from_iterable(groups))
+        waiting = list(self._queue)
         needed = min(self.max_slots, busy + len(waiting))
         if needed == busy:
             return
@@ -427,41 +398,7 @@ class DecodeLoop:
             response.drafted, response.accepted = response.drafted + drafted, response.accepted + accepted
             response.number = None
 
-    def _make_ready(self, free: int) -> None:
-        """Prefills prompts: enough for `free` slots or, where samples of a prompt draft from one another, one
-        for every slot there is.
-        """
-        batch: list[tuple[tuple[int, ...], list[LiveResponse]]] = []
-        members, mates = 0, self.speculator is not None and self.speculator.has_history
-        while self._prompts and (len(batch) < self.max_slots if mates else members < free):
-            batch.append(self._prompts.popleft())
-            members += len(batch[-1][1])
-        by_length: dict[int, list[tuple[tuple[int, ...], list[LiveResponse]]]] = {}
-        for ids, group in batch:
-            by_length.setdefault(self.engine.prefill_length(len(ids)), []).append((ids, group))
-        # Into states of fewer slots, `DecodeEngine.warm_up` inserts from the smallest prefill only.
-        buckets = self.engine.buckets
-        whole = self.state.batch == buckets.batch_for(self.max_slots)
-        most = buckets.batch[-1] if whole else buckets.batch[0]
-        rows = []
-        for alike in by_length.values():
-            for together in (alike[i : i + most] for i in range(0, len(alike), most)):
-                prefilled = self._prefill([ids for ids, _ in together])
-                self.statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
-                rows += [
-                    [(prefilled, row, response) for response in group]
-                    for row, (_, group) in enumerate(together)
-                ]
-        if mates:  # the first samples of all these prompts: the others draft from them
-            self._ready.extend(group.pop(0) for group in rows)
-        self._ready.extend(itertools.chain.from_iterable(rows))
-
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> _Prefilled:
-        """Prefills prompts of one prefill length."""
-        prefix = self.engine.prefill(self.params, prompts)
-        return _Prefilled(prefix, self.speculator.prefill(prefix, prompts) if self.speculator else [])
-
-    def _insert(self, prefilled: _Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]) -> None:
+    def _insert(self, prefilled: Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]) -> None:
         """Inserts prefilled rows: (row, slot, response) of each."""
         assignments = []
         for row, slot, response in rows:
@@ -497,7 +434,7 @@ class DecodeLoop:
         start = time.perf_counter()
         prompt = self._upcoming[0].request.prompt_ids
         if len(prompt) < self.state.cache.length:
-            prefilled, rows = self._prefill([prompt]), []
+            prefilled, rows = self._queue.prefill(self.params, [prompt]), []
             while free and self._upcoming and self._upcoming[0].request.prompt_ids == prompt:
                 rows.append((0, free.pop(0), self._upcoming.popleft()))
             self._insert(prefilled, rows)
@@ -630,10 +567,7 @@ class DecodeLoop:
     def _remove(self, responses: Sequence[LiveResponse]) -> None:
         """Takes responses out of slots and queues."""
         self._free([response for response in responses if response.slot is not None])
-        gone = set(responses)
-        self._ready = collections.deque(item for item in self._ready if item[2] not in gone)
-        groups = ((ids, [each for each in group if each not in gone]) for ids, group in self._prompts)
-        self._prompts = collections.deque((ids, group) for ids, group in groups if group)
+        self._queue.remove(responses)
         for response in responses:
             self._take_counts(response)
             del self._live[response]

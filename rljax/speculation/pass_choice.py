@@ -1,4 +1,4 @@
-"""Choice of the nodes that a forward pass verifies, or of a plain step.
+"""The manager's decision before a pass (`Choice`): the draft nodes to verify, or a plain step.
 
 Before each pass the expected tokens per second of plain decoding and of every compiled number of rows are
 compared, from
@@ -19,6 +19,8 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.proposals import Proposal
+from rljax.speculation.strategies import Arm
 
 _AHEAD_WEIGHT = 1e-6  # nodes of requests that are only sampled ahead take the room that is left
 
@@ -68,6 +70,10 @@ class Candidates:
         accepted = likely.sum() if likely.size <= room else np.partition(likely, -room)[-room:].sum()
         return float(self.current.sum() + accepted) if accepted > 0 else 0.0
 
+    def rate(self, rows: int, nodes: int, seconds: float) -> float:
+        """Expected tokens per second of such a pass, which takes `seconds`, and of drafting."""
+        return self.expected(rows, nodes) / (self.draft_seconds + seconds)
+
     def take(self, rows: int, nodes: int) -> np.ndarray:
         """The nodes that this pass verifies, bool [n, N]. Valid nodes before a taken one are taken, too."""
         room = rows - len(self.current)
@@ -99,8 +105,63 @@ def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch:
     best, best_rate = 0, 0.0
     plain = times.plain_rate(candidates.current.sum() + candidates.standing_by, batch, length)
     for rows, nodes in buckets.passes(batch):
-        tokens, seconds = candidates.expected(rows, nodes), times.verify(batch, length, rows)
-        rate = tokens / (candidates.draft_seconds + seconds)
-        if tokens / seconds > plain and rate > best_rate:
+        seconds = times.verify(batch, length, rows)
+        rate = candidates.rate(rows, nodes, seconds)
+        if candidates.expected(rows, nodes) / seconds > plain and rate > best_rate:
             best, best_rate = rows, rate
     return best
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The manager's decision about the next step. Made by `plain` or `verify`.
+
+    Attributes:
+      proposal: the drafts to verify; None for a plain step.
+      candidates: the proposal's nodes that may be verified; None for a plain step.
+      rows: rows of the pass; 0 for a plain step.
+      reason: a sentence for the log.
+      expected_rate: tokens per second that this choice promises, drafting included; 0 where nothing is known.
+      plain_rate: tokens per second that plain decoding promises; 0 where nothing is known.
+      arm: the arm of the bandit; None for its plain step, and for other managers.
+      draft_seconds: time that drafting took, whether the drafts are verified or not.
+    """
+
+    proposal: Proposal | None
+    candidates: Candidates | None
+    rows: int
+    reason: str
+    expected_rate: float
+    plain_rate: float
+    arm: Arm = None
+    draft_seconds: float = 0.0
+
+    @classmethod
+    def plain(
+        cls,
+        reason: str,
+        plain_rate: float,
+        *,
+        expected_rate: float | None = None,
+        arm: Arm = None,
+        draft_seconds: float = 0.0,
+    ) -> Self:
+        """A plain step. It promises `plain_rate`, unless the manager expects something else of its arm."""
+        expected = plain_rate if expected_rate is None else expected_rate
+        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds)
+
+    @classmethod
+    def verify(
+        cls,
+        proposal: Proposal,
+        candidates: Candidates,
+        rows: int,
+        reason: str,
+        *,
+        expected_rate: float,
+        plain_rate: float,
+        arm: Arm = None,
+        draft_seconds: float = 0.0,
+    ) -> Self:
+        """A pass of `rows` rows over the likeliest candidates of a proposal."""
+        return cls(proposal, candidates, rows, reason, expected_rate, plain_rate, arm, draft_seconds)

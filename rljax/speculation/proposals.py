@@ -38,6 +38,11 @@ class ActiveSlots:
     current: np.ndarray
     standing_by: int = 0
 
+    @property
+    def responses(self) -> int:
+        """Responses of the rollout that a plain step would continue, those of slots standing by included."""
+        return int(self.current.sum()) + self.standing_by
+
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:

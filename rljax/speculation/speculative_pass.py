@@ -20,12 +20,11 @@ from rljax.engine.host_sync import DecodeResult, Pending
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord, VerifiedNodes
-from rljax.speculation.decision_log import DecisionLog
-from rljax.speculation.device_clock import DeviceClock
 from rljax.speculation.drafter_group import DrafterGroup
 from rljax.speculation.managers.manager import Manager
-from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
+from rljax.speculation.pass_times import DeviceClock, PassTimes
 from rljax.speculation.proposals import ActiveSlots
 
 

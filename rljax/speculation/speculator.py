@@ -1,7 +1,7 @@
 """Speculative decoding as schedulers and servers use it.
 
-The pass itself is in `speculative_pass.py`. Here is what surrounds it: a rollout begins, requests join, slots
-are filled and moved, tokens are kept, and drafters hear of all that.
+The pass itself is in `speculative_pass.py`, and the decode loop calls it directly. Here is what surrounds it:
+a rollout begins, requests join, slots are filled and moved, tokens are kept, and drafters hear of all that.
 """
 
 import time
@@ -14,8 +14,8 @@ from drafters.aligned import aligned
 from drafters.base import Drafter, DraftRequest, Outcome
 from drafters.device import DeviceDrafter, SelfDrafter
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment, DecodeResult
-from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.host_sync import Assignment
+from rljax.engine.state import Prefix
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
@@ -25,10 +25,10 @@ from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.proposals import Proposer
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.saved_state import drafter_states, load_drafter_states
-from rljax.speculation.speculative_pass import SpeculativeDecoder, VerifyingPass
+from rljax.speculation.speculative_pass import SpeculativeDecoder
 from rljax.speculation.warm_up import warm_up
 
 
@@ -44,6 +44,7 @@ class Speculator:
       strategies: choice of the manager, and of its strategies.
 
     Attributes:
+      decoder: decodes by verifying passes and plain steps.
       drafters: by name.
       proposers: the drafters as the manager asks them.
       manager: decides how much a pass verifies.
@@ -73,8 +74,8 @@ class Speculator:
         self.has_history = any(map(is_on_host, drafters.values()))
         self.proposers = [self._proposer(name, drafter) for name, drafter in drafters.items()]
         self.manager = strategies.manager(self.proposers, engine.buckets, self._times, max_batch)
-        self._decoder = SpeculativeDecoder(engine, self.manager, self._group, self._times, max_batch)
-        self.decisions = self._decoder.decisions
+        self.decoder = SpeculativeDecoder(engine, self.manager, self._group, self._times, max_batch)
+        self.decisions = self.decoder.decisions
         self._state_of_others: dict[str, np.ndarray] = {}  # in checkpoints, for other drafters than these
 
     def _proposer(self, name: str, drafter: Drafter) -> Proposer:
@@ -83,40 +84,6 @@ class Speculator:
         if isinstance(drafter, DeviceDrafter):
             return DeviceProposer(name, drafter, self.engine, self._times)
         return HostProposer(name, drafter, self.engine)
-
-    # -- a pass ----------------------------------------------------------------------------------------------
-
-    def decode(
-        self,
-        params: Params,
-        state: DecodeState,
-        active: ActiveSlots,
-        until_active: int,
-        most_steps: int | None = None,
-    ) -> tuple[DecodeState, DecodeResult]:
-        """The next tokens of every active slot, see `SpeculativeDecoder.decode`."""
-        return self._decoder.decode(params, state, active, until_active, most_steps)
-
-    def start(
-        self, params: Params, state: DecodeState, active: ActiveSlots
-    ) -> tuple[DecodeState, VerifyingPass | None]:
-        """Begins a verifying pass over some slots, see `SpeculativeDecoder.start`."""
-        return self._decoder.start(params, state, active)
-
-    def finish(self, under_way: VerifyingPass) -> DecodeResult:
-        """Waits for the pass that was started first."""
-        return self._decoder.finish(under_way)
-
-    def decode_plainly(
-        self,
-        params: Params,
-        state: DecodeState,
-        active: ActiveSlots,
-        until_active: int,
-        most_steps: int | None = None,
-    ) -> tuple[DecodeState, DecodeResult]:
-        """A few plain steps of all slots, see `SpeculativeDecoder.decode_plainly`."""
-        return self._decoder.decode_plainly(params, state, active, until_active, most_steps)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -150,7 +117,7 @@ class Speculator:
             proposer.refresh(params)
             proposer.forget()
         statistics.draft_seconds += time.perf_counter() - start
-        self._decoder.begin(len(requests), statistics)
+        self.decoder.begin(len(requests), statistics)
         start = time.perf_counter()
         self._group.ask_all("begin", self._draft_requests(requests, current))
         self.restart(batch)
@@ -167,7 +134,7 @@ class Speculator:
           tokens: the tokens of each so far.
         """
         start = time.perf_counter()
-        self._decoder.expect(len(requests))
+        self.decoder.expect(len(requests))
         self._group.ask_all("begin", self._draft_requests(requests, len(requests)))
         begun = np.asarray([i for i, response in enumerate(tokens) if len(response)], np.int32)
         if len(begun):
@@ -198,7 +165,7 @@ class Speculator:
           ended: bool [n], the response is complete.
         """
         start = time.perf_counter()
-        self._group.observe(requests, tokens, counts, ended, self._decoder.draft_counts)
+        self._group.observe(requests, tokens, counts, ended, self.decoder.draft_counts)
         self._statistics.host_seconds += time.perf_counter() - start
 
     def append(
@@ -226,7 +193,7 @@ class Speculator:
 
     def counts(self, request: int) -> tuple[int, int]:
         """Draft nodes verified for a request, and accepted."""
-        return int(self._decoder.drafted[request]), int(self._decoder.accepted[request])
+        return int(self.decoder.drafted[request]), int(self.decoder.accepted[request])
 
     # -- slots -----------------------------------------------------------------------------------------------
 
@@ -240,9 +207,9 @@ class Speculator:
         Returns:
           The data that `insert` takes.
         """
-        self._decoder.clock.dispatched()
+        self.decoder.clock.dispatched()
         prefilled = self._group.prefill(prefix, prompts)
-        self._decoder.clock.host_waited()  # some drafters wait for the prefill
+        self.decoder.clock.host_waited()  # some drafters wait for the prefill
         return prefilled
 
     def insert(
@@ -268,7 +235,7 @@ class Speculator:
                 continue
             start = time.perf_counter()
             if ask(name, drafter, "train"):
-                self._statistics.train_seconds += self._decoder.clock.finished() - start
+                self._statistics.train_seconds += self.decoder.clock.finished() - start
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Tells drafters the rewarded responses of a training rollout."""

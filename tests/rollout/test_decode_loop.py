@@ -135,7 +135,7 @@ def test_prompts_that_wait_prefilled_are_prefilled_by_the_new_weights(engine, pa
     responses = [LiveResponse(request) for request in requests]
     loop.submit(responses)
     loop.step()
-    assert loop._ready
+    assert loop._queue._ready
     loop.load_params(other, 1)
     finish(loop)
     new = [i for i, response in enumerate(responses) if response.versions == [(0, 1)]]

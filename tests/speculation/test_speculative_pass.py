@@ -26,7 +26,7 @@ from rljax.requests import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
-from rljax.speculation import device_clock
+from rljax.speculation import pass_times
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
@@ -533,7 +533,7 @@ def test_what_speculation_did_is_reported(engine, params, requests, expected):
 def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expected, monkeypatch):
     """A drafter that wants the policy's states waits for them, and that is no work of the host."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(device_clock, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(pass_times, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     drafter = Mock(spec=DeviceDrafter, strategies=(DraftStrategy(7, 1, 7),))
     drafter.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
     speculator = Speculator(engine, {"mine": drafter}, max_batch=0)

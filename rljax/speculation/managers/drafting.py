@@ -39,11 +39,13 @@ def draft(
     """Drafts by a strategy, whatever that promises. Consumes `state`."""
     start = time.perf_counter()
     state, proposal = proposer.propose(state, active, statistics, strategy)
-    usable = proposal.within(strategy)
-    candidates = Candidates.from_nodes(usable, proposal.probability, active.current, active.standing_by)
+    usable, seconds = proposal.within(strategy), time.perf_counter() - start
+    candidates = Candidates.from_nodes(
+        usable, proposal.probability, active.current, active.standing_by, seconds
+    )
     rows = 0
     if usable.any():
         needed = len(active.slots) + int(usable.sum())
         sizes = [rows for rows, _ in buckets.passes(state.batch)]
         rows = next((rows for rows in sizes if rows >= needed), sizes[-1])
-    return state, Drafted(proposal, candidates, rows, time.perf_counter() - start)
+    return state, Drafted(proposal, candidates, rows, seconds)

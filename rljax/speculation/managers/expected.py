@@ -14,11 +14,10 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.draft_length import MARGIN
-from rljax.speculation.managers.manager import plain_promise
 from rljax.speculation.mixing import Mixer
-from rljax.speculation.pass_choice import Candidates, RowsChoice, best_rows
+from rljax.speculation.pass_choice import Candidates, Choice, RowsChoice, best_rows
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 
@@ -54,7 +53,7 @@ class ExpectedManager:
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
-        plain_rate = plain_promise(self._times, state, active)
+        plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
         best = plain = Choice.plain("nothing promises more than a plain step", plain_rate)
         proposals: list[Proposal] = []
         draft_seconds = 0.0
@@ -91,7 +90,7 @@ class ExpectedManager:
         if not rows:
             return None
         nodes = dict(self._buckets.passes(shape[0]))[rows]
-        rate = candidates.expected(rows, nodes) / (draft_seconds + self._times.verify(*shape, rows))
+        rate = candidates.rate(rows, nodes, self._times.verify(*shape, rows))
         reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
         return Choice.verify(proposal, candidates, rows, reason, expected_rate=rate, plain_rate=plain_rate)
 

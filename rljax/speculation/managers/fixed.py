@@ -7,10 +7,10 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.managers.drafting import draft
-from rljax.speculation.managers.manager import plain_promise
 from rljax.speculation.mixing import Mixer, proposer_of
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
 from rljax.speculation.strategies import Strategy
@@ -39,18 +39,21 @@ class FixedManager:
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         state, drafted = draft(self._proposer, self._strategy, state, active, statistics, self._buckets)
-        reason, plain_rate = f"always {self._strategy}", plain_promise(self._times, state, active)
+        reason, plain_rate = (
+            f"always {self._strategy}",
+            self._times.plain_rate(active.responses, state.batch, state.cache.length),
+        )
         if not drafted.rows:
             reason = f"{self._proposer.name} had nothing to verify ({reason})"
             return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds)
         nodes = dict(self._buckets.passes(state.batch))[drafted.rows]
-        seconds = drafted.seconds + self._times.verify(state.batch, state.cache.length, drafted.rows)
+        seconds = self._times.verify(state.batch, state.cache.length, drafted.rows)
         return state, Choice.verify(
             drafted.proposal,
             drafted.candidates,
             drafted.rows,
             reason,
-            expected_rate=drafted.candidates.expected(drafted.rows, nodes) / seconds,
+            expected_rate=drafted.candidates.rate(drafted.rows, nodes, seconds),
             plain_rate=plain_rate,
             draft_seconds=drafted.seconds,
         )

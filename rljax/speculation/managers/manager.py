@@ -14,8 +14,8 @@ import numpy as np
 
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
-from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
 
 
@@ -43,9 +43,3 @@ class Manager(Protocol):
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Restores the part of `state` that is this manager's, and returns the rest."""
-
-
-def plain_promise(times: PassTimes, state: DecodeState, active: ActiveSlots) -> float:
-    """Tokens of current requests per second of plain steps, those of slots standing by included."""
-    responses = int(active.current.sum()) + active.standing_by
-    return times.plain_rate(responses, state.batch, state.cache.length)

@@ -19,7 +19,6 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.choices import PassRecord
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.managers.papers import bandit_manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
@@ -30,6 +29,7 @@ from rljax.speculation.managers.papers.roofline_manager import RooflineManager
 from rljax.speculation.managers.papers.toggle import Verdict
 from rljax.speculation.managers.selection import StrategyChoice, strategy_choice
 from rljax.speculation.pass_choice import best_rows
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy

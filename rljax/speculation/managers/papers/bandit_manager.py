@@ -14,10 +14,11 @@ from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.managers.drafting import draft
 from rljax.speculation.managers.papers.bandit import BegMab
 from rljax.speculation.mixing import Mixer, pairs, proposer_of
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots, Proposer
 from rljax.speculation.strategies import Strategy, arms_by_batch, room_per_slot
 

@@ -17,10 +17,8 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers.drafting import draft
-from rljax.speculation.managers.manager import plain_promise
 from rljax.speculation.managers.papers.draft_ladder import (
     AcceptanceHistory,
     Costs,
@@ -28,6 +26,8 @@ from rljax.speculation.managers.papers.draft_ladder import (
     Ladder,
     profile,
 )
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
 from rljax.speculation.strategies import Strategy
@@ -80,7 +80,7 @@ class LadderManager:
         self._trial = max(self._trial - 1, 0)
         if trial_over or 2 * responses <= self._chosen_for or responses > self._chosen_for:
             self._choose_drafter(state.cache.length, active)
-        plain_rate = plain_promise(self._times, state, active)
+        plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
         if self._drafter is None:
             return state, Choice.plain(self._reason, plain_rate)
         # Draft with it.

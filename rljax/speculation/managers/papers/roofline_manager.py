@@ -10,12 +10,11 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.choices import Choice, PassRecord
 from rljax.speculation.device_proposers import SelfProposer
-from rljax.speculation.managers.manager import plain_promise
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.toggle import Toggle
-from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.pass_choice import Candidates, Choice
+from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.strategies import Strategy
@@ -67,7 +66,7 @@ class RooflineManager:
     ) -> tuple[DecodeState, Choice]:
         # Ask the toggle.
         shape = (len(active.slots), state.cache.length, self._proposer.acceptance, active.standing_by)
-        plain_rate = plain_promise(self._times, state, active)
+        plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
         on, reason = self._toggle(*shape)
         if not on:
             return state, Choice.plain(reason, plain_rate)

@@ -1,15 +1,89 @@
-"""The log of the rollout manager: what it decided, why, and what came of it."""
+"""The outcome of a choice (`PassRecord`), and the log of what was decided, why, and what came of it."""
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
-from rljax.speculation.choices import PassRecord
+import numpy as np
+
+from rljax.engine.draft_tree import DraftTree
+from rljax.engine.host_sync import DecodeResult
+from rljax.speculation.pass_choice import Choice
 
 PLAIN = "plain"
 MOST_DEPTHS = 32
 """Depths that are counted apart; deeper nodes count as the last of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedNodes:
+    """The fate of the draft nodes of n slots in a pass: bool [n, N] each.
+
+    Attributes:
+      verified: nodes that the pass computed.
+      accepted: those of them that a token of the response came from.
+      correct: those of them that were sampled. One more than accepted where a response ends: its last token
+        is counted as the pass's own, yet the node that foretold it was right.
+    """
+
+    verified: np.ndarray
+    accepted: np.ndarray
+    correct: np.ndarray
+
+    @classmethod
+    def from_result(cls, result: DecodeResult, tree: DraftTree, slots: np.ndarray) -> Self:
+        """Reads them off a pass over `tree`, for `slots`, int32 [n]."""
+        path = result.path[slots]  # [n, N + 1], nodes along the accepted path; node 0 is the last token
+        counts = (result.tokens[slots] >= 0).sum(axis=1, keepdims=True)
+        accepted = _on_path(path, np.arange(1, tree.nodes + 2) <= counts)
+        return cls(tree.valid[slots], accepted, _on_path(path, path >= 0))
+
+    def by_depth(self, levels: np.ndarray) -> tuple[list[int], list[int]]:
+        """Numbers of verified and of accepted nodes, by depth from 1 on. Levels as `Proposal.levels`."""
+        levels = levels[:, : self.verified.shape[1]]
+        verified, accepted = np.bincount(levels[self.verified]), np.bincount(levels[self.accepted])
+        return verified.tolist()[1:], accepted.tolist()[1:]
+
+
+def _on_path(path: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Draft nodes in the selected columns of paths: bool [n, N]; both arguments are [n, N + 1]."""
+    nodes = np.zeros(path.shape, bool)
+    np.put_along_axis(nodes, np.where(columns, path, 0), True, axis=1)
+    return nodes[:, 1:]  # node 0 is the last token, not a draft
+
+
+@dataclasses.dataclass(frozen=True)
+class PassRecord:
+    """The outcome of a choice: one verifying pass, or a few plain steps in a row.
+
+    Attributes:
+      choice: the choice that was carried out.
+      batch: slots of the decode state.
+      responses: responses that decoded.
+      tokens: tokens that they got.
+      seconds: time of the forward passes, without drafting.
+      standing_by: further responses that waited for a verifying pass over half of the slots.
+      requests: int32 [n], the request in each row of `nodes`; None for plain steps.
+      nodes: the fate of the drafts; None for plain steps.
+      verified_by_depth, accepted_by_depth: numbers of draft nodes, by depth from 1 on.
+    """
+
+    choice: Choice
+    batch: int
+    responses: int
+    tokens: int
+    seconds: float
+    standing_by: int = 0
+    requests: np.ndarray | None = None
+    nodes: VerifiedNodes | None = None
+    verified_by_depth: Sequence[int] = ()
+    accepted_by_depth: Sequence[int] = ()
+
+    @property
+    def waiting(self) -> int:
+        """Responses that the passes held up: those that decoded, and those standing by."""
+        return self.responses + self.standing_by
 
 
 @dataclasses.dataclass

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rljax.speculation import decision_log as decisions
-from rljax.speculation.choices import Choice, PassRecord
-from rljax.speculation.decision_log import PLAIN, DecisionLog
+from rljax.speculation import pass_record as decisions
+from rljax.speculation.pass_choice import Choice
+from rljax.speculation.pass_record import PLAIN, DecisionLog, PassRecord
 
 SRT, EAGLE = SimpleNamespace(name="srt"), SimpleNamespace(name="eagle")
 

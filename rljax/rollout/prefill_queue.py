@@ -1,0 +1,141 @@
+"""Responses that wait for a slot: first as prompts, then prefilled.
+
+A prompt is prefilled once for all its samples, together with prompts of about the same length.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.state import Prefix
+from rljax.models.transformer import Params
+from rljax.requests import DecodeStatistics
+from rljax.response_lengths import ResponseLengths
+from rljax.rollout.live_response import LiveResponse
+from rljax.speculation.speculator import Speculator
+
+_Group = tuple[
+    tuple[int, ...], list[LiveResponse]
+]  # tokens to prefill, and the responses that go on behind them
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefilled:
+    """Prefilled prompts, with the drafters' part of them (`Speculator.prefill`)."""
+
+    prefix: Prefix
+    for_drafters: list[Any]
+
+
+class PrefillQueue:
+    """Responses that wait for a slot.
+
+    Args:
+      engine: prefills.
+      max_slots: responses decoded at a time.
+      speculator: prefills its drafters, too; None for plain decoding.
+      statistics: prefilled tokens are added to it.
+      longest_first: starts prompts in the order of their expected length; None in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        max_slots: int,
+        speculator: Speculator | None,
+        statistics: DecodeStatistics,
+        longest_first: ResponseLengths | None,
+    ) -> None:
+        self._engine, self._max_slots, self._speculator = engine, max_slots, speculator
+        self._statistics, self._longest_first = statistics, longest_first
+        self._prompts: collections.deque[_Group] = collections.deque()
+        self._ready: collections.deque[tuple[Prefilled, int, LiveResponse]] = (
+            collections.deque()
+        )  # with its row
+
+    def __bool__(self) -> bool:
+        return bool(self._ready or self._prompts)
+
+    def __iter__(self) -> Iterator[LiveResponse]:
+        prompts = itertools.chain.from_iterable(group for _, group in self._prompts)
+        return itertools.chain(prompts, (response for *_, response in self._ready))
+
+    def add(self, responses: Iterable[LiveResponse]) -> None:
+        """Adds responses. Those that arrive together with the same tokens share one prefill."""
+        self._prompts.extend(_by_prefix(responses).items())
+        lengths = self._longest_first
+        if lengths is not None:
+            expected = {ids: lengths.expected(group[0].request.prompt_ids) for ids, group in self._prompts}
+            self._prompts = collections.deque(sorted(self._prompts, key=lambda item: -expected[item[0]]))
+
+    def remove(self, responses: Iterable[LiveResponse]) -> None:
+        """Takes responses out, those that wait among them."""
+        gone = set(responses)
+        self._ready = collections.deque(item for item in self._ready if item[2] not in gone)
+        groups = ((ids, [each for each in group if each not in gone]) for ids, group in self._prompts)
+        self._prompts = collections.deque((ids, group) for ids, group in groups if group)
+
+    def prefill_again(self) -> None:
+        """New weights: what was prefilled by the old ones becomes prompts again, before all others."""
+        groups = _by_prefix(response for *_, response in self._ready)
+        self._ready.clear()
+        self._prompts.extendleft(reversed(groups.items()))
+
+    def take(self, params: Params, free: int, batch: int) -> tuple[Prefilled, list[tuple[int, LiveResponse]]]:
+        """Takes the next responses, prefilled together: their rows of `Prefilled`, and the responses.
+
+        Args:
+          params: weights to prefill with.
+          free: free slots; no more responses are taken.
+          batch: slots of the decode state.
+        """
+        if not self._ready:
+            self._make_ready(params, free, batch)
+        prefilled, rows = self._ready[0][0], []
+        while len(rows) < free and self._ready and self._ready[0][0] is prefilled:
+            _, row, response = self._ready.popleft()
+            rows.append((row, response))
+        return prefilled, rows
+
+    def prefill(self, params: Params, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        """Prefills prompts of one prefill length."""
+        prefix = self._engine.prefill(params, prompts)
+        return Prefilled(prefix, self._speculator.prefill(prefix, prompts) if self._speculator else [])
+
+    def _make_ready(self, params: Params, free: int, batch: int) -> None:
+        """Prefills prompts: enough for `free` slots or, where samples of a prompt draft from one another, one
+        for every slot there is.
+        """
+        groups: list[_Group] = []
+        members, mates = 0, self._speculator is not None and self._speculator.has_history
+        while self._prompts and (len(groups) < self._max_slots if mates else members < free):
+            groups.append(self._prompts.popleft())
+            members += len(groups[-1][1])
+        by_length: dict[int, list[_Group]] = {}
+        for ids, group in groups:
+            by_length.setdefault(self._engine.prefill_length(len(ids)), []).append((ids, group))
+        # Into states of fewer slots, `DecodeEngine.warm_up` inserts from the smallest prefill only.
+        buckets = self._engine.buckets
+        most = buckets.batch[-1] if batch == buckets.batch_for(self._max_slots) else buckets.batch[0]
+        rows = []
+        for alike in by_length.values():
+            for together in (alike[i : i + most] for i in range(0, len(alike), most)):
+                prefilled = self.prefill(params, [ids for ids, _ in together])
+                self._statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
+                rows += [
+                    [(prefilled, row, response) for response in group]
+                    for row, (_, group) in enumerate(together)
+                ]
+        if mates:  # the first samples of all these prompts: the others draft from them
+            self._ready.extend(group.pop(0) for group in rows)
+        self._ready.extend(itertools.chain.from_iterable(rows))
+
+
+def _by_prefix(responses: Iterable[LiveResponse]) -> dict[tuple[int, ...], list[LiveResponse]]:
+    groups: dict[tuple[int, ...], list[LiveResponse]] = {}
+    for response in responses:
+        groups.setdefault(response.prefix_ids, []).append(response)
+    return groups
