@@ -1,0 +1,186 @@
+"""A GRPO step here, in TRL and in Tunix: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
+
+All get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
+the same number of steps, each in a process of its own, ours before and after them. The other libraries are
+installed into environments of their own. `docs/benchmarks.md` says what each row means.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from peer_benchmarks.environments import PEERS, interpreter
+from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row
+from rljax.config import ExperimentConfig, load_config
+from rljax.errors import UserError
+from rljax.models.transformer import num_params
+from rollout_benchmarks.variants import open_run
+
+_CONFIG = "configs/quickstart.yaml"
+_OVERRIDES = (
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "training.minibatches_per_step=1",
+    "training.steps=7",
+    "evaluation.problems=0",
+    "checkpoint.every=0",
+)
+_HERE = Path(__file__).parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = _benchmark(None, [], [], Path()).parser()
+    parser.add_argument(
+        "--config", default=_CONFIG, metavar="FILE", help=f"policy, task and lengths (default: {_CONFIG})"
+    )
+    parser.add_argument(
+        "--peers",
+        default=",".join(PEERS),
+        help="libraries, separated by commas (default: all)",
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=Path("cache/peers"),
+        metavar="DIR",
+        help="where each library is installed at the first use (default: cache/peers)",
+    )
+    parser.add_argument("--python", metavar="FILE", help="the interpreter to make environments with")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help=f"set keys of the config, after {' '.join(_OVERRIDES)}",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        names = arguments.peers.split(",")
+        for name in names:
+            if name not in PEERS:
+                raise UserError(f"--peers: {name!r} is not one; they are {', '.join(PEERS)}")
+        settings = [*_OVERRIDES, *arguments.overrides]
+        config = load_config(arguments.config, settings)
+        check_config(config)
+        pythons = [interpreter(name, arguments.environments, arguments.python) for name in names]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _benchmark(config, settings, list(zip(names, pythons, strict=True)), arguments.config).run(
+        arguments
+    )
+
+
+def _benchmark(
+    config: ExperimentConfig | None,
+    settings: Sequence[str],
+    peers: Sequence[tuple[str, Path]],
+    file: str | Path,
+) -> Benchmark:
+    return Benchmark(
+        "peers",
+        __doc__.splitlines()[0],
+        (Measurement("step", "a GRPO step", lambda: _rows(config, settings, peers, file)),),
+    )
+
+
+def _rows(
+    config: ExperimentConfig, settings: Sequence[str], peers: Sequence[tuple[str, Path]], file: str | Path
+) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        job = Path(directory)
+        parameters = _write_job(config, job)
+        before = _ours(file, settings, job, "before")
+        theirs = [(name, *_peer(name, python, job)) for name, python in peers]
+        ours = [*before, *_ours(file, settings, job, "after")]
+    rows = []
+    for name, steps, versions in theirs:
+        seconds, peer_seconds = _per_step(ours), _per_step(steps)
+        rate, peer_rate = _rate(ours), _rate(steps)
+        details = {
+            "parameters": parameters,
+            "dtype": config.policy.compute_dtype,
+            "speculation": config.speculation.drafter,
+            "steps": len(steps),
+            "our_steps": len(ours),
+            "our_seconds_before_and_after": [_per_step(before), _per_step(ours[len(before) :])],
+            "our_tokens_per_step": sum(step.tokens for step in ours) / len(ours),
+            "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
+            "our_reward": sum(step.reward for step in ours) / len(ours),
+            "peer_reward": sum(step.reward for step in steps) / len(steps),
+            "versions": versions,
+        }
+        rows.append(
+            Row(
+                f"step/{name}/seconds", seconds, "s/step", name, peer_seconds, peer_seconds / seconds, details
+            )
+        )
+        rows.append(
+            Row(f"step/{name}/tokens", rate, "response tokens/s", name, peer_rate, rate / peer_rate, details)
+        )
+    return rows
+
+
+def _write_job(config: ExperimentConfig, job: Path) -> int:
+    """Writes the job; returns the number of the policy's parameters."""
+    with open_run(config) as (run, _):
+        collector, per_step = run.collector, config.rollout.prompts_per_step
+        prompts = []
+        for index in range(config.training.steps * per_step):
+            problem = collector.task.problem("train", index)
+            (request,) = collector.requests("train", [index], 1, 0, 0)
+            text = collector.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+            prompts.append({"prompt": text, "answer": problem.answer})
+        write_job(run, prompts, job)
+        return num_params(run.engine.config)
+
+
+def _ours(file: str | Path, settings: Sequence[str], job: Path, name: str) -> list[Step]:
+    """Trains the job's policy with `scripts/train.py`."""
+    run_dir = job / name
+    settings = [*settings, f"run_dir={run_dir}", f"policy.path={job / 'policy'}", "policy.shape=null"]
+    settings += ["policy.growth=null", "warm_start.steps=0"]
+    _run([sys.executable, _HERE / "train.py", "--config", file, *settings], "rljax")
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [line for line in map(json.loads, lines) if "time/step" in line]
+    steps = [Step(line["time/step"], line["rollout/tokens"], line["reward/mean"]) for line in metrics]
+    return steps[WARM_STEPS:]
+
+
+def _peer(name: str, python: Path, job: Path) -> tuple[list[Step], dict[str, str]]:
+    """Trains the job with another library; returns its steps, and versions."""
+    output = job / f"{name}.json"
+    _run([python, _HERE / "peer_benchmarks" / f"{name}_grpo.py", job / "job.json", output], name)
+    results = json.loads(output.read_text(encoding="utf-8"))
+    calls = results["calls"]
+    # From one call of the reward function to the next: an update, and the rollout of the tokens counted.
+    steps = [
+        Step(call["at"] - before["at"], call["tokens"], call["reward"])
+        for before, call in itertools.pairwise(calls)
+    ]
+    return steps[WARM_STEPS:], results["versions"]
+
+
+def _run(command: Sequence[str | Path], name: str) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        said = " / ".join(done.stderr.strip().splitlines()[-3:])
+        raise UserError(f"{name} ended with status {done.returncode}: {said}")
+
+
+def _per_step(steps: Sequence[Step]) -> float:
+    return sum(step.seconds for step in steps) / len(steps)
+
+
+def _rate(steps: Sequence[Step]) -> float:
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
