@@ -117,9 +117,7 @@ def _rows(
             "versions": versions,
         }
         rows.append(
-            Row(
-                f"step/{name}/seconds", seconds, "s/step", name, peer_seconds, peer_seconds / seconds, details
-            )
+            Row(f"step/{name}/time", seconds, "s/step", name, peer_seconds, peer_seconds / seconds, details)
         )
         rows.append(
             Row(f"step/{name}/tokens", rate, "response tokens/s", name, peer_rate, rate / peer_rate, details)
@@ -145,7 +143,7 @@ def _ours(file: str | Path, settings: Sequence[str], job: Path, name: str) -> li
     """Trains the job's policy with `scripts/train.py`."""
     run_dir = job / name
     settings = [*settings, f"run_dir={run_dir}", f"policy.path={job / 'policy'}", "policy.shape=null"]
-    settings += ["policy.growth=null", "warm_start.steps=0"]
+    settings += ["policy.growth=null", "warm_start=null"]
     _run([sys.executable, _HERE / "train.py", "--config", file, *settings], "rljax")
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [line for line in map(json.loads, lines) if "time/step" in line]

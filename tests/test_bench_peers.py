@@ -1,0 +1,102 @@
+"""The comparison with other libraries, without them: a stand-in plays the peer."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rljax.config import load_config
+from rljax.errors import UserError
+from tests.scripts import load_script
+
+SETTINGS = (
+    "policy.shape={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 32,"
+    " tie_embeddings: true, qk_norm: true, max_positions: 128}",
+    "warm_start={steps: 1, tokens_per_step: 256}",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_prompt_length=64",
+    "rollout.max_response_length=16",
+    "engine.max_slots=4",
+    "engine.batch_buckets=[4]",
+    "engine.cache_buckets=[128]",
+    "engine.compilation_cache=null",
+    "training.pack_length=128",
+    "training.steps=3",
+)
+
+PEER = """
+import json, sys
+job = json.load(open(sys.argv[1]))
+assert (job["steps"], job["samples_per_prompt"], job["dtype"]) == (3, 2, "float32")
+assert len(job["prompts"]) == 6 and job["prompts"][0]["prompt"].endswith("assistant\\n")
+calls = [{"at": 10.0 * call, "tokens": 8, "reward": 0.5} for call in range(4)]
+json.dump({"calls": calls, "versions": {"peer": "1.0"}}, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("bench_peers")
+
+
+@pytest.mark.slow
+def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    (tmp_path / "peer_benchmarks").mkdir()
+    (tmp_path / "peer_benchmarks" / "trl_grpo.py").write_text(PEER)
+    (tmp_path / "train.py").symlink_to(Path("scripts/train.py").resolve())
+    monkeypatch.setattr(script, "_HERE", tmp_path)
+    settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
+    settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
+    config = load_config("configs/quickstart.yaml", settings)
+    time, tokens = script._rows(config, settings, [("trl", Path(sys.executable))], "configs/quickstart.yaml")
+    assert (time.name, time.baseline_value) == ("step/trl/time", 10.0)
+    assert time.ratio == pytest.approx(10.0 / time.value)
+    assert (tokens.name, tokens.baseline_value) == ("step/trl/tokens", 0.8)
+    assert tokens.ratio == pytest.approx(tokens.value / 0.8)
+    assert time.details["steps"] == 2  # of four calls, three intervals, the first of which compiles
+    assert time.details["our_steps"] == 4  # two before and two after
+    assert time.details["versions"] == {"peer": "1.0"}
+
+
+def test_a_peer_that_fails_is_one_line(script, tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit('no such model')")
+    with pytest.raises(UserError, match="trl ended with status 1: no such model"):
+        script._run([sys.executable, tmp_path / "fails.py"], "trl")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("algorithm.kl_coefficient=0.1", "algorithm: the comparison is GRPO without KL"),
+        ("training.minibatches_per_step=2", "training.minibatches_per_step"),
+    ],
+)
+def test_what_peers_cannot_be_given_is_refused(script, capsys, tmp_path, setting, said):
+    assert script.main([setting, "--environments", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_peer_is_named(script, capsys):
+    assert script.main(["--peers", "verl"]) == 2
+    assert "--peers: 'verl' is not one; they are trl, tunix" in capsys.readouterr().err
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(script, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 0))
+    assert script.main(["--peers", "tunix", "--environments", str(tmp_path)]) == 2
+    assert "tunix needs Python 3.11" in capsys.readouterr().err
+
+
+def test_the_last_number_is_the_answer(script):
+    rewards = load_script("peer_benchmarks.right_answer").rewards
+    texts = ["31+6=37#37", "37 or 38", "none", "007"]
+    assert rewards(texts, ["37", "37", "1", "7"]) == [1.0, 0.0, 0.0, 1.0]
+    assert rewards(["5"], ["x"]) == [0.0]
+
+
+def test_jobs_can_be_read_by_programs_without_rljax(script):
+    for name in ("trl_grpo", "tunix_grpo"):
+        text = (Path(script.__file__).parent / "peer_benchmarks" / f"{name}.py").read_text()
+        assert "import rljax" not in text and "from rljax" not in text
