@@ -65,8 +65,8 @@ class Completion:
       finish_reason: "eos", "length" (its max_response is reached) or "stop" (a stop string appeared).
       drafted: draft nodes that were verified for it.
       accepted: number of tokens that came from them.
-      own: bool [n], which tokens the policy sampled; the others are tools' answers, with logprobs of 0. None
-        without tools: all of them.
+      sampled_mask: bool [n], True for tokens that the policy sampled; the others are tools' answers, with
+        logprobs of 0. None without tools: every token was sampled.
       versions: (position in the response, version of the weights) where each version began; one pair unless
         the weights were swapped while it was decoded.
     """
@@ -76,13 +76,13 @@ class Completion:
     finish_reason: FinishReason
     drafted: int = 0
     accepted: int = 0
-    own: np.ndarray | None = None
+    sampled_mask: np.ndarray | None = None
     versions: tuple[tuple[int, int], ...] = ()
 
     @property
-    def own_tokens(self) -> int:
+    def sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
-        return len(self.response_ids) if self.own is None else int(self.own.sum())
+        return len(self.response_ids) if self.sampled_mask is None else int(self.sampled_mask.sum())
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ class DecodeStatistics:
       steps: forward passes.
       rows: tokens computed by them: of plain steps the batch bucket.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
-      visits: number of host syncs.
+      host_syncs: number of host syncs.
       verified: forward passes that verified drafts.
       verified_slots: sum over these of the slots that decoded.
       verified_rows: tokens computed by these.
@@ -120,7 +120,7 @@ class DecodeStatistics:
     steps: int = 0
     rows: int = 0
     prefilled_tokens: int = 0
-    visits: int = 0
+    host_syncs: int = 0
     verified: int = 0
     verified_slots: int = 0
     verified_rows: int = 0

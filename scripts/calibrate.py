@@ -133,7 +133,7 @@ def calibration_engine(config: ExperimentConfig, engine: DecodeEngine) -> Decode
         engine.sampling,
         buckets,
         (),
-        engine.decode_steps_per_visit,
+        engine.decode_steps_per_sync,
         engine.pool,
         engine.mesh,
         engine.verification,

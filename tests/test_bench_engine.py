@@ -72,7 +72,7 @@ def test_responses_have_the_length_asked_for(tiny):
     params = init_params(tiny, seed=0)
     prompts = policies.random_prompts(3, tiny.vocab_size)
     engine = policies.make_engine(tiny, True, slots=3, length=64 + 70)
-    sampled = decode.decode(engine, params, prompts, 70)  # more than a host visit
+    sampled = decode.decode(engine, params, prompts, 70)  # more than one host sync
     assert sampled.shape == (3, 70) and np.all(sampled >= 0)
 
 

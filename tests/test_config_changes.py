@@ -20,7 +20,7 @@ def test_what_changes_no_number_is_harmless():
         checkpoint={"every": 3, "keep_every": 6, "on_failure": "go_on"},
         evaluation={"every": 2},
         speculation={"drafter": "srt", "calibration_dir": "there"},
-        engine={"max_slots": 8, "batch_buckets": [8], "decode_steps_per_visit": 4, "compilation_cache": None},
+        engine={"max_slots": 8, "batch_buckets": [8], "decode_steps_per_sync": 4, "compilation_cache": None},
     ) == dict.fromkeys(
         (
             "run_dir",
@@ -33,7 +33,7 @@ def test_what_changes_no_number_is_harmless():
             "speculation.calibration_dir",
             "engine.max_slots",
             "engine.batch_buckets",
-            "engine.decode_steps_per_visit",
+            "engine.decode_steps_per_sync",
             "engine.compilation_cache",
         ),
         True,

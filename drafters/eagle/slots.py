@@ -161,7 +161,7 @@ class HeadSlots:
                 self.insert(prefix_state, [], [])
             self._forget(np.zeros(batch, bool))
             visits = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
-            for tokens in {self._engine.decode_steps_per_visit} | visits:
+            for tokens in {self._engine.decode_steps_per_sync} | visits:
                 handed_out = jnp.zeros((batch, tokens, *states.shape[2:]), states.dtype)
                 nothing = np.zeros((batch, tokens), np.int32)
                 for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):

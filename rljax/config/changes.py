@@ -26,7 +26,7 @@ _IF_ROW_INVARIANT = (
     "engine.max_slots",
     "engine.batch_buckets",
     "engine.cache_buckets",
-    "engine.decode_steps_per_visit",
+    "engine.decode_steps_per_sync",
 )
 
 

@@ -107,7 +107,7 @@ class EngineConfig(Section):
         description="KV cache lengths that are compiled, ascending; null grows by a half. Set to fit"
         " known lengths.",
     )
-    decode_steps_per_visit: Count = Field(
+    decode_steps_per_sync: Count = Field(
         16,
         description="Decode steps on the device between two host syncs. Raise where the host is slow;"
         " finished slots idle until the next sync.",

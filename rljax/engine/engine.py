@@ -52,7 +52,7 @@ class DecodeEngine:
       sampling: the sampling distribution.
       buckets: shapes to compile for.
       eos_token_ids: tokens that end a response; the response keeps them.
-      decode_steps_per_visit: largest number of decode steps between two host syncs.
+      decode_steps_per_sync: largest number of decode steps between two host syncs.
       pool: pool of compiled programs; engines of the same policy may share one.
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
       verification: rule by which drafts are verified, see `rljax/engine/verification.py`.
@@ -68,7 +68,7 @@ class DecodeEngine:
         sampling: SamplingParams,
         buckets: Buckets,
         eos_token_ids: Sequence[int],
-        decode_steps_per_visit: int = 64,
+        decode_steps_per_sync: int = 64,
         pool: ExecutablePool | None = None,
         mesh: Mesh | None = None,
         verification: Rule = "coupled",
@@ -79,7 +79,7 @@ class DecodeEngine:
         self.sampling = sampling
         self.buckets = buckets
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.decode_steps_per_visit = decode_steps_per_visit
+        self.decode_steps_per_sync = decode_steps_per_sync
         self.verification = verification
         self.hidden_layers = hidden_layers
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
@@ -93,7 +93,7 @@ class DecodeEngine:
             numerics,
             sampling,
             self.eos_token_ids,
-            decode_steps_per_visit,
+            decode_steps_per_sync,
             verification,
             hidden_layers,
             mesh,
@@ -110,7 +110,7 @@ class DecodeEngine:
             self.sampling,
             self.buckets,
             self.eos_token_ids,
-            self.decode_steps_per_visit,
+            self.decode_steps_per_sync,
             self.pool,
             self.mesh,
             self.verification,
@@ -219,10 +219,10 @@ class DecodeEngine:
         Args:
           params: weights from `load_params`.
           state: the decode state.
-          max_steps: largest number of steps, up to `decode_steps_per_visit`, which is the default.
+          max_steps: largest number of steps, up to `decode_steps_per_sync`, which is the default.
           until_active: stop as soon as no more than this many slots are active.
         """
-        steps = self.decode_steps_per_visit
+        steps = self.decode_steps_per_sync
         steps = steps if max_steps is None else min(max_steps, steps)
         args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
         program = self.pool.get(
@@ -232,7 +232,7 @@ class DecodeEngine:
             donate_argnums=(1,),
         )
         state, packed, states = program(*args)
-        return state, Pending(packed, self.decode_steps_per_visit, states=states).result()
+        return state, Pending(packed, self.decode_steps_per_sync, states=states).result()
 
     def verify(
         self,

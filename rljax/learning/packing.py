@@ -153,8 +153,8 @@ class TrainingSequence:
         where it was not sampled, as in the warm start.
       advantage: advantage of every token of the response.
       weight: weight of every token of the response in the loss (`aggregation_weights`).
-      own: bool [L], which tokens of the response the policy sampled; the others (a tool's answer) are read,
-        not learned. None: all of them.
+      sampled_mask: bool [L], True for tokens of the response that the policy sampled; the others (a tool's
+        answer) are read, not learned. None: the policy sampled every token.
     """
 
     prompt_ids: ArrayLike
@@ -162,7 +162,7 @@ class TrainingSequence:
     rollout_logprobs: ArrayLike | None
     advantage: float
     weight: float
-    own: ArrayLike | None = None
+    sampled_mask: ArrayLike | None = None
 
     @property
     def length(self) -> int:
@@ -259,10 +259,12 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
             floats["rollout_logprobs"][predicting] = sequence.rollout_logprobs
         floats["advantages"][predicting] = sequence.advantage
         floats["weights"][predicting] = sequence.weight
-        if sequence.own is not None:
-            if len(sequence.own) != num_response:
-                raise ValueError(f"sequence {i}: own is of {len(sequence.own)}, not of {num_response} tokens")
-            response_mask[predicting] = sequence.own
+        if sequence.sampled_mask is not None:
+            if len(sequence.sampled_mask) != num_response:
+                raise ValueError(
+                    f"sequence {i}: sampled_mask has {len(sequence.sampled_mask)} entries for {num_response} response tokens"
+                )
+            response_mask[predicting] = sequence.sampled_mask
             for values in floats.values():
-                values[predicting] = np.where(sequence.own, values[predicting], 0.0)
+                values[predicting] = np.where(sequence.sampled_mask, values[predicting], 0.0)
     return PackedBatch(**ints, response_mask=response_mask, **floats)

@@ -54,7 +54,7 @@ class LoopPolicy:
       sync_at_every_ending: a host sync as soon as any response ends, so that it is delivered at once and its
         slot is free for a newcomer. False syncs when an eighth of the slots can be refilled or, once nothing
         waits, when the active slots fit a smaller batch bucket: fewer syncs, more throughput.
-      most_steps: plain decode steps between two host syncs; None for the engine's `decode_steps_per_visit`.
+      most_steps: plain decode steps between two host syncs; None for the engine's `decode_steps_per_sync`.
       start_full: the first state has all slots, and a cache for the longest prompt that waits, so that
         prompts are inserted into states of one batch bucket only. False makes it as large as needed.
       longest_first: starts prompts in the order of their expected length; None in the order of arrival.
@@ -455,7 +455,7 @@ class DecodeLoop:
         self.running_over_time.add(len(self.running))
         statistics.steps += result.steps
         statistics.rows += result.rows
-        statistics.visits += 1
+        statistics.host_syncs += 1
         if not np.isfinite(result.logprobs[slots]).all():
             raise PolicyError(
                 "policy: sampled a token with a log-probability that is not finite: what its weights compute"

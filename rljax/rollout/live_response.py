@@ -115,7 +115,7 @@ class LiveResponse:
         """Returns the ended response.
 
         Args:
-          with_mask: set `Completion.own`, as wherever tools can be called.
+          with_mask: set `Completion.sampled_mask`, as wherever tools can be called.
         """
         return Completion(
             response_ids=np.asarray(self.tokens, np.int32),
@@ -123,6 +123,6 @@ class LiveResponse:
             finish_reason=self.ending,
             drafted=self.drafted,
             accepted=self.accepted,
-            own=self.sampled if with_mask else None,
+            sampled_mask=self.sampled if with_mask else None,
             versions=tuple(self.versions),
         )

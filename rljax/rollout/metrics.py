@@ -41,7 +41,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.asarray([completion.own_tokens for completion in completions])
+    lengths = np.asarray([completion.sampled_tokens for completion in completions])
     means = mean_rewards(sampled)
     return {
         "reward/mean": means.pop("reward"),

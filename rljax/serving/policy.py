@@ -203,9 +203,9 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     rollout = config.rollout.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
-    visit = max(steps_per_sync, config.engine.decode_steps_per_visit)
+    steps = max(steps_per_sync, config.engine.decode_steps_per_sync)
     # Coupled: by the other rules tokens would depend on what was drafted, and so on who asked before.
-    engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_visit": visit})
+    engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_sync": steps})
     if options.slots is not None:
         engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
     if options.max_prompt_tokens is not None or options.max_tokens is not None:

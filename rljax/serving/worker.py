@@ -122,7 +122,7 @@ class EngineWorker:
       max_slots: jobs decoded at a time.
       speculator: decodes with drafts; None for plain decoding.
       max_waiting: jobs that may wait for a slot.
-      steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_visit`:
+      steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_sync`:
         the most tokens of a piece, and the time that a new request waits to join.
       learned_together: by prompt, how many responses drafters learn together, where it is not one. They keep
         a prompt's newest rollouts: single responses, each learned as one, would drive out what a run learned.

@@ -106,7 +106,7 @@ class SpeculativeDecoder:
           state: the decode state. Consumed.
           active: all slots that decode.
           until_active: plain steps end once no more than so many slots are active.
-          most_steps: plain steps at most; None for the engine's `decode_steps_per_visit`.
+          most_steps: plain steps at most; None for the engine's `decode_steps_per_sync`.
         """
         state, under_way = self.start(params, state, active)
         if under_way is None:
@@ -232,7 +232,7 @@ class SpeculativeDecoder:
         """
         may_verify, most = self._may_verify(state.batch), most_steps
         if most is None:
-            most = self.engine.decode_steps_per_visit
+            most = self.engine.decode_steps_per_sync
         # New requests: drafters are asked again soon.
         requests = set(active.requests.tolist())
         if not requests <= self._plain_requests:
@@ -255,7 +255,7 @@ class SpeculativeDecoder:
             self.decisions.add(record)
         self.draft_counts = {}
         self.drafters.advance(result)
-        self._patience = min(2 * self._patience, self.engine.decode_steps_per_visit)
+        self._patience = min(2 * self._patience, self.engine.decode_steps_per_sync)
         return state, result
 
     def _may_verify(self, batch: int) -> bool:

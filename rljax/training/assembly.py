@@ -137,7 +137,7 @@ def make_scheduler(
         sampling_params(config),
         _buckets(config, mesh, speculative=bool(drafters)),
         policy.eos_token_ids,
-        config.engine.decode_steps_per_visit,
+        config.engine.decode_steps_per_sync,
         pool,
         mesh,
         config.engine.verification,

@@ -175,8 +175,8 @@ class Learner:
         rollout_logprobs = np.zeros(mask.shape, np.float32)
         for logprobs, sampled, completion in zip(rollout_logprobs, mask, completions, strict=True):
             logprobs[: len(completion.logprobs)] = completion.logprobs
-            if completion.own is not None:
-                sampled[: len(completion.own)] = completion.own
+            if completion.sampled_mask is not None:
+                sampled[: len(completion.sampled_mask)] = completion.sampled_mask
 
         def gathered(name: str) -> np.ndarray:
             values = np.zeros(mask.shape, np.float32)

@@ -92,7 +92,7 @@ def pack_minibatch(
     prompts = [group.prompt_ids for group in groups for _ in group.completions]
     completions = completions_of(groups)
     sequences = [
-        TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.own)
+        TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.sampled_mask)
         for i, each in ((i, completions[i]) for i in members)
     ]
     packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)

@@ -174,7 +174,9 @@ def _demonstrations(
         pairs.append((prompt, response, sampled))
     weight = 1.0 / sum(len(response) if sampled is None else sum(sampled) for _, response, sampled in pairs)
     sequences = [
-        TrainingSequence(prompt, np.asarray(response), None, advantage=0.0, weight=weight, own=sampled)
+        TrainingSequence(
+            prompt, np.asarray(response), None, advantage=0.0, weight=weight, sampled_mask=sampled
+        )
         for prompt, response, sampled in pairs
     ]
     return sequences, index

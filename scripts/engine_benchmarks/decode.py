@@ -50,14 +50,14 @@ def decode(
     state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
     requests = [Assignment(i, i, request_key(0, i), new_tokens) for i in range(len(prompts))]
     state = engine.bulk_insert(prefix, state, requests)
-    visits, done = [], 0
+    chunks, done = [], 0
     while done < new_tokens:
         state, result = engine.generate(params, state)
         if not result.steps:
             raise RuntimeError(f"decoding stopped after {done} of {new_tokens} tokens")
-        visits.append(result.tokens[: len(prompts)])
+        chunks.append(result.tokens[: len(prompts)])
         done += result.steps
-    return np.concatenate(visits, axis=1)
+    return np.concatenate(chunks, axis=1)
 
 
 def reference_decode(

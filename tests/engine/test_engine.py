@@ -120,7 +120,7 @@ class World:
 def world_of(name, dtype="float32"):
     config, buckets = CONFIGS[name], Buckets((2, 6, 24), (64, LONGEST))
     numerics = exact_numerics(config, dtype, buckets)
-    engine = DecodeEngine(config, numerics, SAMPLING, buckets, [], decode_steps_per_visit=64)
+    engine = DecodeEngine(config, numerics, SAMPLING, buckets, [], decode_steps_per_sync=64)
     params = engine.load_params(lively_params(config))
     # Prompts beside and on the edges of blocks; responses across the 256 keys that attention sums at a time.
     asked = ask([3, 40, 63, 64, 100, 1], [300, 230, 5, 90, 37, 64])

@@ -68,7 +68,7 @@ def decoded(form):
     params, asked = lively_params(POLICY), ask([3, 17], [30, 20])
     outputs = []
     for slots in BUCKETS.batch:
-        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_visit=64)
+        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=64)
         outputs.append(decode(engine, engine.load_params(params), asked, order=[slots - 1, 0]))
     return outputs
 

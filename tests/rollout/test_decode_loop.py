@@ -21,7 +21,7 @@ SERVER = LoopPolicy(sync_at_every_ending=True, most_steps=3)
 
 
 def make_engine(sampling):
-    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_visit=8)
+    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_sync=8)
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(), PENALTIES], ids=["plain", "penalties"])

@@ -34,7 +34,7 @@ def requests():
 
 
 def make_engine(sampling):
-    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_visit=16)
+    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_sync=16)
 
 
 @pytest.fixture(scope="module")

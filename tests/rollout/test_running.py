@@ -18,10 +18,10 @@ def test_equal_counts_are_one_point():
     assert running.points() == [(2.0, 4), (4.0, 3), (4.5, 1)]
 
 
-@pytest.mark.parametrize("visits", [8, 9, 10, 1000, 1001])
-def test_however_many_visits_the_points_are_few_and_the_area_is_right(visits):
-    running, random = RunningRequests(most_points=8), np.random.default_rng(visits)
-    ends, counts = np.cumsum(random.random(visits)), random.permutation(visits)
+@pytest.mark.parametrize("host_syncs", [8, 9, 10, 1000, 1001])
+def test_however_many_host_syncs_the_points_are_few_and_the_area_is_right(host_syncs):
+    running, random = RunningRequests(most_points=8), np.random.default_rng(host_syncs)
+    ends, counts = np.cumsum(random.random(host_syncs)), random.permutation(host_syncs)
     for end, count in zip(ends, counts, strict=True):
         running._add(float(end), int(count))
     points = running.points()

@@ -20,7 +20,7 @@ BUCKETS = Buckets((2, 4, 8, 16), (64, 128))
 
 
 def make_engine(steps, eos=(EOS,), buckets=BUCKETS):
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, eos, decode_steps_per_visit=steps)
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, eos, decode_steps_per_sync=steps)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_same_bits_in_any_order_and_results_in_that_order(engine, params, reques
     assert_same(completions, [expected[i] for i in order])
 
 
-def test_same_bits_whatever_the_steps_per_visit(params, requests, expected):
+def test_same_bits_whatever_the_steps_per_sync(params, requests, expected):
     small = make_engine(3, buckets=Buckets((2, 4), (128,)))
     assert_same(Scheduler(small, 4).run(params, requests)[0], expected)
 
@@ -99,7 +99,7 @@ def test_each_prompt_is_prefilled_once(engine, params, requests):
 def test_progress_is_reported_up_to_the_end(engine, params, requests):
     seen = []
     _, statistics = Scheduler(engine, 4).run(params, requests, lambda *progress: seen.append(progress))
-    assert len(seen) == statistics.visits
+    assert len(seen) == statistics.host_syncs
     assert seen == sorted(seen)
     assert seen[-1] == (statistics.tokens, len(requests))
 
@@ -127,7 +127,7 @@ def spell(ids):
 
 @pytest.mark.parametrize("steps", [1, 4, 16])
 @pytest.mark.parametrize("strings", [("dd",), ("abc", "cab", "ba")], ids=str)
-def test_stop_strings_are_exact_whatever_the_steps_per_visit(
+def test_stop_strings_are_exact_whatever_the_steps_per_sync(
     engine, params, requests, expected, steps, strings
 ):
     chosen = engine if steps == 16 else make_engine(steps, buckets=Buckets((2,), (128,)))
@@ -164,7 +164,7 @@ def test_eos_comes_before_length(engine, params, requests, expected):
 def test_no_requests_cost_nothing(engine, params):
     completions, statistics = Scheduler(engine, 4).run(params, [])
     assert completions == []
-    assert statistics.steps == statistics.visits == statistics.prefilled_tokens == 0
+    assert statistics.steps == statistics.host_syncs == statistics.prefilled_tokens == 0
     assert statistics.occupancy == 0.0
 
 

@@ -42,7 +42,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def assert_as_expected(completions, expected):
     for completion, (tokens, logprobs, own, reason, _) in zip(completions, expected, strict=True):
         assert completion.response_ids.tolist() == tokens
         np.testing.assert_array_equal(completion.logprobs, np.asarray(logprobs, np.float32))
-        assert completion.own.tolist() == own and completion.own_tokens == sum(own)
+        assert completion.sampled_mask.tolist() == own and completion.sampled_tokens == sum(own)
         assert completion.finish_reason == reason
 
 
@@ -178,7 +178,7 @@ def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expect
     calls = sum(own[4] for own in expected)
     assert statistics.tool_calls == len(tool.texts) == calls == sequential.calls
     assert statistics.tool_errors == sequential.errors > 0
-    own = sum(completion.own_tokens for completion in completions)
+    own = sum(completion.sampled_tokens for completion in completions)
     assert statistics.tokens == own
     assert statistics.tool_tokens == sum(len(c.response_ids) for c in completions) - own > 0
 
@@ -238,10 +238,10 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_answers_with_an_error(engine
     release.set()
     assert statistics.tool_calls == statistics.tool_errors > 0
     said = encode("(error: no answer after 0.05 s)")
-    answered = [completion for completion in completions if not completion.own.all()]
+    answered = [completion for completion in completions if not completion.sampled_mask.all()]
     assert answered
     for completion in answered:
-        assert completion.response_ids[~completion.own].tolist() == said
+        assert completion.response_ids[~completion.sampled_mask].tolist() == said
 
 
 def test_stop_strings_are_looked_for_in_what_the_policy_writes(engine, params, requests):
@@ -266,8 +266,8 @@ def test_without_a_call_nothing_differs(engine, params, requests):
     )
     completions, same = Scheduler(engine, SLOTS, tools=use).run(params, requests)
     assert_same(completions, plain)
-    assert all(completion.own.all() for completion in completions)
-    assert all(completion.own is None for completion in plain)
+    assert all(completion.sampled_mask.all() for completion in completions)
+    assert all(completion.sampled_mask is None for completion in plain)
     assert (same.tokens, same.steps, same.rows) == (statistics.tokens, statistics.steps, statistics.rows)
 
 

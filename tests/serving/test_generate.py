@@ -179,8 +179,8 @@ def test_how_a_run_is_decoded(run):
         for steps in (1, 64)
     ]
     assert [engine.verification for engine in engines] == ["coupled"] * 2
-    assert [engine.decode_steps_per_visit for engine in engines] == [
-        saved.experiment.engine.decode_steps_per_visit,
+    assert [engine.decode_steps_per_sync for engine in engines] == [
+        saved.experiment.engine.decode_steps_per_sync,
         64,
     ]
 

@@ -390,7 +390,7 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     overrides += [
         "rollout.max_prompt_length=16",
         "engine.cache_buckets=[64]",
-        "engine.decode_steps_per_visit=4",
+        "engine.decode_steps_per_sync=4",
     ]
     few_programs = ["speculation.verify_buckets=[16]", *overrides, "speculation.drafter=small_model"]
     run = make_run(tmp_path, *few_programs, drafter=learned)

@@ -33,7 +33,7 @@ GREEDY_POOL = ExecutablePool()
 
 @pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=8)
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=8)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def params():
 @pytest.fixture(scope="module")
 def engine(params):
     buckets = Buckets((2, 4), (64, 128), (8, 16), 3)
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_visit=4)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_sync=4)
     engine.warm_up(params, MAX_SLOTS, 20, late_inserts=True)
     return engine
 

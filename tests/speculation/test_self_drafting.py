@@ -27,7 +27,7 @@ def params():
 @pytest.fixture(scope="module")
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
     engine.warm_up(params, SLOTS, prompt_length=64)
     Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations

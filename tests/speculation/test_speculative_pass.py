@@ -52,7 +52,7 @@ def params():
 @pytest.fixture(scope="module")
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_visit=16)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
     engine.warm_up(params, SLOTS, prompt_length=64)
     Speculator(engine, {"silent": Silent()}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations
@@ -294,7 +294,7 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     )
     assert_same(completions, expected)
     check_statistics(completions, statistics)
-    assert statistics.verified == statistics.steps == statistics.visits == len(trees)
+    assert statistics.verified == statistics.steps == statistics.host_syncs == len(trees)
     assert statistics.tokens == statistics.verified_slots + statistics.accepted
     assert statistics.drafted == sum(tree.valid.sum() for tree in trees)
     # All that was drafted came, but for the very last token of a response: it comes by itself.
@@ -335,7 +335,7 @@ def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
     assert [request.prompt_ids for request in drafter.requests] == [each.prompt_ids for each in requests]
     for mine, request in zip(drafter.requests, requests, strict=True):
         np.testing.assert_array_equal(mine.noise_key, request.noise_key)
-    assert len(heard) == statistics.visits
+    assert len(heard) == statistics.host_syncs
     assert np.sum(heard, axis=0).tolist() == [statistics.drafted, statistics.accepted]
 
 

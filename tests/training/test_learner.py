@@ -464,7 +464,9 @@ def test_ppo_passes_over_what_a_tool_answered(params, groups, monkeypatch):
     """
     own = np.asarray([True, True, False, False, True])
     completions = [
-        Completion(np.arange(5, dtype=np.int32), np.where(own, -1.0, 0.0).astype(np.float32), "eos", own=own)
+        Completion(
+            np.arange(5, dtype=np.int32), np.where(own, -1.0, 0.0).astype(np.float32), "eos", sampled_mask=own
+        )
         for _ in range(2)
     ]
     groups = [*groups[:2], dataclasses.replace(groups[2], completions=completions)]  # with rewards of 1/4

@@ -8,7 +8,7 @@
 Method names, arguments and results are those of `jetstream.engine.engine_api.Engine` in google/JetStream, so
 an orchestrator written for it can drive the engine; `adapter.py` is the same as a subclass of
 that abstract class. Inside rljax the wider calls of `DecodeEngine` are used: many prompts a prefill, many
-steps a visit, drafts.
+steps between two host syncs, drafts.
 
 JetStream hands the first token out with the prefill. The engine samples none there (see `DecodeEngine`), so
 the prompt takes its first decode step in a state of its own, and that state is what is inserted. Nothing is

@@ -24,7 +24,7 @@ IDS = [uuid.UUID(int=(1 << 70) + i) for i in range(3)]
 @pytest.fixture(scope="module")
 def engine():
     return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), Buckets((2, 4), (64, LONGEST)), (EOS,), decode_steps_per_visit=8
+        CONFIG, Numerics(), SamplingParams(), Buckets((2, 4), (64, LONGEST)), (EOS,), decode_steps_per_sync=8
     )
 
 
@@ -158,7 +158,7 @@ def test_a_response_that_its_first_token_ends(engine, params, slots):
 def test_penalties_count_the_first_token(params):
     sampling = SamplingParams(frequency_penalty=3.0)
     engine = DecodeEngine(
-        CONFIG, Numerics(), sampling, Buckets((4,), (LONGEST,)), (EOS,), decode_steps_per_visit=8
+        CONFIG, Numerics(), sampling, Buckets((4,), (LONGEST,)), (EOS,), decode_steps_per_sync=8
     )
     slots = SlotEngine(engine, slots=4, max_prompt_length=64, seed=7)
     prefix, first = slots.prefill(
