@@ -96,5 +96,5 @@ def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
 
 
 def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="own is of 3, not of 5 tokens"):
+    with pytest.raises(ValueError, match="sampled_mask has 3 entries for 5 response tokens"):
         batch_of([True, True, False])
