@@ -1,8 +1,8 @@
-"""Advantages of whole responses, and what scales them: how a response fared against a baseline.
+"""Advantages of whole responses over a baseline, and their normalization.
 
-Here the baseline is made of the response's siblings on the same prompt. GRPO: Shao et al., "DeepSeekMath",
-arXiv 2402.03300, section 4.1.2. DAPO (arXiv 2503.14476, Eq. 9) uses the same, RLOO the siblings without the
-response itself. Advantages of single tokens: `returns.py`; all together: `estimation.py`.
+The baseline is the mean reward of the group, the responses to the same prompt. GRPO: Shao et al.,
+"DeepSeekMath", arXiv 2402.03300, section 4.1.2. DAPO (arXiv 2503.14476, Eq. 9) uses the same, RLOO the group
+without the response itself. `returns.py` has advantages of single tokens; `estimation.py` combines both.
 """
 
 from typing import Literal
@@ -15,19 +15,19 @@ from jax.typing import ArrayLike
 def group_relative_advantages(
     rewards: ArrayLike, normalization: Literal["std", "none"] = "std", epsilon: float = 1e-6
 ) -> Array:
-    """Advantage of each response over the mean of its group; one for all tokens of a response.
+    """Returns the advantage of each response over the mean of its group, the same for all of its tokens.
 
         A[p, i] = (R[p, i] - mean_i R[p]) / (std_i R[p] + epsilon)      "std", GRPO
         A[p, i] =  R[p, i] - mean_i R[p]                                "none", Dr. GRPO (arXiv 2503.20783)
 
-    The papers do not say which standard deviation they mean; this is the sample one (divided by G - 1), as in
-    the public implementations of both. A group of equal rewards has advantages of exactly 0: rounding in its
-    mean would otherwise be divided by a standard deviation that is rounding too.
+    The papers do not define the standard deviation; this is the sample standard deviation (divided by G - 1),
+    as in the public implementations of both. A group of equal rewards has advantages of exactly 0; otherwise
+    a rounding error of the mean would be divided by a rounding error of the standard deviation.
 
     Args:
       rewards: [P, G], G responses to each of P prompts.
       normalization: "std" or "none".
-      epsilon: keeps nearly equal rewards from becoming huge advantages.
+      epsilon: bounds the advantages of groups whose rewards are nearly equal.
 
     Returns:
       float32 [P, G].
@@ -49,16 +49,16 @@ def group_relative_advantages(
 def leave_one_out_advantages(
     rewards: ArrayLike, normalization: Literal["std", "none"] = "none", epsilon: float = 1e-6
 ) -> Array:
-    """Advantage of each response over the mean of its siblings (RLOO).
+    """Returns the advantage of each response over the mean of the others in its group (RLOO).
 
         A[p, i] = R[p, i] - 1 / (G - 1) sum_{j != i} R[p, j] = G / (G - 1) (R[p, i] - mean_j R[p])
 
-    The baseline does not depend on the response that it is compared with, so the policy gradient stays
-    unbiased. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back
-    to Basics", arXiv 2402.14740, section 3.2.
+    The baseline does not depend on the response itself, so the policy gradient stays unbiased. Kool et al.,
+    "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics", arXiv
+    2402.14740, section 3.2.
 
-    Args and returns: see `group_relative_advantages`, whose advantages these are but for the factor. A group
-    of one has advantage 0.
+    Arguments and result are those of `group_relative_advantages`, from which these advantages differ by the
+    factor G / (G - 1). A group of one has advantage 0.
     """
     advantages = group_relative_advantages(rewards, normalization, epsilon)
     group = advantages.shape[1]
@@ -66,16 +66,17 @@ def leave_one_out_advantages(
 
 
 def whiten(advantages: Array, mask: Array, epsilon: float = 1e-6) -> Array:
-    """Advantages of the whole batch with mean 0 and standard deviation 1 over its tokens.
+    """Returns the advantages of a batch, normalized to mean 0 and standard deviation 1 over its tokens.
 
         A'[t] = (A[t] - mean A) / (std A + epsilon),    over all t of the mask
 
     REINFORCE++: Hu et al., arXiv 2501.03262 ("global advantage normalization"), and implementations of PPO.
-    One scale for the whole batch: a group whose rewards hardly differ is not blown up, as by its own standard
-    deviation. The standard deviation is the sample one. Advantages that are all equal become exactly 0.
+    One scale for the whole batch: unlike division by the group's standard deviation, it does not enlarge the
+    advantages of groups whose rewards hardly differ. The standard deviation is that of a sample. Advantages
+    that are all equal become exactly 0.
 
     Args:
-      advantages: float32 [N, L]; outside the mask anything.
+      advantages: float32 [N, L]; entries outside the mask are ignored.
       mask: bool [N, L], True at response tokens.
 
     Returns:

@@ -1,7 +1,7 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, section 3.2, Eq. 11): train only on groups that teach something.
+"""DAPO's dynamic sampling (arXiv 2503.14476, section 3.2, Eq. 11): trains only on groups with a gradient.
 
-A group whose responses all got the same reward has advantages of 0. Left in the batch it shrinks the
-gradient, more and more as prompts become easy; so such groups are dropped and fresh prompts are rolled out
+A group whose responses all got the same reward has advantages of 0. In the batch it would shrink the
+gradient, the more so as prompts become easy. So such groups are dropped, and more prompts are rolled out
 until the batch is full.
 """
 
@@ -17,13 +17,13 @@ Group = TypeVar("Group")
 
 
 class DynamicSamplingError(UserError):
-    """Too few prompts whose responses differ in reward; the message says what was seen instead."""
+    """Too few prompts whose responses differ in reward; the message has counts of the others."""
 
 
 def informative_groups(rewards: ArrayLike) -> np.ndarray:
     """Returns whether the rewards of each group differ: Eq. 11's 0 < #right < G, for any reward.
 
-    Use the task's rewards, before overlong shaping: a group that is all wrong stays uninformative however its
+    Use the task's rewards, before overlong shaping: a group that is all wrong stays uninformative even if its
     lengths differ.
 
     Args:
@@ -49,8 +49,7 @@ class DynamicSampler(Generic[Group]):
 
     Groups are kept in the order in which they are offered. Offer them in the order of their prompts: in order
     of completion, short responses would be preferred. Informative groups beyond the batch are discarded, as
-    DAPO does: carried into the next step they would have been sampled by an older policy, with noise of
-    another step.
+    DAPO does: in the next step their policy would be an older one, and their noise that of another step.
 
     Attributes:
       num_groups: groups in a batch.
@@ -74,7 +73,7 @@ class DynamicSampler(Generic[Group]):
 
     @property
     def full(self) -> bool:
-        """Whether `take` has a whole batch to give."""
+        """Whether `take` can return a whole batch."""
         return len(self._kept) == self.num_groups
 
     @property
@@ -86,11 +85,11 @@ class DynamicSampler(Generic[Group]):
         """Adds one round of rollouts.
 
         Args:
-          groups: P groups, whatever a group is to the caller.
+          groups: P groups, of any type.
           rewards: [P, G], the task's rewards.
 
         Returns:
-          How many were informative, discarded surplus included.
+          The number of informative groups, including those discarded beyond the batch.
 
         Raises:
           DynamicSamplingError: this was round `max_rounds`, and the batch is still not full.
@@ -113,7 +112,7 @@ class DynamicSampler(Generic[Group]):
         return int(informative.sum())
 
     def take(self) -> list[Group]:
-        """The batch of exactly `num_groups` groups; the sampler starts over."""
+        """Returns the batch of `num_groups` groups, and starts over."""
         if not self.full:
             raise RuntimeError(f"the batch has {len(self._kept)} of {self.num_groups} groups")
         batch = self._kept

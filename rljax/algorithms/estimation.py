@@ -1,7 +1,7 @@
-"""From rewards to the advantage of every token, as the settings of an algorithm say.
+"""The advantage of every token from rewards, by the settings of an algorithm.
 
-Arrays [N, L] are the step's responses, N = P * G in the order of the rewards, each from its first token on
-and padded to the right.
+Arrays [N, L] have one response of the step per row, N = P * G in the order of the rewards, from its first
+token on and padded to the right.
 """
 
 from typing import Literal, NamedTuple
@@ -14,13 +14,15 @@ from rljax.algorithms.advantages import group_relative_advantages, leave_one_out
 from rljax.algorithms.returns import generalized_advantages, token_rewards
 
 GROUP_BASELINES = {"group": group_relative_advantages, "leave_one_out": leave_one_out_advantages}
-"""Baselines made of the siblings of a response: (rewards [P, G], normalization) -> advantages [P, G]."""
+"""Baselines over the responses to one prompt: (rewards [P, G], normalization) -> advantages [P, G]."""
 
 
 class Estimate(NamedTuple):
-    """Attributes:
-    advantages: float32 [N, L], 0 outside the mask.
-    returns: float32 [N, L], what the critic's values should have been; None without a critic.
+    """Advantages, and targets of the critic.
+
+    Attributes:
+      advantages: float32 [N, L], 0 outside the mask.
+      returns: float32 [N, L], regression targets of the critic's values; None without a critic.
     """
 
     advantages: Array
@@ -37,20 +39,20 @@ def estimate_advantages(
     penalties: Array | None = None,
     values: Array | None = None,
 ) -> Estimate:
-    """The advantage of every token.
+    """Returns the advantage of every token.
 
     Baselines of a group compare whole responses. A penalty in the reward (the KL to a reference) is then
-    summed over the response first, as RLOO has it (arXiv 2402.14740, Eq. 1 and 5):
+    summed over the response first, as in RLOO (arXiv 2402.14740, Eq. 1 and 5):
 
         R'[i] = R[i] - sum_t penalty[i, t]
 
-    Without a baseline and with a critic it counts from its token on, as in REINFORCE++ (arXiv 2501.03262) and
-    PPO:
+    Without a baseline, or with a critic, the penalty counts from its token on, as in REINFORCE++ (arXiv
+    2501.03262) and PPO:
 
         A[i, t] = R[i] - sum_{u >= t} penalty[i, u]        "none", discount 1
         A[i, t] = GAE of the same rewards and V            "critic"
 
-    Normalization "std" divides by the group's standard deviation, "batch" whitens what came out over all
+    Normalization "std" divides by the group's standard deviation, "batch" whitens the advantages over all
     tokens: with "none" that is REINFORCE++, with "group" REINFORCE++-baseline.
 
     Args:
@@ -58,8 +60,8 @@ def estimate_advantages(
       mask: bool [N, L], True at tokens of the response.
       baseline, normalization: as above.
       discount, gae_lambda: parameters of "none" (discount only) and "critic".
-      penalties: float32 [N, L], taken from the reward at each token; None for none.
-      values: float32 [N, L], the critic's, before the update.
+      penalties: float32 [N, L], penalties to subtract from the reward at each token; None for none.
+      values: float32 [N, L], values of the critic before the update.
     """
     rewards = jnp.asarray(rewards).astype(jnp.float32)
     if rewards.ndim != 2 or rewards.size != mask.shape[0]:
@@ -70,17 +72,19 @@ def estimate_advantages(
     if baseline in GROUP_BASELINES:
         if penalties is not None:
             rewards -= jnp.sum(jnp.where(mask, penalties, 0.0), axis=1).reshape(rewards.shape)
-        of_groups = GROUP_BASELINES[baseline](rewards, "std" if normalization == "std" else "none")
-        advantages = jnp.where(mask, of_groups.reshape(-1, 1), 0.0)
+        group_advantages = GROUP_BASELINES[baseline](rewards, "std" if normalization == "std" else "none")
+        advantages = jnp.where(mask, group_advantages.reshape(-1, 1), 0.0)
     else:
         if normalization == "std":
-            raise ValueError(f'normalization: "std" is of a group, which baseline {baseline!r} has not')
-        of_tokens = token_rewards(rewards.reshape(-1), penalties, mask)
+            raise ValueError(
+                f'normalization: "std" needs the rewards of a group, which baseline {baseline!r} does not use'
+            )
+        rewards_per_token = token_rewards(rewards.reshape(-1), penalties, mask)
         if values is None:
-            nothing = jnp.zeros(mask.shape, jnp.float32)
-            advantages = generalized_advantages(of_tokens, nothing, mask, discount, 1.0)
+            zeros = jnp.zeros(mask.shape, jnp.float32)
+            advantages = generalized_advantages(rewards_per_token, zeros, mask, discount, 1.0)
         else:
-            advantages = generalized_advantages(of_tokens, values, mask, discount, gae_lambda)
+            advantages = generalized_advantages(rewards_per_token, values, mask, discount, gae_lambda)
             returns = advantages + jnp.where(mask, values, 0.0)
     if normalization == "batch":
         advantages = whiten(advantages, mask)

@@ -25,18 +25,18 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: Estimator) -> Array:
-    """Estimate of KL(policy || reference) at each sampled token.
+    """Returns an estimate of KL(policy || reference) at each sampled token.
 
     Weigh and sum it like the policy loss. Where a logprob may be infinite or NaN outside the mask, select
     before this call: a NaN gradient survives multiplication by 0.
 
     Args:
-      logprobs: float [...], of the sampled tokens under the policy.
-      reference_logprobs: float [...], of the same tokens under the reference.
+      logprobs: float [...], logprobs of the sampled tokens under the policy.
+      reference_logprobs: float [...], logprobs of the same tokens under the reference.
       estimator: "k1", "k2" or "k3".
 
     Returns:
-      [...], one estimate a token.
+      [...], one estimate per token.
     """
     if logprobs.shape != reference_logprobs.shape:
         raise ValueError(
@@ -48,5 +48,5 @@ def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: Estimator
     if estimator == "k2":
         return 0.5 * log_ratio**2
     if estimator == "k3":
-        return jnp.expm1(log_ratio) - log_ratio  # expm1: near 0 the exponential less 1 would be rounding only
+        return jnp.expm1(log_ratio) - log_ratio  # near 0, exp(x) - 1 would be a rounding error
     raise ValueError(f'estimator: {estimator!r}, expected "k1", "k2" or "k3"')

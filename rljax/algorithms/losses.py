@@ -1,4 +1,4 @@
-"""The clipped policy loss, by ratios of tokens or of responses, and the weights that average it over tokens.
+"""The clipped policy loss, with ratios per token or per response, and the weights of its average over tokens.
 
 PPO: Schulman et al., arXiv 1707.06347, Eq. 7. GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3.
 DAPO: Yu et al., arXiv 2503.14476, Eq. 8, 10 and 12. Dr. GRPO: Liu et al., arXiv 2503.20783. GSPO: Zheng et
@@ -25,16 +25,16 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 def aggregation_weights(
     response_lengths: ArrayLike, mode: Aggregation, max_length: int | None = None
 ) -> np.ndarray:
-    """The weight of one token of each response.
+    """Returns the weight of one token of each response.
 
         w[i] = 1 / sum_j |o_j|      "token_mean", DAPO Eq. 12: every token counts the same
         w[i] = 1 / (N |o_i|)        "sequence_mean", GRPO Eq. 3: every response counts the same
         w[i] = 1 / (N max_length)   "constant", Dr. GRPO: every token counts the same in every mini-batch
 
-    Over all tokens of the mini-batch the first two sum to 1, and the third to the mean length over the
-    largest: a response's gradient is then a sum over its tokens, and its scale does not depend on how long
-    it or the others happened to be. (Dr. GRPO, section 3.2, has no 1 / |o_i|; its implementation divides by
-    the generation budget, as here.)
+    Over all tokens of the mini-batch the weights of the first two sum to 1, those of the third to the mean
+    length over `max_length`: a response's gradient is then a sum over its tokens, and its scale does not
+    depend on its length or on that of the others. (Dr. GRPO, section 3.2, has no 1 / |o_i|; its
+    implementation divides by the generation budget, as here.)
 
     DAPO writes its mean over the tokens of one group, under an expectation over prompts; here, as in its
     public implementation, it is over all tokens of the mini-batch. GRPO's groups are equally large, so its
@@ -80,7 +80,7 @@ def policy_loss(
     clip_high: float,
     segment_ids: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """The clipped surrogate, to be minimised.
+    """Returns the clipped surrogate, to be minimised, and metrics.
 
         r[t] = pi(o_t) / pi_proximal(o_t)                                       per token, or with segment_ids
         r[t] = exp(mean over the response of t of log pi(o) / pi_proximal(o))   GSPO Eq. 7
@@ -88,23 +88,23 @@ def policy_loss(
 
     A token whose ratio has left the interval in the direction that its advantage rewards has a gradient of
     exactly 0. clip_high > clip_low is DAPO's clip-higher (Eq. 10): unlikely tokens may grow, so entropy does
-    not collapse. GSPO's ratio is the geometric mean of its tokens', whose logarithm is smaller by far: its
-    clip range is, too. With "sequence_mean" weights the sum over a response's tokens is GSPO's Eq. 5,
+    not collapse. GSPO's ratio is the geometric mean of its tokens' ratios. Its logarithm is far smaller, and
+    so is its clip range. With "sequence_mean" weights the sum over a response's tokens is GSPO's Eq. 5,
     gradient included. All arrays have one shape [...].
 
     Args:
-      logprobs: under the policy being trained; the only argument to differentiate.
-      proximal_logprobs: under the policy that this one must stay near: that of the rollout, or of the
-        training pass before the step's first update (`rollout_correction`).
+      logprobs: logprobs under the policy in training; the only argument to differentiate.
+      proximal_logprobs: logprobs under the policy that this one must stay near: that of the rollout, or of
+        the training pass before the step's first update (`rollout_correction`).
       advantages: advantage of the token's response, or of the token.
-      mask: bool, True at response tokens. Whatever else the arrays hold outside it, NaN too, has no effect.
-      weights: from `aggregation_weights`, laid out by token.
+      mask: bool, True at response tokens. Entries of the other arrays outside it have no effect, even NaN.
+      weights: token weights, from `aggregation_weights`.
       clip_low, clip_high: largest distances of the ratio from 1 to either side.
-      segment_ids: int32; given, arrays are [R, T], packed rows, and the ratio is that of a whole response: of
-        the tokens of the mask with one id in a row.
+      segment_ids: int32, for a ratio per response: arrays are then packed rows [R, T], and a response is the
+        masked tokens with one id in a row. None for a ratio per token.
 
     Returns:
-      The loss [], and metrics [] which are weighted sums as well, so that they add over micro-batches:
+      The loss [], and metrics [], which are weighted sums as well and add up over micro-batches:
         ratio_mean: mean of r, 1 when on-policy.
         clip_fraction_low, clip_fraction_high: share of tokens without gradient, below and above the interval.
         rollout_kl: KL(proximal || policy) from the rollout's samples, by (r - 1) - log r of tokens.
@@ -122,8 +122,8 @@ def policy_loss(
     if mask.dtype != jnp.bool_:
         raise ValueError(f"mask: {mask.dtype}, expected bool")
 
-    # Selected before the exponential: a NaN or an overflow at a masked position would survive multiplication
-    # by 0.
+    # Select before the exponential: a NaN or an overflow at a masked position would survive multiplication by
+    # 0.
     token_log_ratio = jnp.where(mask, logprobs - proximal_logprobs, 0.0)
     advantages = jnp.where(mask, advantages, 0.0)
     weights = jnp.where(mask, weights, 0.0)
@@ -136,7 +136,8 @@ def policy_loss(
     def weighted_sum(values: Array) -> Array:
         return jax.lax.stop_gradient(jnp.sum(weights * values))
 
-    possible = jnp.isfinite(token_log_ratio)  # else a filter excludes the token now, and this KL is infinite
+    # The KL of a token that a filter now excludes is infinite.
+    possible = jnp.isfinite(token_log_ratio)
     finite_log_ratio = jnp.where(possible, token_log_ratio, 0.0)
     metrics = {
         "ratio_mean": weighted_sum(ratio),

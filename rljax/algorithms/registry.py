@@ -1,6 +1,6 @@
-"""The algorithms by name: what each paper sets, as defaults of the config's section `algorithm`.
+"""The algorithms by name: the settings of each paper, as defaults of the config's section `algorithm`.
 
-An algorithm is a choice of interchangeable pieces, and a setting names the piece:
+An algorithm is a choice of interchangeable parts. Its settings, and the functions that read them:
 
     advantage_baseline, advantage_normalization, discount, gae_lambda    `estimation.estimate_advantages`
     ratio, clip_low, clip_high                                          `losses.policy_loss`
@@ -22,7 +22,7 @@ OVERLONG_SHARE = 5
 
 
 def overlong_buffer(max_response_length: int) -> int:
-    """DAPO's, in tokens."""
+    """Returns the length of DAPO's overlong buffer, in tokens."""
     return max(max_response_length, 0) // OVERLONG_SHARE
 
 
@@ -32,7 +32,7 @@ class Algorithm:
 
     Attributes:
       paper: its source.
-      settings: keys of the section `algorithm` that differ from GRPO's; of GRPO, all that have a preset.
+      settings: keys of the section `algorithm` that differ from GRPO's; GRPO has all keys with a preset.
     """
 
     paper: str

@@ -1,7 +1,7 @@
-"""Rewards and advantages of single tokens: where the reward of a response is spread over them.
+"""Rewards and advantages of single tokens, for estimators that spread the reward of a response over them.
 
-Arrays are [N, L]: a response a row from its first token on, padded to the right. `mask` says which tokens the
-policy sampled: as far as the response goes, less the answers of tools in it, which are passed over.
+Arrays are [N, L]: one response per row, from its first token on, padded to the right. `mask` is True for the
+tokens that the policy sampled: those of the response without the answers of tools, which are skipped.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 
 def token_rewards(rewards: Array, penalties: Array | None, mask: Array) -> Array:
-    """A reward for each token: the response's at its last, less the penalty of each.
+    """Returns a reward for each token: the response's reward at its last token, less the penalty of each.
 
         r[t] = 1[t is last] R - penalty[t]
 
@@ -20,7 +20,7 @@ def token_rewards(rewards: Array, penalties: Array | None, mask: Array) -> Array
     times its coefficient.
 
     Args:
-      rewards: float32 [N], of the responses.
+      rewards: float32 [N], rewards of the responses.
       penalties: float32 [N, L]; None for none.
       mask: bool [N, L].
 
@@ -39,18 +39,18 @@ def token_rewards(rewards: Array, penalties: Array | None, mask: Array) -> Array
 def generalized_advantages(
     rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float
 ) -> Array:
-    """Generalized advantage estimation, GAE(gamma, lambda).
+    """Returns generalized advantage estimates, GAE(gamma, lambda).
 
-        delta[t] = r[t] + gamma V[t + 1] - V[t],    V = 0 behind the last token
+        delta[t] = r[t] + gamma V[t + 1] - V[t],    V = 0 after the last token
         A[t] = delta[t] + gamma lambda A[t + 1]
 
     Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv
-    1506.02438, Eq. 11 and 16. lambda = 1 is the return less the value; with values of 0 it is the
-    (discounted) return itself, REINFORCE's.
+    1506.02438, Eq. 11 and 16. lambda = 1 gives the return less the value; with values of 0 the advantage is
+    the (discounted) return itself, as in REINFORCE.
 
     Args:
       rewards: float32 [N, L], from `token_rewards`.
-      values: float32 [N, L], of the state before each token.
+      values: float32 [N, L], value of the state before each token.
       mask: bool [N, L].
       discount: gamma.
       gae_lambda: lambda.
@@ -62,16 +62,16 @@ def generalized_advantages(
         raise ValueError(
             f"rewards {rewards.shape}, values {values.shape} and mask {mask.shape}: expected one [N, L]"
         )
-    rewards, values = (jnp.where(mask, each, 0.0) for each in (rewards, values))
+    rewards, values = (jnp.where(mask, array, 0.0) for array in (rewards, values))
 
     def step(
         carry: tuple[Array, Array], now: tuple[Array, Array, Array]
     ) -> tuple[tuple[Array, Array], Array]:
         later_advantage, later_value = carry
-        reward, value, own = now
+        reward, value, sampled = now
         delta = reward + discount * later_value - value
         advantage = delta + discount * gae_lambda * later_advantage
-        carry = (jnp.where(own, advantage, later_advantage), jnp.where(own, value, later_value))
+        carry = (jnp.where(sampled, advantage, later_advantage), jnp.where(sampled, value, later_value))
         return carry, advantage
 
     nothing = jnp.zeros(mask.shape[0], jnp.float32)
@@ -80,7 +80,7 @@ def generalized_advantages(
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
-    """Returns the share of the returns' variance that the values explain, []: 1 is all of it, 0 none."""
+    """Returns the share of the returns' variance that the values explain, [], at most 1."""
 
     def variance(x: Array) -> Array:
         count = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1.0)

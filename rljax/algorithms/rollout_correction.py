@@ -1,22 +1,22 @@
-"""Corrects for training and rollout probabilities that differ for the sampled tokens.
+"""Corrects for differences between training and rollout probabilities of the sampled tokens.
 
-Three policies meet in a step: mu, which sampled (the rollout's logprobs), pi_old, the same weights in the
-training pass, and pi, the weights being trained. In this codebase mu and pi_old are the same numbers on a
-CPU; on an accelerator they may differ, and rollouts from elsewhere certainly do. Without a correction, mu
-takes pi_old's place in the clipped ratio. With one, clipping and correcting are told apart (Hilton et al.,
-"Batch size-invariance for policy optimization", arXiv 2110.00641):
+A step involves three policies: mu, which sampled the tokens (the rollout's logprobs); pi_old, the same
+weights in the training pass; and pi, the weights in training. In this codebase mu and pi_old are the same
+numbers on a CPU; on an accelerator they may differ, and rollouts from elsewhere certainly do. Without a
+correction, mu takes the place of pi_old in the clipped ratio. With one, clipping and correction are separate
+(Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641):
 
     loss = -sum_t w[t] c[t] min(r[t] A[t], clip(r[t]) A[t]),    r = pi / pi_old,    c = f(pi_old / mu)
 
 - f(x) = min(x, cap), truncated importance sampling (Ionides, "Truncated Importance Sampling", 2008; Yao et
-  al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025): sampling from mu
-  instead of pi_old is made up for, and no token weighs more than the cap.
-- tokens, or whole responses, whose x leaves [low, high] are left out (masked importance sampling; Liu et al.,
-  "When Speed Kills Stability", 2025). Of a response x is the geometric mean over its tokens, so that one band
-  suits all lengths. What is left out does not count in the average over tokens either.
+  al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025): it corrects for
+  sampling from mu instead of pi_old, and no token weighs more than the cap.
+- Tokens, or whole responses, whose x leaves [low, high] are left out (masked importance sampling; Liu et al.,
+  "When Speed Kills Stability", 2025). The x of a response is the geometric mean over its tokens, so that one
+  band suits all lengths. Tokens that are left out do not count in the average over tokens either.
 
-c is not negative and has no gradient, so that c min(r A, clip(r) A) = min(r cA, clip(r) cA): the factor is
-one of the advantages, and the loss need not know of it.
+c is not negative and has no gradient, so c min(r A, clip(r) A) = min(r cA, clip(r) cA): the factor can be
+multiplied into the advantages, and the loss needs no argument for it.
 """
 
 from typing import Literal, NamedTuple
@@ -26,11 +26,13 @@ from jax import Array
 
 
 class Correction(NamedTuple):
-    """Attributes:
-    factors: float32 [N, L], of the advantages; 1 without a cap.
-    kept: bool [N, L], tokens that are learned from: those of the mask that nothing left out.
-    metrics: [] each, over the tokens of the mask: `ratio_mean`, `ratio_max`, `kl` (KL(mu || pi_old) by
-      (x - 1) - log x), `truncated` and `masked`, the shares of tokens that the cap and the mask concern.
+    """Factors and mask that correct for the rollout's probabilities.
+
+    Attributes:
+      factors: float32 [N, L], factors to multiply the advantages by; 1 without a cap.
+      kept: bool [N, L], tokens to learn from: those of the mask that were not left out.
+      metrics: scalars over the tokens of the mask: `ratio_mean`, `ratio_max`, `kl` (KL(mu || pi_old) by
+        (x - 1) - log x), `truncated` and `masked`, the shares of tokens that the cap and the mask affect.
     """
 
     factors: Array
@@ -47,12 +49,12 @@ def rollout_correction(
     low: float,
     high: float,
 ) -> Correction:
-    """See the module.
+    """Returns the correction described at the top of this module.
 
     Args:
-      old_logprobs: float32 [N, L], under the training pass, before the step's first update; -inf where a
-        sampling filter excludes the token there: ratio 0.
-      rollout_logprobs: float32 [N, L], under the distribution that the rollout sampled from.
+      old_logprobs: float32 [N, L], logprobs of the training pass before the step's first update; -inf, and so
+        a ratio of 0, where a sampling filter excludes the token there.
+      rollout_logprobs: float32 [N, L], logprobs under the distribution that the rollout sampled from.
       mask: bool [N, L], True at response tokens.
       cap: largest factor; None for factors of 1.
       left_out: tokens or responses to leave out where the ratio leaves the band.

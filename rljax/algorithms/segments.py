@@ -1,4 +1,4 @@
-"""Means over the responses of packed rows, where several lie behind each other (`training/packing.py`)."""
+"""Means over single responses of packed rows, which hold several responses (`rljax/learning/packing.py`)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ from jax import Array
 
 
 def segment_means(values: Array, mask: Array, segment_ids: Array) -> Array:
-    """The mean over the masked positions of each segment, at each of its masked positions.
+    """Returns the mean over the masked positions of each segment, at each of these positions.
 
     Args:
-      values: float32 [R, T]; outside the mask anything.
+      values: float32 [R, T]; entries outside the mask are ignored.
       mask: bool [R, T].
       segment_ids: int32 [R, T], 0 to T. Equal ids in different rows are different segments.
 
@@ -22,11 +22,11 @@ def segment_means(values: Array, mask: Array, segment_ids: Array) -> Array:
             " expected one shape [R, T]"
         )
 
-    def of_row(values: Array, mask: Array, ids: Array) -> Array:
-        def total(each: Array) -> Array:
-            return jax.ops.segment_sum(each, ids, num_segments=len(ids) + 1)[ids]
+    def row_means(values: Array, mask: Array, ids: Array) -> Array:
+        def total(entries: Array) -> Array:
+            return jax.ops.segment_sum(entries, ids, num_segments=len(ids) + 1)[ids]
 
         counts = total(mask.astype(jnp.float32))
         return jnp.where(mask, total(jnp.where(mask, values, 0.0)) / jnp.maximum(counts, 1.0), 0.0)
 
-    return jax.vmap(of_row)(values, mask, segment_ids)
+    return jax.vmap(row_means)(values, mask, segment_ids)

@@ -8,7 +8,7 @@ from jax import Array
 def value_loss(
     values: Array, old_values: Array, returns: Array, mask: Array, weights: Array, clip: float
 ) -> tuple[Array, dict[str, Array]]:
-    """Squared error of the values, of which an update may profit only near the old ones.
+    """Returns the squared error of the values, clipped so that updates gain only near the old values.
 
         V'[t] = clip(V[t], V_old[t] - clip, V_old[t] + clip)
         loss = 1/2 sum_t w[t] max((V[t] - return[t])^2, (V'[t] - return[t])^2)
@@ -17,9 +17,9 @@ def value_loss(
 
     Args:
       values: values of the critic in training; the only argument to differentiate.
-      old_values: values of the critic before the step, by which advantages were estimated.
+      old_values: values of the critic before the step, from which advantages were estimated.
       returns: old value plus advantage.
-      mask: bool, True at response tokens; outside it nothing has an effect.
+      mask: bool, True at response tokens; entries outside it have no effect.
       weights: from `aggregation_weights`, laid out by token.
       clip: largest distance of a value from its old one.
 
@@ -38,7 +38,7 @@ def value_loss(
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise ValueError(f"value_loss needs arrays of one shape, got {shapes}")
     values, old_values, returns, weights = (
-        jnp.where(mask, each, 0.0) for each in (values, old_values, returns, weights)
+        jnp.where(mask, entries, 0.0) for entries in (values, old_values, returns, weights)
     )
     clipped = old_values + jnp.clip(values - old_values, -clip, clip)
     error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2

@@ -162,7 +162,7 @@ def test_bad_arguments_are_named():
         whole("critic", "batch")
     with pytest.raises(ValueError, match="'group' with values"):
         whole("group", "std", values=jnp.zeros((4, 3)))
-    with pytest.raises(ValueError, match='"std" is of a group'):
+    with pytest.raises(ValueError, match='"std" needs the rewards of a group'):
         whole("none", "std")
     with pytest.raises(ValueError, match="expected one \\[N, L\\]"):
         generalized_advantages(jnp.zeros((2, 3)), jnp.zeros((2, 2)), jnp.ones((2, 3), bool), 1.0, 1.0)
