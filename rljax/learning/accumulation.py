@@ -1,7 +1,7 @@
-"""Updates of params by gradients that are added up over micro-batches: what policy and critic have in common.
+"""Updates of params by gradients summed over micro-batches, for policy, critic and EAGLE heads.
 
-A step function gives the gradients and metrics of one micro-batch. Every token carries its weight in the
-whole mini-batch, so sums over micro-batches are those of the mini-batch.
+A step function returns the gradients and metrics of one micro-batch. Every token has its weight in the whole
+mini-batch, so sums over micro-batches are those of the mini-batch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -30,9 +30,9 @@ class TrainState:
 
     Attributes:
       params: float32 weights.
-      optimizer_state: optax's.
+      optimizer_state: state of the Optax optimizer.
       updates: int32 [], updates so far.
-      critic: the state of the policy's critic, where the algorithm trains one.
+      critic: the state of the critic; None if the algorithm trains none.
     """
 
     params: Params
@@ -44,7 +44,7 @@ class TrainState:
 def apply_gradients(
     state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Array]:
-    """One update of the optimizer: the new state, and the norm of the gradients before clipping, []."""
+    """Applies one update; returns the new state, and the norm of the gradients before clipping, []."""
     changes, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
     params = optax.apply_updates(state.params, changes)
     norm = optax.tree.norm(gradients)
@@ -57,10 +57,10 @@ class Accumulation:
     Args:
       optimizer: from `make_optimizer`.
       pool: compiled programs.
-      key: names all that the programs depend on, beside what they are called with.
+      key: everything that the programs depend on, except their arguments.
       maxima: metrics that are combined by their maximum, at least 0; all others are added up.
       shardings: shardings of params on a mesh; None without one.
-      replicated: the sharding of what every device has whole; None without a mesh.
+      replicated: the sharding of replicated arrays; None without a mesh.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Accumulation:
         self._replicated = replicated
 
     def init(self, params: Params) -> TrainState:
-        """The state of the first update. `params` (any float dtype) are copied, and stay valid."""
+        """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
         dtype = str(jax.tree.leaves(params)[0].dtype)
         args = (params,)
         program = self._pool.get(("train_init", dtype, self._optimizer, *self._key), self._init, args)
         return program(*args)
 
     def compile(self, state: TrainState, inputs: tuple, step: Step, kind: tuple[Hashable, ...]) -> None:
-        """All that an `update` with such inputs will need; nothing runs."""
+        """Compiles every program that an `update` with such inputs needs, without running any."""
         args = (state.params, *inputs)
         sums = self._zeros(args, step, kind)
         self._gradient_program((*args, *sums), step, kind)
@@ -96,13 +96,13 @@ class Accumulation:
     def update(
         self, state: TrainState, micro_batches: Sequence[tuple], step: Step, kind: tuple[Hashable, ...]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One update. Consumes `state`.
+        """Runs one update. Consumes `state`.
 
         Args:
-          state: from `init` or an earlier update.
-          micro_batches: the inputs of each, the first of them arrays [R, T].
+          state: state from `init` or an earlier update.
+          micro_batches: inputs of every micro-batch; the first input has arrays [R, T].
           step: the step function.
-          kind: names it, and which of the inputs are there.
+          kind: key of the step function, and of the inputs that are not None.
 
         Returns:
           The new state; the metrics of the mini-batch on the host, with `gradient_norm` before clipping.
@@ -139,7 +139,7 @@ class Accumulation:
         return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
 
     def _zeros(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Sums:
-        """Returns zeros to add gradients and metrics of `step(*args)` to."""
+        """Returns zeros in the form of the result of `step(*args)`."""
         key = ("zeros", *kind, *self._key)
         if key not in self._pool:  # tracing for the shapes takes longer than an update
             shapes = jax.eval_shape(step, *args)
@@ -167,7 +167,7 @@ class Accumulation:
         state, norm = apply_gradients(state, total, self._optimizer)
         return self._constrain_state(state), constrain(norm, self._replicated)
 
-    # -- where things lie on the mesh ------------------------------------------------------------------------
+    # -- shardings on the mesh -------------------------------------------------------------------------------
 
     def _constrain_sums(self, sums: Sums) -> Sums:
         if self._shardings is None:
@@ -176,7 +176,7 @@ class Accumulation:
         return constrain(total, self._shardings), constrain(metrics, self._replicated)
 
     def _constrain_state(self, state: TrainState) -> TrainState:
-        """Optimizer moments lie where their weights do."""
+        """Shards optimizer moments as their weights."""
         if self._shardings is None:
             return state
         optimizer_state = optax.tree_map_params(

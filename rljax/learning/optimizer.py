@@ -17,12 +17,11 @@ def learning_rate_schedule(
     total_updates: int,
     section: str = "optimizer",
 ) -> optax.Schedule:
-    """The learning rate of update n = 0, 1, ...
+    """Returns the learning rate as a function of the update n = 0, 1, ...
 
-    Over the first `warmup_steps` updates it rises linearly to `learning_rate`, from a first step that is
-    small but not 0, since an update at rate 0 is wasted. It then stays ("constant"), or falls to 0 at
-    `total_updates` along a line ("linear") or half a cosine ("cosine"). Errors name keys of the config's
-    `section`.
+    Over the first `warmup_steps` updates the rate rises linearly to `learning_rate`. It begins above 0, since
+    an update at rate 0 is wasted. Then it stays constant ("constant"), or falls to 0 at `total_updates` along
+    a line ("linear") or half a cosine ("cosine"). Errors name keys of the config's `section`.
     """
     if schedule not in _FALL:
         raise ConfigError(
@@ -43,7 +42,7 @@ def learning_rate_schedule(
     return rate
 
 
-# The share of the rate that is left after a share of the updates behind warm-up.
+# The fraction of the rate that remains after a fraction of the updates after warm-up.
 _FALL = {
     "constant": jnp.ones_like,
     "linear": lambda progress: 1.0 - progress,
@@ -65,9 +64,9 @@ def make_optimizer(
     total_updates: int,
     section: str = "optimizer",
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a schedule.
+    """Returns clipping by global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a schedule.
 
-    Weight decay pulls on matrices only: norms and biases set scales that have no reason to be near 0.
+    Weight decay applies to matrices only: norms and biases set scales that have no reason to be near 0.
 
     Args:
       name: "adamw".
@@ -93,8 +92,7 @@ def make_optimizer(
     )
 
     def update(gradients, state, params=None):
-        # optax raises floats to integer powers; it must work where the rest of the program is checked more
-        # strictly.
+        # Optax raises floats to integer powers, which strict dtype promotion (in the tests) refuses.
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(gradients, state, params)
 

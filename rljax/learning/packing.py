@@ -1,12 +1,12 @@
 """Variable-length sequences packed into rows of one length, so that little of an update is spent on padding.
 
-Sequences (prompt and response) lie in a row as segments that do not attend to each other. Where they may
-start follows from how attention sums (`rljax/numerics/attention.py`): values are added in chunks of `chunk`
-keys counted from the row's start. The decoder's cache starts every sequence at 0, so a packed sequence meets
-the decoder's sums, and with them its logprobs bit for bit, only if its chunks end where the decoder's do:
+Sequences (prompt and response) are segments of a row that do not attend to each other. Attention restricts
+where they may start (`rljax/numerics/attention.py`): it adds values in chunks of `chunk` keys, counted from
+the start of the row. The decoder's cache starts every sequence at 0, so a packed sequence has the decoder's
+sums, and with them its logprobs bit for bit, only if its chunks end where the decoder's do:
 
-- a sequence not longer than `chunk` lies within one chunk (the other keys of the chunk add exact zeros);
-- a longer one starts at a chunk boundary; what is left of its last chunk may go to short ones.
+- a sequence of at most `chunk` tokens lies within one chunk (the other keys of the chunk add exact zeros);
+- a longer one starts at a chunk boundary; the rest of its last chunk may hold short ones.
 """
 
 import bisect
@@ -27,10 +27,10 @@ class Packing:
     """Positions of N sequences in packed rows.
 
     Attributes:
-      lengths: int64 [N].
-      row: int64 [N], from 0 to num_rows - 1.
-      start: int64 [N], the first position in the row.
-      num_rows: rows that hold something.
+      lengths: int64 [N], tokens of each sequence.
+      row: int64 [N], row of each sequence, from 0 to num_rows - 1.
+      start: int64 [N], first position of each sequence in its row.
+      num_rows: number of rows in use.
       pack_length: tokens in a row, T.
     """
 
@@ -41,15 +41,15 @@ class Packing:
     pack_length: int
 
     def microbatches(self, rows_per_microbatch: int, row_multiple: int = 1) -> list[range]:
-        """The rows of each micro-batch: as many whole ones as there are, then smaller ones for the rest.
+        """Returns the rows of each micro-batch: as many full ones as possible, then smaller ones.
 
         The sizes are `rows_per_microbatch` and its halves, so that few programs are compiled and hardly any
         row is empty: 10 rows by 4 are 4 + 4 + 2. Ranges may reach past `num_rows`, to empty rows.
 
         Args:
           rows_per_microbatch: the largest size.
-          row_multiple: every size is a multiple of it, and it divides rows_per_microbatch: the devices that
-            share the rows of a batch. rows_per_microbatch itself makes all micro-batches the same size.
+          row_multiple: divisor of every size and of rows_per_microbatch: the number of devices that share the
+            rows of a batch. With rows_per_microbatch itself all micro-batches have the same size.
         """
         if rows_per_microbatch % row_multiple:
             raise ValueError(
@@ -69,17 +69,17 @@ class Packing:
         return batches
 
     def padding_fraction(self, num_rows: int | None = None) -> float:
-        """Share of positions without a token.
+        """Returns the share of positions without a token.
 
         Args:
-          num_rows: counts this many rows, such as the stop of the last micro-batch; None only those in use.
+          num_rows: number of rows to count, such as the stop of the last micro-batch; None for those in use.
         """
         positions = (self.num_rows if num_rows is None else num_rows) * self.pack_length
         return 1.0 - int(self.lengths.sum()) / positions if positions else 0.0
 
 
 def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK) -> Packing:
-    """Best-fit-decreasing under the chunk rule of this module.
+    """Packs sequences by best-fit-decreasing, under the chunk rule of this module.
 
     Args:
       lengths: int [N], each at least 1.
@@ -100,9 +100,9 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK)
     row = np.zeros(lengths.shape, np.int64)
     start = np.zeros(lengths.shape, np.int64)
     num_rows = 0
-    # Free space as sorted (tokens, row, start): the first entry with enough tokens is the tightest fit.
-    # Longer sequences come first, and take whole chunks from the left of `tails`; when only short ones
-    # remain, the tails become `gaps`.
+    # Free space, sorted as (tokens, row, start): the first entry with enough tokens is the tightest fit.
+    # Sequences longer than a chunk are placed first, at the left end of `tails`. Then the tails are cut into
+    # `gaps` for short sequences.
     tails: list[tuple[int, int, int]] = []
     gaps: list[tuple[int, int, int]] = []
 
@@ -149,8 +149,8 @@ class TrainingSequence:
     Attributes:
       prompt_ids: int [at least 1].
       response_ids: int [L], the end-of-sequence token included if it was sampled.
-      rollout_logprobs: float [L], of the response under the distribution it was sampled from; None (zeros)
-        where it was not sampled, as in the warm start.
+      rollout_logprobs: float [L], logprobs of the response under the distribution it was sampled from; None
+        (zeros) if it was not sampled, as in the warm start.
       advantage: advantage of every token of the response.
       weight: weight of every token of the response in the loss (`aggregation_weights`).
       sampled_mask: bool [L], True for tokens of the response that the policy sampled; the others (a tool's
@@ -174,21 +174,20 @@ class TrainingSequence:
 class PackedBatch:
     """R packed rows of T tokens.
 
-    The logits at a position predict its target. The fields below `targets` belong to the prediction: they
-    stand at the position *before* the response token that they are about, and are 0 wherever no response
-    token is predicted.
+    The logits at a position predict its target. The fields below `targets` belong to the prediction: they are
+    stored at the position *before* their response token, and are 0 where no response token is predicted.
 
     Attributes:
       tokens: int32 [R, T].
-      positions: int32 [R, T], from 0 in every segment.
-      segment_ids: int32 [R, T], from 1 in every row; 0 is padding.
+      positions: int32 [R, T], positions from 0 in every segment.
+      segment_ids: int32 [R, T], ids from 1 in every row; 0 is padding.
       targets: int32 [R, T], the next token of the segment; 0 at its last position.
-      response_mask: bool [R, T], the target is a response token that the policy sampled.
+      response_mask: bool [R, T], True where the target is a response token that the policy sampled.
       rollout_logprobs: float32 [R, T].
       advantages: float32 [R, T].
       weights: float32 [R, T].
-      old_logprobs: float32 [R, T], of the targets under the training pass before the step's first update;
-        None where the rollout's serve for them (`rljax/algorithms/rollout_correction.py`).
+      old_logprobs: float32 [R, T], logprobs of the targets under the training pass before the step's first
+        update; None where the rollout's logprobs are used instead (`rljax/algorithms/rollout_correction.py`).
     """
 
     tokens: jax.Array | np.ndarray
@@ -220,7 +219,7 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
         from `packing.num_rows` on are empty.
     """
     if len(sequences) != len(packing.lengths):
-        raise ValueError(f"{len(sequences)} sequences, but the packing is of {len(packing.lengths)}")
+        raise ValueError(f"{len(sequences)} sequences, but the packing has {len(packing.lengths)}")
     shape = (len(rows), packing.pack_length)
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids", "targets")}
     floats = {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "weights")}
@@ -262,7 +261,8 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
         if sequence.sampled_mask is not None:
             if len(sequence.sampled_mask) != num_response:
                 raise ValueError(
-                    f"sequence {i}: sampled_mask has {len(sequence.sampled_mask)} entries for {num_response} response tokens"
+                    f"sequence {i}: sampled_mask has {len(sequence.sampled_mask)} entries"
+                    f" for {num_response} response tokens"
                 )
             response_mask[predicting] = sequence.sampled_mask
             for values in floats.values():
