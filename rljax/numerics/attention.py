@@ -1,8 +1,8 @@
 """The arithmetic of softmax attention, shared by everything that attends.
 
-Scores, softmax and weighted values are computed by the same three steps wherever a query stands (a packed
-training row in `packed_attention.py`, a KV cache in `rljax/engine/kv_cache.py`): float32 scores; the exact
-maximum; exponentials summed, and values weighted, chunk of keys after chunk of keys.
+Attention takes the same three steps in packed training rows (`rljax/models/packed_attention.py`) and in a KV
+cache (`rljax/engine/kv_cache.py`): float32 scores; their exact maximum; sums of exponentials and of weighted
+values, one chunk of keys after another.
 """
 
 import functools
@@ -14,23 +14,25 @@ from jax import Array, lax
 from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_sum
 
 MASKED = -1e30
-"""The score of a key that must not be seen: finite, so that a row with nothing to attend to yields zeros
-instead of NaN.
+"""The score of a masked key: finite, so that a row with no visible key yields zeros instead of NaN.
 """
 KEY_BLOCK = 64
-"""Positions of a block of cached keys, see `block_scores`."""
+"""Positions in a block of cached keys; see `block_scores`."""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
 def softmax_terms(scores: Array, top: Array) -> Array:
-    """exp(score - top), exactly 0 for masked scores (below MASKED / 2). Scores float32 [..., S], their row's
-    largest [..., 1].
+    """Returns exp(score - top), exactly 0 for masked scores (below MASKED / 2).
+
+    Args:
+      scores: float32 [..., S].
+      top: float32 [..., 1], the largest score of each row.
     """
     return jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top), 0.0)
 
 
 def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
-    """Sum of softmax terms, and of values weighted by them, over one chunk of keys.
+    """Returns the sum of softmax terms, and of values weighted by them, over one chunk of keys.
 
     Args:
       terms: float32 [..., R, C].
@@ -48,28 +50,28 @@ def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array,
 
 
 def weigh_cached_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
-    """Like `weigh_chunk`, but a value that is not finite does not reach rows in which its term is 0.
+    """As `weigh_chunk`, but a value that is not finite does not affect rows in which its term is 0.
 
-    Terms of 0 belong to masked positions of a cache and to nodes of other branches, and 0 times NaN is NaN.
-    Zeroing such values before the product would copy the cache at every step. So, on a CPU, only a result
-    that holds NaN is computed again, from finite values; it is NaN where a term other than 0 met one that is
-    not finite.
+    Terms are 0 for masked positions of a cache and for nodes of other branches, and 0 times NaN is NaN.
+    Replacing such values by 0 before the product would copy the cache at every step. So, on a CPU, a result
+    that contains NaN is computed again from finite values; it is then NaN only where a term other than 0
+    multiplies a value that is not finite.
     """
     sums, weighted = weigh_chunk(terms, values, numerics)
     if jax.default_backend() != "cpu":  # A GPU's host would wait for the condition.
         return sums, weighted
 
-    def again() -> Array:
+    def recomputed() -> Array:
         finite = jnp.isfinite(values)
         clean = weigh_chunk(terms, jnp.where(finite, values, 0.0), numerics)[1]
-        met = (terms != 0).astype(jnp.float32), (~finite).astype(jnp.float32)
-        return jnp.where(weigh_chunk(*met, numerics)[1] > 0, jnp.nan, clean)
+        affected = (terms != 0).astype(jnp.float32), (~finite).astype(jnp.float32)
+        return jnp.where(weigh_chunk(*affected, numerics)[1] > 0, jnp.nan, clean)
 
-    return sums, lax.cond(jnp.isnan(weighted).any(), again, lambda: weighted)
+    return sums, lax.cond(jnp.isnan(weighted).any(), recomputed, lambda: weighted)
 
 
 def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
-    """Softmax-weighted mean of values, chunk after chunk of keys.
+    """Returns the softmax-weighted mean of values, summed one chunk of keys after another.
 
     Args:
       terms: unnormalised weights, float32 [B, Hk, R, S] (R rows: queries times query heads per key head).
@@ -80,7 +82,7 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
     """
     batch, heads, rows, length = terms.shape
     values = values.astype(jnp.float32)
-    # Without the need for a fixed order one chunk is the fastest.
+    # If the order of summation may vary, one chunk is the fastest.
     chunk = min(KEY_CHUNK, length) if numerics.row_invariant else length
     num_chunks = -(-length // chunk)
     if num_chunks * chunk != length:
@@ -90,19 +92,18 @@ def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
     chunked_terms = terms.reshape(batch, heads, rows, num_chunks, chunk).swapaxes(2, 3)
     chunked_values = values.reshape(batch, heads, num_chunks, chunk, values.shape[-1])
     sums, weighted = weigh_cached_chunk(chunked_terms, chunked_values, numerics)
-    # One chunk after the other: chunks without a key of ours add exact zeros, so it does not matter how many
-    # there are.
+    # Chunks are added in order. Those without a visible key add exact zeros, so their number has no effect.
     sums = functools.reduce(jnp.add, [sums[:, :, c] for c in range(num_chunks)])
     weighted = functools.reduce(jnp.add, [weighted[:, :, c] for c in range(num_chunks)])
     return weighted / jnp.where(sums == 0, 1.0, sums)
 
 
 def scale_queries(q: Array) -> Array:
-    """Queries [..., D] times D^-0.5, in float32.
+    """Returns queries [..., D] times D^-0.5, in float32.
 
-    Queries in bfloat16 were rounded to it. Where enough slots decode, a CPU's compiler hands that rounding to
-    a library together with the sum of the scores, and the library leaves it out: so it is written once more
-    as an operation that no library takes.
+    Queries in bfloat16 were rounded to it. With enough slots, the compiler for CPUs passes that rounding to a
+    library together with the sum of the scores, and the library omits it. So the rounding is repeated as an
+    operation that is never passed to a library.
     """
     exact = q.astype(jnp.float32)
     if q.dtype != jnp.float32:
@@ -112,11 +113,12 @@ def scale_queries(q: Array) -> Array:
 
 
 def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
-    """Scores of scaled queries against blocked keys.
+    """Returns the scores of scaled queries against blocked keys.
 
-    Written as multiply and sum over the head dimension, which the compiler turns into multiply-adds along it
-    with the positions in the vector lanes: at memory bandwidth, and in the order in which a matrix product
-    adds, so the bits are those of `PackedAttention` (from two rows up: a lone row is doubled).
+    The scores are written as a multiplication and a sum over the head dimension. The compiler turns these
+    into multiply-adds with the positions in the vector lanes, which run at memory bandwidth and add in the
+    order of a matrix product. So the bits are those of `PackedAttention` (for at least two rows: a single row
+    is doubled).
 
     Args:
       queries: float32 [B, Hk, R, D].

@@ -14,8 +14,9 @@ class Refused(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """The backend of every operation: a name of `IMPLEMENTATIONS`, several in the order in which they are
-    tried, or None for the default of device and policy, the same for every number of rows (`tuned`).
+    """The backend of every operation: a name from `rljax.kernels.switch.IMPLEMENTATIONS`, several names in
+    the order to try them, or None for the default for device and policy, which is the same for every number
+    of rows (`rljax/kernels/tuned.py`).
     """
 
     noisy_argmax: Implementation = None
@@ -26,7 +27,7 @@ class KernelChoice:
     compaction: Implementation = None
 
     def on_mesh(self) -> "KernelChoice":
-        """The choice where an operation's arrays are spread over devices: what is left open is `xla`.
+        """Returns the choice for arrays that are sharded over devices: `xla`, also in place of None.
 
         Raises:
           Refused: a kernel was named.
@@ -38,7 +39,7 @@ class KernelChoice:
 
 
 def require_xla(op: str, implementation: Implementation, why: str) -> None:
-    """Raises `Refused` with the reason if only kernels were named where plain JAX alone can compute."""
+    """Raises `Refused` with the reason if kernels were named but not `xla`, where only plain JAX works."""
     if implementation is not None and "xla" not in backend_names(implementation):
         raise Refused(f"kernels.{op}: {implementation} {why}; set xla or null")
 

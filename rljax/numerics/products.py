@@ -1,10 +1,10 @@
-"""Forms of a matrix product: the one to use is that whose bits do not depend on the number of rows.
+"""Forms of a matrix product, to choose one whose bits do not depend on the number of rows.
 
-Libraries choose a kernel, and with it an order of summation, by the number of rows. A lone row is multiplied
-as a vector on every processor seen so far. In bfloat16, an Intel processor with AMX computes one or two rows,
-and one or two rows beyond a multiple of 16, by another kernel than the rest (`docs/row-invariance.md`). Rows
-of zeros, added up to a multiple of a few rows, avoid those kernels. Which form is exact is measured where the
-program runs (`rljax/engine/invariance.py`).
+Libraries choose a kernel, and with it an order of summation, by the number of rows. A single row is
+multiplied as a vector on every processor measured so far. In bfloat16, an Intel processor with AMX computes
+one or two rows, and one or two rows beyond a multiple of 16, by another kernel than the rest
+(`docs/row-invariance.md`). Rows of zeros, added up to a multiple of a few rows, avoid those kernels. Which
+form is exact is measured on the machine that runs the program (`rljax/engine/invariance.py`).
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class ProductForm:
     """Form in which a product of activations [rows, in] with weights [out, in] is computed.
 
     Attributes:
-      smallest: the fewest rows that are multiplied; fewer get rows of zeros beside them.
-      multiple: rows are padded with zeros to a multiple of this.
-      float32: multiply in float32 where the compute dtype is bfloat16: slower, more widely exact.
+      smallest: the smallest number of rows to multiply; fewer are padded with rows of zeros.
+      multiple: number of rows to pad to a multiple of, with zeros.
+      float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
     """
 
     smallest: int = 2
@@ -29,7 +29,7 @@ class ProductForm:
     float32: bool = False
 
     def padded(self, rows: int) -> int:
-        """The number of rows that is multiplied for `rows` rows."""
+        """Returns the number of rows to multiply for `rows` rows."""
         return -(-max(rows, self.smallest) // self.multiple) * self.multiple
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class ProductForm:
 
 
 def forms(compute_dtype: str) -> tuple[ProductForm, ...]:
-    """The forms of a product, the cheapest first."""
+    """Returns the forms of a product, the cheapest first."""
     padded = (ProductForm(2, 1), ProductForm(4, 4), ProductForm(16, 16), ProductForm(64, 64))
     if compute_dtype == "float32":
         return padded
@@ -48,26 +48,29 @@ def forms(compute_dtype: str) -> tuple[ProductForm, ...]:
 
 
 def unmeasured_form(compute_dtype: str) -> ProductForm:
-    """The form where nothing was measured: it held on every processor in `docs/row-invariance.md`."""
+    """Returns the form to use without a measurement: exact on all processors in `docs/row-invariance.md`."""
     return forms(compute_dtype)[0 if compute_dtype == "float32" else 1]
 
 
 def dot(rows: Array, weight: Array) -> Array:
-    """Rows [R, in] times weight [out, in]: float32 [R, out]. Every product of a policy goes through here."""
+    """Multiplies rows [R, in] by weight [out, in]: float32 [R, out]. All products of a policy use it."""
     return lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def rounded_dot(rows: Array, weight: Array) -> Array:
-    """`dot` for a result that is rounded to the type of `rows` next: float32 [R, out], the bits of `dot`.
+    """As `dot`, with the same bits, but for a result that is rounded to the type of `rows` next.
 
-    Then the cotangent has no more digits than `rows`, and both products of the backward pass are computed in
-    the type of `rows`, with sums in float32. Autodiff of `dot` would compute them in float32, since that is
-    the type of the result: on a processor with AMX at a fifth of the speed of bfloat16.
+    The cotangent then has no more digits than `rows`, and both products of the backward pass are computed in
+    the type of `rows`, with sums in float32. Autodiff of `dot` would compute them in float32, the type of the
+    result, which on a processor with AMX has a fifth of the speed of bfloat16.
 
     Args:
       rows: bfloat16 [R, in].
-      weight: [out, in], any float dtype; cast to that of `rows`. Its gradient has its own dtype.
+      weight: [out, in], any float dtype; cast to that of `rows`. The gradient has the dtype of the weight.
+
+    Returns:
+      float32 [R, out].
     """
     return dot(rows, weight.astype(rows.dtype))
 
@@ -91,26 +94,26 @@ rounded_dot.defvjp(_rounded_dot_forward, _rounded_dot_backward)
 
 
 def _sum_of_outer_products(a: Array, b: Array) -> Array:
-    """a [R, out] and b [R, in] contracted over their rows: float32 [out, in].
+    """Returns a [R, out] and b [R, in] contracted over their rows: float32 [out, in].
 
-    A CPU has no fast bfloat16 kernel for a contraction of the first axes. Of a contraction of two axes the
-    compiler transposes both factors first, and then has one: 3 to 6 times faster with AMX
+    CPUs have no fast bfloat16 kernel for a contraction of the first axes. For a contraction of two axes the
+    compiler transposes both factors first, and then a fast kernel applies: 3 to 6 times faster with AMX
     (`scripts/bench_engine.py --only price`, the updates).
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    a, b = (jnp.pad(each, ((0, each.shape[0] % 2), (0, 0))) for each in (a, b))
-    a, b = (each.reshape(2, -1, each.shape[1]) for each in (a, b))
+    a, b = (jnp.pad(factor, ((0, factor.shape[0] % 2), (0, 0))) for factor in (a, b))
+    a, b = (factor.reshape(2, -1, factor.shape[1]) for factor in (a, b))
     return lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = False) -> Array:
-    """`dot` in a given form; float32 [R, out].
+    """Computes `dot` in a given form; float32 [R, out].
 
     Args:
       rows: [R, in].
       weight: [out, in], any float dtype; cast to that of `rows`.
-      form: the form.
+      form: form of the product.
       rounded: whether the result is rounded to the type of `rows` next; see `rounded_dot`.
     """
     count, rounded = rows.shape[0], rounded and not form.float32
@@ -121,7 +124,7 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
 
 
 def chosen_dot(rows: Array, weight: Array, rounded: bool) -> Array:
-    """`rounded_dot` where that is another product, otherwise `dot`. Arguments as in `padded_dot`."""
+    """Computes `rounded_dot` if it differs from `dot`, otherwise `dot`. Arguments as in `padded_dot`."""
     if rounded and rows.dtype == jnp.bfloat16:
         return rounded_dot(rows, weight)
     return dot(rows, weight.astype(rows.dtype))
