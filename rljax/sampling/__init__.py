@@ -1,1 +1,1 @@
-"""The sampling distribution and the noise field: which token a row of logits becomes."""
+"""The sampling distribution and the noise field, which choose a token from a row of logits."""

@@ -1,8 +1,8 @@
-"""The sampling distribution: one logits transform, one choice under the noise, one log-probability.
+"""The sampling distribution: the logits transform, the choice under the noise, and log-probabilities.
 
-`penalized_logits` applies the penalties, then `transform_logits` temperature, top-k, top-p and min-p, in that
-order, and nothing else does: sampling, verification, drafting and the trainer's log-probabilities all call
-them, or the parts `scaled_logits` and `kept_from`, so they cannot disagree about the distribution.
+`penalized_logits` applies the penalties, then `transform_logits` applies temperature, top-k, top-p and min-p,
+in that order. Sampling, verification, drafting and the trainer's log-probabilities all call these functions,
+or their parts `scaled_logits` and `kept_from`, so they use the same distribution.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ class SamplingParams:
       top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 2020); 1 keeps
         all.
       min_p: drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0 keeps all.
-      repetition_penalty: positive logits of tokens that the response has are divided by it, negative ones
-        multiplied (CTRL, Keskar et al., 2019, section 4.1); 1 is off.
-      frequency_penalty: subtracted from a token's logit for each time that the response has it; 0 is off.
-      presence_penalty: subtracted if the response has the token at all; 0 is off.
+      repetition_penalty: divides positive logits of tokens that the response contains, and multiplies
+        negative ones (CTRL, Keskar et al., 2019, section 4.1); 1 is off.
+      frequency_penalty: subtracted from a token's logit once per occurrence in the response; 0 is off.
+      presence_penalty: subtracted once if the token occurs in the response; 0 is off.
     """
 
     temperature: float = 1.0
@@ -55,27 +55,27 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits depend on what the response already has."""
+        """Whether logits depend on the response so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     def filters(self, vocab_size: int) -> bool:
-        """Whether anything of a vocabulary of this size may be left out."""
+        """Returns whether top-k, top-p or min-p may exclude tokens of a vocabulary of this size."""
         return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def _running_sum(x: Array) -> Array:
-    """Inclusive running sum over the last axis, by elementwise additions only (so that rows do not disturb
-    each other).
+    """Returns the inclusive running sum over the last axis, by elementwise additions only, so that a row does
+    not depend on the others.
     """
     return lax.associative_scan(jnp.add, x, axis=-1)
 
 
 def penalized_logits(logits: Array, counts: Array | None, params: SamplingParams) -> Array:
-    """Logits [..., V] under the penalties: repetition, then frequency and presence.
+    """Applies the penalties to logits [..., V]: repetition, then frequency and presence.
 
     Args:
-      counts: int32 [..., V], how often each token stands in the response so far; the prompt does not count.
-        None where nothing is penalized.
+      counts: int32 [..., V], occurrences of each token in the response so far, without the prompt. None if
+        nothing is penalized.
 
     The frequency penalty is rounded to 8 significant bits. Its product with a count is then exact, and the
     logits have the same bits whether a compiler fuses it with the subtraction or not.
@@ -98,18 +98,18 @@ def penalized_logits(logits: Array, counts: Array | None, params: SamplingParams
 
 @struct.dataclass
 class Responses:
-    """Sampled targets of packed rows, by response.
+    """Sampled targets of packed rows, with the response of each.
 
     Attributes:
       segment_ids: int32 [R, T].
-      mask: bool [R, T], the target is a sampled token.
+      mask: bool [R, T], True where the target is a sampled token.
     """
 
     segment_ids: Array
     mask: Array
 
     def counts(self, targets: Array, columns: Array, vocab_size: int) -> Array:
-        """Counts for `penalized_logits` at some columns: int32 [R, C, V].
+        """Returns counts for `penalized_logits` at some columns: int32 [R, C, V].
 
         Args:
           targets: int32 [R, T].
@@ -124,8 +124,8 @@ class Responses:
 
 
 def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) -> Array:
-    """Temperature, then top-k, top-p, min-p: float32 logits [..., V] -> [..., V], -inf where a token cannot
-    be sampled.
+    """Applies temperature, then top-k, top-p and min-p to float32 logits [..., V]: [..., V], -inf where a
+    token cannot be sampled.
     """
     if params.greedy:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -138,13 +138,13 @@ def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) 
 
 
 def scaled_logits(logits: Array, params: SamplingParams) -> Array:
-    """Logits over the temperature, which is not 0."""
+    """Divides logits by the temperature, which must not be 0."""
     return logits if params.temperature == 1.0 else logits * (1.0 / params.temperature)
 
 
 def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Array:
-    """What top-k, top-p and min-p, in that order, leave of scaled logits [..., V]: those of at least this,
-    float32 [..., 1]. No gradient.
+    """Returns the smallest scaled logit [..., V] that top-k, top-p and min-p keep, applied in that order:
+    float32 [..., 1], without a gradient.
     """
     scaled = left = lax.stop_gradient(scaled)
     lowest = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
@@ -160,24 +160,24 @@ def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Arra
     if params.min_p > 0.0:
         likely = scaled - jnp.max(scaled, axis=-1, keepdims=True) >= jnp.log(params.min_p)
         least = jnp.min(jnp.where(likely, scaled, jnp.inf), axis=-1, keepdims=True)
-        # No logit is at least NaN: nothing is kept beside an infinite one.
+        # Beside an infinite logit nothing is kept: no logit is at least NaN.
         lowest = jnp.maximum(lowest, jnp.where(jnp.isinf(least), jnp.nan, least))
     return lowest
 
 
 def token_logprobs(transformed: Array, tokens: Array, numerics: Numerics) -> Array:
-    """Log-probabilities of tokens [...] under transformed logits [..., V]: float32 [...]."""
+    """Returns log-probabilities of tokens [...] under transformed logits [..., V]: float32 [...]."""
     chosen = jnp.take_along_axis(transformed, tokens[..., None], axis=-1)
     return (chosen - log_normalizer(transformed, numerics))[..., 0]
 
 
 def entropy(transformed: Array, numerics: Numerics, differentiable: bool = False) -> Array:
-    """Entropy of transformed logits [..., V]: float32 [...]. Without a gradient, unless it is asked for.
+    """Returns the entropy of transformed logits [..., V], float32 [...]; no gradient unless `differentiable`.
 
         H = log sum_v e^x[v] - sum_v x[v] e^x[v] / sum_v e^x[v]
 
-    The exponentials are those of the log-softmax beside it, and both sums are products, so the entropy costs
-    next to nothing.
+    The exponentials are shared with the log-softmax, and both sums are products, so the entropy costs next to
+    nothing.
     """
     if not differentiable:
         transformed = lax.stop_gradient(transformed)
@@ -191,10 +191,11 @@ def entropy(transformed: Array, numerics: Numerics, differentiable: bool = False
 
 
 def first_maximum(x: Array) -> Array:
-    """argmax over the last axis of [..., V], int32 [...]: the first of equals; the last index if one is NaN.
+    """Returns the argmax over the last axis of [..., V], int32 [...]: the first of equals; the last index if
+    an entry is NaN.
 
-    In two passes. The one pass of `jnp.argmax` takes the noise into its fusion, and a CPU then computes all
-    of it on a single core.
+    It takes two passes. The single pass of `jnp.argmax` would be fused with the noise, which a CPU would then
+    compute on a single core.
     """
     indices = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     return jnp.min(jnp.where(x == row_max(x), indices, x.shape[-1] - 1), axis=-1)

@@ -1,14 +1,14 @@
 """The noise field: Gumbel noise as a pure function of (run seed, request, position, token).
 
 Sampling is `argmax(logits / T + G)` with G standard Gumbel (Gumbel-max: an exact sample of the softmax).
-Because G depends on nothing that advances, the token at a position depends on the prefix and the policy
-alone, however the engine came to compute it: alone or batched, in any slot, decoded one by one or verified as
-a draft. That is the idea the whole engine hangs on (`docs/design.md`).
+Because G has no state that advances, the token at a position depends on the prefix and the policy alone: it
+is the same alone or in a batch, in any slot, decoded in a plain step or verified as a draft. The engine is
+built on this property (`docs/design.md`).
 
 A request's key comes from Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011)
-over its identity, a position's key from the same cipher once more; the bits of a token from two rounds of a
-32-bit multiply-xorshift mixer under that key, which costs a few instructions per vocabulary entry where a
-cipher would cost a hundred. All functions take numpy or JAX arrays of uint32 and give the same bits.
+over its identity, and a position's key from the same cipher over the position. The bits of a token come from
+two rounds of a 32-bit multiply-xorshift mixer under that key: a few instructions per vocabulary entry, where
+a cipher would take a hundred. All functions take NumPy or JAX arrays of uint32 and give the same bits.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _u32(value):
 
 
 def threefry2x32(key0, key1, x0, x1):
-    """Threefry-2x32 with 20 rounds: two uint32 words of counter under two words of key, elementwise."""
+    """Encrypts two uint32 words of counter under two words of key by Threefry-2x32-20, elementwise."""
     keys = (key0, key1, key0 ^ key1 ^ _PARITY)
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for group in range(5):
@@ -41,13 +41,13 @@ def threefry2x32(key0, key1, x0, x1):
 
 
 def request_key(seed: int, *identity: int) -> np.ndarray:
-    """Key of a request, uint32 [2], on the host.
+    """Returns the key of a request, uint32 [2], on the host.
 
     Args:
       seed: the run's seed.
-      identity: numbers that no other request of the run has: purpose, step, prompt, sample. Noise must
-        never be reused for another step's sampling of the same prompt, so the step belongs to it.
-        Non-negative integers below 2^64.
+      identity: numbers that identify the request in the run: purpose, step, prompt, sample. The step belongs
+        to them, since sampling the same prompt in another step must not reuse the noise. Non-negative
+        integers below 2^64.
     """
     if any(part < 0 for part in (seed, *identity)):
         raise ValueError(f"seed and identity must not be negative, got {(seed, *identity)}")
@@ -59,8 +59,8 @@ def request_key(seed: int, *identity: int) -> np.ndarray:
 
 
 def _mix(h):
-    """A bijection of uint32 that avalanches (constants found by search: C. Wellons, "hash-prospector",
-    2018).
+    """Maps uint32 to uint32 by a bijection that avalanches (constants from a search: C. Wellons,
+    "hash-prospector", 2018).
     """
     h = (h ^ (h >> _u32(16))) * _u32(0x7FEB352D)
     h = (h ^ (h >> _u32(15))) * _u32(0x846CA68B)
@@ -68,7 +68,7 @@ def _mix(h):
 
 
 def token_bits(keys, positions, tokens):
-    """Uniform 32-bit words of the noise field.
+    """Returns uniform 32-bit words of the noise field.
 
     Args:
       keys: request keys, uint32 [..., 2].
@@ -83,41 +83,42 @@ def token_bits(keys, positions, tokens):
 
 
 def position_keys(keys, positions):
-    """Keys of positions: uint32 [..., 2] and integers [...] -> two words, each uint32 [...]."""
+    """Returns the keys of positions [...] under request keys uint32 [..., 2]: two words uint32 [...]."""
     positions = positions.astype(np.uint32)
     return threefry2x32(keys[..., 0], keys[..., 1], positions, positions ^ positions)
 
 
 def token_words(tokens, key0, key1):
-    """The word of vocabulary entries, uint32, under the words of a position's key, elementwise."""
+    """Returns words of vocabulary entries, uint32, under the words of a position's key, elementwise."""
     h = _mix(tokens * _u32(0x9E3779B9) + key0)
     return _mix(h ^ key1)
 
 
 def uniform(keys: Array, positions: Array) -> Array:
-    """One number in [0, 1) a position that no token's noise depends on: keys uint32 [..., 2], positions
-    integers [...] -> float32 [...].
+    """Returns one number in [0, 1) per position, independent of the tokens' noise: float32 [...], for keys
+    uint32 [..., 2] and positions integers [...].
     """
     bits = token_bits(keys, positions, jnp.full((*positions.shape, 1), _NO_TOKEN))[..., 0]
     return (bits >> _u32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def gumbel(keys: Array, positions: Array, tokens: Array) -> Array:
-    """Standard Gumbel noise, float32 [..., K]; arguments as for `token_bits`.
+    """Returns standard Gumbel noise, float32 [..., K]; arguments as for `token_bits`.
 
-    G = -log(E) with E exponential, taken as -log1p(-u): u keeps its relative precision near 0, which is where
-    the large values of G, the ones that win, come from. G lies within [-2.9, 22.9].
+    G = -log(E) with E exponential, computed as -log1p(-u): u keeps its relative precision near 0, from where
+    the large values of G come, which win the argmax. G lies within [-2.9, 22.9].
     """
     return gumbel_of_words(token_bits(keys, positions, tokens))
 
 
 def gumbel_of_words(words: Array, log1p: Callable[[Array], Array] = jnp.log1p) -> Array:
-    """`gumbel` of words of the noise field, elementwise.
+    """Returns `gumbel` of words of the noise field, elementwise.
 
     Args:
-      log1p: for kernels of devices whose compiler has none.
+      words: uint32 [...].
+      log1p: replacement in kernels for devices whose compiler lacks it.
     """
-    # Through int32, as a conversion from uint32 is slow on a CPU: 31 bits, off zero by a quarter of a step.
+    # Convert through int32 (31 bits), since a CPU converts uint32 slowly; a quarter step keeps u above 0.
     steps = (words >> _u32(1)).astype(jnp.int32).astype(jnp.float32)
     u = steps * np.float32(2.0**-31) + np.float32(2.0**-33)
     u = jnp.minimum(u, np.float32(1.0 - 2.0**-24))
@@ -125,5 +126,5 @@ def gumbel_of_words(words: Array, log1p: Callable[[Array], Array] = jnp.log1p) -
 
 
 def gumbel_rows(keys: Array, positions: Array, vocab_size: int) -> Array:
-    """Noise of the whole vocabulary: keys uint32 [B, 2], positions [B] -> float32 [B, V]."""
+    """Returns noise of the whole vocabulary, float32 [B, V], for keys uint32 [B, 2] and positions [B]."""
     return gumbel(keys, positions, jnp.arange(vocab_size, dtype=jnp.uint32)[None, :])
