@@ -1,7 +1,7 @@
-"""The shape of a policy: one frozen dataclass for every supported architecture.
+"""The architecture of a policy: one frozen dataclass for every supported architecture.
 
-Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim set apart from hidden/heads) and Llama 3.x (RoPE
-scaling) differ in a handful of switches; everything else is shared. Instances are hashable, so they are
+Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim independent of hidden_size / num_heads) and Llama
+3.x (RoPE scaling) differ in a few switches; everything else is shared. Instances are hashable, so they are
 static arguments of `jax.jit`.
 """
 
@@ -15,7 +15,7 @@ class RopeScaling:
     Attributes:
       factor: ratio of the context length to that of pre-training.
       low_freq_factor: wavelengths above original_max_positions / low_freq_factor are divided by `factor`.
-      high_freq_factor: wavelengths below original_max_positions / high_freq_factor stay as they are.
+      high_freq_factor: wavelengths below original_max_positions / high_freq_factor are unchanged.
       original_max_positions: context length of pre-training, in tokens.
     """
 
@@ -33,18 +33,18 @@ class ModelConfig:
       architecture: Hugging Face `model_type`: "qwen2", "qwen3" or "llama".
       vocab_size: rows of the embedding (may exceed the tokenizer's vocabulary, as padding).
       hidden_size: width of the residual stream, d.
-      num_layers: decoder layers.
-      num_heads: query heads, H.
-      num_kv_heads: key/value heads, Hk; H is a multiple of it.
+      num_layers: number of decoder layers.
+      num_heads: number of query heads, H.
+      num_kv_heads: number of key/value heads, Hk; a divisor of H.
       head_dim: size of a head, D; need not be hidden_size / num_heads.
       mlp_size: width of the SwiGLU layer, f.
       rope_theta: base of the rotary frequencies.
       rope_scaling: Llama-3 scaling, or None.
       norm_epsilon: epsilon of every RMSNorm.
-      tie_embeddings: the LM head is the embedding.
-      attention_bias: query, key and value projections have a bias (Qwen2).
-      qk_norm: RMSNorm over each query and key head (Qwen3).
-      max_positions: longest sequence the policy was made for, in tokens.
+      tie_embeddings: use the embedding as the LM head.
+      attention_bias: add a bias to query, key and value projections (Qwen2).
+      qk_norm: apply RMSNorm to each query and key head (Qwen3).
+      max_positions: longest sequence that the policy is designed for, in tokens.
     """
 
     architecture: str
@@ -65,5 +65,5 @@ class ModelConfig:
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share a key/value head, g."""
+        """Number of query heads per key/value head, g."""
         return self.num_heads // self.num_kv_heads

@@ -1,10 +1,10 @@
-"""Hugging Face checkpoints in and out.
+"""Reading and writing of Hugging Face checkpoints.
 
 A directory holds `config.json`, the weights as one `model.safetensors` or as shards with
 `model.safetensors.index.json`, and `generation_config.json`. Configs of transformers 4 (`rope_theta`,
-`rope_scaling`) and 5 (`rope_parameters`) are both read. Whatever a config asks for that the forward pass does
-not do is an error here: a checkpoint that loads computes what `transformers` computes. `docs/checkpoints.md`
-lists what is supported.
+`rope_scaling`) and 5 (`rope_parameters`) are both read. A config that asks for a feature that the forward
+pass lacks is an error: a checkpoint that loads computes the same function as in `transformers`.
+`docs/checkpoints.md` lists the supported features.
 """
 
 import dataclasses
@@ -83,18 +83,18 @@ class _Options:
     def __init__(self, file: Path, values: dict[str, Any], prefix: str = ""):
         self.file, self.values, self._prefix = file, values, prefix
 
-    def refuse(self, key: str, wanted: str) -> CheckpointError:
+    def refuse(self, key: str, requirement: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.file}: {self._prefix}{key} is {json.dumps(self.values.get(key))}; {wanted}"
+            f"{self.file}: {self._prefix}{key} is {json.dumps(self.values.get(key))}; {requirement}"
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; an absent key and null are the same thing."""
+        """Returns the value of a key; null counts as absent."""
         value = self.values.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Returns a positive integer."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(
@@ -105,7 +105,7 @@ class _Options:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number, not negative."""
+        """Returns a finite number that is not negative."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"{self.file}: {self._prefix}{key} is missing; it should be a number")
@@ -120,7 +120,7 @@ class _Options:
         return value
 
     def section(self, key: str) -> "_Options | None":
-        """An object inside this one, or None."""
+        """Returns an object inside this one, or None."""
         value = self.get(key)
         if value is None:
             return None
@@ -130,7 +130,7 @@ class _Options:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint; raises `CheckpointError` if it is none."""
+    """Reads a JSON object from a file; raises `CheckpointError` if there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def load_model_config(directory: str | Path) -> ModelConfig:
-    """The architecture in config.json; raises `CheckpointError` for what the forward pass cannot do."""
+    """Reads the architecture from config.json; raises `CheckpointError` if it is not supported."""
     file = Path(directory) / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; a policy is a Hugging Face model directory")
@@ -152,7 +152,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     _refuse_unsupported(options)
 
     hidden_size, num_heads = options.count("hidden_size"), options.count("num_attention_heads")
-    # A default only where published configs leave the key out; Qwen's always state it.
+    # Published Llama configs may omit the key; those of Qwen always have it.
     llama = architecture == "llama"
     num_kv_heads = options.count("num_key_value_heads", num_heads if llama else None)
     if num_heads % num_kv_heads:
@@ -198,7 +198,7 @@ def _refuse_unsupported(options: _Options) -> None:
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise options.refuse("layer_types", 'only "full_attention" layers are supported')
     if options.flag("attention_bias") and options.get("model_type") != "qwen2":
-        # In these two architectures the option also puts a bias on the output projection.
+        # In the other two architectures the option also adds a bias to the output projection.
         raise options.refuse("attention_bias", "attention biases are supported for qwen2 only")
     if options.flag("mlp_bias"):
         raise options.refuse("mlp_bias", "MLP biases are not supported")
@@ -212,7 +212,7 @@ def _refuse_unsupported(options: _Options) -> None:
 
 
 def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    """Reads base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     theta = options.number("rope_theta", 10_000.0)
     rope = options.section("rope_scaling") or options.section("rope_parameters")
     if rope is None:
@@ -247,15 +247,15 @@ def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScalin
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """How a checkpoint's makers sample from it. What they do not state has the value that does nothing.
+    """Sampling parameters from a checkpoint's authors. Those they do not set have no effect.
 
     Attributes:
       eos_token_ids: tokens that end a response, at least one.
-      temperature: 1 samples the model's own distribution.
-      top_k: 0 keeps every token.
-      top_p: 1 keeps every token.
-      min_p: 0 keeps every token.
-      repetition_penalty: 1 penalizes nothing. The prompt's tokens count, too, which they do not in rljax.
+      temperature: temperature; 1 samples the unscaled distribution.
+      top_k: number of tokens to keep; 0 keeps every token.
+      top_p: probability to keep; 1 keeps every token.
+      min_p: smallest relative probability to keep; 0 keeps every token.
+      repetition_penalty: penalty; 1 has no effect. It also covers the prompt's tokens, unlike in rljax.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -267,7 +267,7 @@ class GenerationConfig:
 
 
 def load_generation_config(directory: str | Path) -> GenerationConfig:
-    """Sampling defaults and EOS ids.
+    """Reads sampling defaults and EOS ids.
 
     EOS ids come from generation_config.json, else from config.json, else from the tokenizer.
     """
@@ -301,14 +301,14 @@ def load_generation_config(directory: str | Path) -> GenerationConfig:
     )
 
 
-# --- weights in ----------------------------------------------------------------------------------------
+# --- reading weights -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _StoredTensor:
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    dtype: str  # name in safetensors
 
     @property
     def num_elements(self) -> int:
@@ -316,7 +316,7 @@ class _StoredTensor:
 
 
 def _tensor_names(config: ModelConfig) -> dict[str, tuple[ParamPath, tuple[int, ...]]]:
-    """The tensors of a checkpoint in their usual order: name -> (place in the params pytree, shape)."""
+    """Returns tensors of a checkpoint in their usual order: name -> (path in the params pytree, shape)."""
     shapes = param_shapes(config)
     names = {_TENSOR_NAMES["embed"]: (("embed",), shapes["embed"])}
     for index, layer in enumerate(shapes["layers"]):
@@ -334,7 +334,7 @@ def _listing(names: list[str]) -> str:
 
 
 def _open(file: Path) -> Any:
-    """A safetensors file; the header is checked against the file's length, no tensor is read."""
+    """Opens a safetensors file; checks its header against the file's length, but reads no tensor."""
     try:
         return safetensors.safe_open(file, framework="np")
     except (OSError, safetensors.SafetensorError) as error:
@@ -345,7 +345,7 @@ def _open(file: Path) -> Any:
 
 
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files with weights and, for shards, the file that the index promises each tensor in."""
+    """Returns the files with weights and, for shards, the file of each tensor by the index."""
     single, index = directory / _WEIGHTS, directory / _INDEX
     if single.is_file():
         return [single], {}
@@ -425,7 +425,7 @@ def _check_tensors(directory: Path, config: ModelConfig, stored: Mapping[str, _S
 
 
 def _check_redundant_head(stored: Mapping[str, _StoredTensor]) -> None:
-    """A tied model may store its LM head all the same, if it is the embedding."""
+    """Raises unless the LM head that a tied model stores equals the embedding."""
     head, embed = (stored[_TENSOR_NAMES[key]] for key in ("lm_head", "embed"))
     same = head.shape == embed.shape and head.dtype == embed.dtype
     if same:
@@ -457,17 +457,17 @@ def load_params(
     dtype: str | np.dtype | None = None,
     put: Callable[[ParamPath, np.ndarray], Any] | None = None,
 ) -> Params:
-    """The weights of a checkpoint as the params pytree of `rljax.models.transformer`.
+    """Loads the weights of a checkpoint as the params pytree of `rljax.models.transformer`.
 
     Every header is checked before the first tensor is read. Tensors are read one at a time, the largest
-    first: what one needs on its way (pages of the file, a host copy) is gone before much else is there.
+    first, so that temporary memory (pages of the file, a host copy) is released before most others are there.
 
     Args:
       directory: a Hugging Face model directory.
-      config: its architecture, from `load_model_config`.
-      dtype: type of the weights; None keeps each tensor's own.
-      put: called with the place and the host array of each tensor as it arrives; returns what the pytree
-        should hold, e.g. an array on devices with a sharding. By default an array on JAX's default device.
+      config: architecture, from `load_model_config`.
+      dtype: type of the weights; None keeps the stored types.
+      put: called with the path and the host array of each tensor; returns the leaf of the pytree, such as an
+        array on devices with a sharding. By default an array on JAX's default device.
     """
     directory = Path(directory)
     if dtype is not None:
@@ -483,19 +483,19 @@ def load_params(
     expected = _tensor_names(config)
     for name in sorted(expected, key=lambda name: -stored[name].num_elements):
         path = expected[name][0]
-        # Opened for each tensor, as closing gives the mapped pages back.
+        # The file is opened for each tensor, as closing it releases the mapped pages.
         with _open(stored[name].file) as opened:
             array = opened.get_tensor(name)
         if dtype is not None:
             array = array.astype(dtype, copy=False)
         parent = params["layers"][path[1]] if path[0] == "layers" else params
-        # Transfers are asynchronous and keep their host array: without waiting, several would pile up.
+        # Transfers are asynchronous and keep their host arrays: wait, so that these do not accumulate.
         parent[path[-1]] = jax.block_until_ready(put(path, array))
         del array  # before the next tensor is read
     return params
 
 
-# --- a model directory out -----------------------------------------------------------------------------
+# --- writing a directory --------------------------------------------------------------------------------
 
 
 def save_model(
@@ -508,8 +508,8 @@ def save_model(
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    Everything is written beside the destination and renamed when it is whole: an export that is interrupted
-    leaves nothing under its name.
+    Everything is written to a temporary directory beside the destination, which is renamed when it is
+    complete: an interrupted export leaves nothing under the destination's name.
 
     Args:
       directory: the destination; must not exist, or be empty.
@@ -528,7 +528,7 @@ def save_model(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp's directories are for their owner alone
+        partial.chmod(0o755)  # directories of mkdtemp are private to their owner
         _write_configs(partial, config, dtype, None if tokenizer_source is None else Path(tokenizer_source))
         _write_weights(partial, config, params, dtype, max_shard_bytes)
         partial.rename(directory)  # an empty destination is replaced
@@ -538,7 +538,7 @@ def save_model(
 
 
 def _check_exportable(directory: Path, config: ModelConfig) -> None:
-    """`model_type` implies these switches in transformers, which reads them from nowhere else."""
+    """Raises unless the switches are those that transformers derives from `model_type` alone."""
     if config.architecture not in _CLASSES:
         raise CheckpointError(
             f"{directory}: no architecture {config.architecture!r}; one of {', '.join(_CLASSES)}"
@@ -566,12 +566,12 @@ def _at(params: Params, path: ParamPath) -> Any:
 def _check_params(config: ModelConfig, params: Params) -> None:
     for path, shape in _tensor_names(config).values():
         try:
-            found = tuple(_at(params, path).shape)
+            actual = tuple(_at(params, path).shape)
         except (KeyError, IndexError):
-            found = None
-        if found != shape:
+            actual = None
+        if actual != shape:
             place = ".".join(map(str, path))
-            raise CheckpointError(f"params.{place} has shape {found}; the config asks for {shape}")
+            raise CheckpointError(f"params.{place} has shape {actual}; the config asks for {shape}")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -579,7 +579,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _write_configs(directory: Path, config: ModelConfig, dtype: np.dtype, source: Path | None) -> None:
-    """config.json, generation_config.json and the tokenizer's files."""
+    """Writes config.json, generation_config.json and the tokenizer's files."""
     eos: list[int] = []
     bos = pad = None
     generation_file = directory / "generation_config.json"
@@ -609,7 +609,7 @@ def _write_configs(directory: Path, config: ModelConfig, dtype: np.dtype, source
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_positions,
         }
-    # The names of transformers 4, which every version and the serving engines read.
+    # Names of transformers 4, which every version of it and the serving engines read.
     content = {
         "architectures": [_CLASSES[config.architecture]],
         "model_type": config.architecture,
@@ -635,7 +635,7 @@ def _write_configs(directory: Path, config: ModelConfig, dtype: np.dtype, source
 def _shards(
     names: Mapping[str, tuple[ParamPath, tuple[int, ...]]], itemsize: int, max_bytes: int
 ) -> Iterator[list[str]]:
-    """Tensor names, file by file."""
+    """Yields the tensor names of each file."""
     shard: list[str] = []
     size = 0
     for name, (_, shape) in names.items():
@@ -660,7 +660,7 @@ def _write_weights(
             name: np.ascontiguousarray(np.asarray(_at(params, names[name][0])).astype(dtype, copy=False))
             for name in shard
         }
-        # transformers 4 refuses a file that does not say which framework it is for.
+        # transformers 4 refuses a file without a framework in its metadata.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -1,12 +1,12 @@
 """Attention inside packed rows: training, scoring and prefill.
 
-Chunks of `KEY_CHUNK` queries meet chunks of as many keys, one pair at a time, and only the pairs that share a
-sequence: rows are packed so that sequences not longer than a chunk lie within one
-(`rljax/learning/packing.py`), so most queries meet only their own chunk, and of that only what is not behind
-them. The scores of a whole row never exist, and nothing of their size is kept for the backward pass, which
-computes them again (Dao et al., "FlashAttention", arXiv 2205.14135, algorithm 4). Unlike there, the forward
-pass finds a query's largest score before it sums, since the sums must have the bits of the decoder's
-(`rljax/engine/kv_cache.py`).
+Scores are computed for pairs of a chunk of `KEY_CHUNK` queries and a chunk of as many keys, and only for
+pairs that share a sequence. Rows are packed so that sequences of at most one chunk lie within a chunk
+(`rljax/learning/packing.py`). So most queries are paired with the keys of their own chunk only, and of these
+only with the blocks up to their own. The scores of a whole row never exist, and nothing of their size is kept
+for the backward pass, which computes them again (Dao et al., "FlashAttention", arXiv 2205.14135, algorithm
+4). Unlike there, the forward pass finds a query's largest score before it sums, since the sums must have the
+bits of the decoder's sums (`rljax/engine/kv_cache.py`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from rljax.numerics.attention import scale_queries, weigh_chunk
 from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max
 
 _QUERY_BLOCK = 128
-"""Queries that meet the same keys of their own chunk: those up to the block's end."""
+"""Number of queries that are paired with the same keys of their chunk, those up to the end of the block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class PackedAttention:
     """Causal attention inside the segments of packed rows.
 
     Attributes:
-      segment_ids: int32 [N, S]; tokens attend only within their segment, whose tokens lie side by side. 0 is
-        padding (its outputs mean nothing). With fewer than S tokens, what is missing is padding, too.
+      segment_ids: int32 [N, S]; tokens attend only within their segment, which is contiguous. 0 is padding,
+        whose outputs are undefined. If there are fewer than S tokens, the rest is padding, too.
       numerics: see `Numerics`.
-      keep_kv: also return every layer's keys and values (prefill does).
+      keep_kv: also return every layer's keys and values, as prefill needs.
     """
 
     segment_ids: Array
@@ -41,7 +41,7 @@ class PackedAttention:
     keep_kv: bool = False
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array] | None]:
-        """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
+        """Maps q [N, T, H, D], k and v [N, T, Hk, D] to ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
         batch, tokens, num_heads, head_dim = q.shape
         length = self.segment_ids.shape[1]
         q, k, v = (jnp.pad(x, ((0, 0), (0, length - tokens), (0, 0), (0, 0))) for x in (q, k, v))
@@ -60,8 +60,8 @@ class PackedAttention:
             x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, padding), (0, 0), (0, 0)))
             return x.reshape(batch, num_chunks, chunk, num_kv_heads, head_dim).transpose(1, 0, 3, 2, 4)
 
-        # Built once for all layers, not in the loops: there it would be fused into everything that reads the
-        # scores, which then compile to scalar code (three times slower on a CPU).
+        # Built here, not in the loops: there it would be fused into everything that reads the scores, which
+        # would then compile to scalar code (three times slower on a CPU).
         own_mask = segment_ids[:, :, :, None] == segment_ids[:, :, None, :]
         own_mask &= np.tri(chunk, dtype=bool)[None, None]
         out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, self.numerics)
@@ -70,25 +70,25 @@ class PackedAttention:
 
 
 def _first_chunks(segment_ids: Array) -> Array:
-    """The first chunk that each chunk of queries must meet, int32 [chunks]: where the earliest sequence that
-    reaches into the block starts, over all rows. Segment ids are [chunks, N, chunk].
+    """Returns the first chunk of keys to pair with each chunk of queries, int32 [chunks]: the one in which
+    the earliest sequence of the queries starts, over all rows. Segment ids are [chunks, N, chunk].
     """
-    entering = segment_ids[:, None, :, 0]  # of the queries, [chunks, 1, N]
-    leaving = segment_ids[None, :, :, -1]  # of the keys, [1, chunks, N]
+    entering = segment_ids[:, None, :, 0]  # first segments of the queries, [chunks, 1, N]
+    leaving = segment_ids[None, :, :, -1]  # last segments of the keys, [1, chunks, N]
     earlier = np.tri(len(segment_ids), k=-1, dtype=bool)
     shared = jnp.any((entering == leaving) & (entering > 0), axis=-1) & earlier
-    own = jnp.arange(len(segment_ids), dtype=jnp.int32)
-    return jnp.where(jnp.any(shared, axis=1), jnp.argmax(shared, axis=1).astype(jnp.int32), own)
+    numbers = jnp.arange(len(segment_ids), dtype=jnp.int32)
+    return jnp.where(jnp.any(shared, axis=1), jnp.argmax(shared, axis=1).astype(jnp.int32), numbers)
 
 
 def _own_blocks(chunk: int, block: int) -> Iterator[tuple[int, slice, slice]]:
-    """Blocks of a chunk's queries: number, positions of the queries, and of the keys that they may see."""
+    """Yields the blocks of a chunk: number, positions of the queries, positions of their visible keys."""
     for number in range(chunk // block):
         yield number, slice(number * block, (number + 1) * block), slice(0, (number + 1) * block)
 
 
 def _scores(queries: Array, keys: Array) -> Array:
-    """Queries [N, Hk, ..., block, D] against keys [N, Hk, C, D]: float32 [N, Hk, ..., block, C]."""
+    """Multiplies queries [N, Hk, ..., block, D] by keys [N, Hk, C, D]: float32 [N, Hk, ..., block, C]."""
     batch, heads, *rest, head_dim = queries.shape
     rows = queries.reshape(batch, heads, -1, head_dim)
     scores = jnp.einsum("nhrd,nhsd->nhrs", rows, keys, precision=exact_products())
@@ -96,17 +96,16 @@ def _scores(queries: Array, keys: Array) -> Array:
 
 
 def _own_scores(queries: Array, keys: Array, mask: Array) -> Array:
-    """Scores of a block of queries [N, Hk, g, block, D] and keys [N, Hk, C, D] of the same chunk, masked by
-    [N, block, C].
+    """Returns scores of a block of queries [N, Hk, g, block, D] and keys [N, Hk, C, D] of the same chunk,
+    masked by [N, block, C].
     """
     return jnp.where(mask[:, None, None], _scores(queries, keys), -jnp.inf)
 
 
 def _earlier_scores(queries: Array, keys: Array, query_segments: Array, key_segments: Array) -> Array:
-    """Scores of a chunk of queries [N, Hk, blocks, g, block, D] against an earlier chunk of keys.
+    """Returns scores of a chunk of queries [N, Hk, blocks, g, block, D] against an earlier chunk of keys.
 
-    All that a chunk can share with earlier ones is the sequence that its first position belongs to. Segments
-    are [N, C].
+    Only the sequence of its first position can begin in an earlier chunk. Segments are [N, C].
     """
     shared = query_segments[:, :1]
     blocks, block = queries.shape[2], queries.shape[4]
@@ -117,7 +116,7 @@ def _earlier_scores(queries: Array, keys: Array, query_segments: Array, key_segm
 
 
 def _weigh(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
-    """`weigh_chunk` of terms [N, Hk, ..., C] and values [N, Hk, C, D]; [N, Hk, ..., 1], [N, Hk, ..., D]."""
+    """As `weigh_chunk`: terms [N, Hk, ..., C], values [N, Hk, C, D] -> [N, Hk, ..., 1], [N, Hk, ..., D]."""
     batch, heads, *rest, chunk = terms.shape
     sums = weigh_chunk(terms.reshape(batch, heads, -1, chunk), values, numerics)
     return jax.tree.map(lambda x: x.reshape(batch, heads, *rest, -1), sums)
@@ -127,16 +126,16 @@ def _weigh(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Arra
 def _attend(
     queries: Array, keys: Array, values: Array, segment_ids: Array, own_mask: Array, numerics: Numerics
 ) -> Array:
-    """Attention of every chunk of queries.
+    """Computes attention of every chunk of queries.
 
     Args:
-      queries: scaled, float32 [chunks, N, Hk, blocks, g, block, D] (g query heads per key head).
+      queries: scaled queries, float32 [chunks, N, Hk, blocks, g, block, D] (g query heads per key head).
       keys, values: float32 [chunks, N, Hk, C, D].
       segment_ids: int32 [chunks, N, C].
-      own_mask: bool [chunks, N, C, C], which keys of its own chunk a query sees: itself at least.
+      own_mask: bool [chunks, N, C, C], keys visible to each query in its chunk; at least itself.
 
     Returns:
-      float32, of the queries' shape.
+      float32, in the shape of the queries.
     """
     return _forward(queries, keys, values, segment_ids, own_mask, numerics)[0]
 
@@ -148,10 +147,10 @@ def _forward(
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
 
     def attend(number: Array) -> tuple[Array, Array]:
-        mine, my_segments = queries[number], segment_ids[number]
+        own_queries, own_segments = queries[number], segment_ids[number]
 
         def scores(chunk: Array) -> Array:
-            return _earlier_scores(mine, keys[chunk], my_segments, segment_ids[chunk])
+            return _earlier_scores(own_queries, keys[chunk], own_segments, segment_ids[chunk])
 
         def find_top(chunk: Array, top: Array) -> Array:
             return jnp.maximum(top, row_max(scores(chunk)))
@@ -161,19 +160,21 @@ def _forward(
             return jax.tree.map(jnp.add, sums, more)
 
         own_scores = [
-            _own_scores(mine[:, :, block], keys[number][:, :, seen], own_mask[number][:, own, seen])
-            for block, own, seen in own_blocks
+            _own_scores(
+                own_queries[:, :, block], keys[number][:, :, visible], own_mask[number][:, rows, visible]
+            )
+            for block, rows, visible in own_blocks
         ]
-        top = jnp.stack([row_max(each) for each in own_scores], axis=2)
+        top = jnp.stack([row_max(block_scores) for block_scores in own_scores], axis=2)
         top = lax.fori_loop(first[number], number, find_top, top)
-        # One chunk after the other, the queries' own last: the order of the decoder.
-        earlier = (jnp.zeros_like(top), jnp.zeros_like(mine))
+        # Chunks are added in the order of the decoder, the chunk of the queries last.
+        earlier = (jnp.zeros_like(top), jnp.zeros_like(own_queries))
         earlier = lax.fori_loop(first[number], number, add, earlier)
         last = [
-            _weigh(jnp.exp(each - top[:, :, block]), values[number][:, :, seen], numerics)
-            for each, (block, _, seen) in zip(own_scores, own_blocks, strict=True)
+            _weigh(jnp.exp(block_scores - top[:, :, block]), values[number][:, :, visible], numerics)
+            for block_scores, (block, _, visible) in zip(own_scores, own_blocks, strict=True)
         ]
-        last = jax.tree.map(lambda *each: jnp.stack(each, axis=2), *last)
+        last = jax.tree.map(lambda *parts: jnp.stack(parts, axis=2), *last)
         total, weighted = jax.tree.map(jnp.add, earlier, last)
         return weighted / total, top + jnp.log(total)
 
@@ -190,13 +191,13 @@ def _pair_gradients(
     gradient: Array,
     offset: Array,
 ) -> tuple[Array, Array, Array]:
-    """What queries and keys that have met add to each other's gradients, and to those of the values.
+    """Returns the contributions of a pair to the gradients of queries, keys and values.
 
     Args:
-      queries, gradient: [N, Hk, ..., D], the gradient of what the queries attended to.
+      queries, gradient: [N, Hk, ..., D], queries and the gradient of their attention output.
       keys, values: [N, Hk, C, D].
       scores: [N, Hk, ..., C].
-      normalizer, offset: [N, Hk, ..., 1], log-sum-exp of the scores; gradient times attended, summed.
+      normalizer, offset: [N, Hk, ..., 1], log-sum-exp of the scores; sum of gradient times output.
     """
     batch, heads, chunk = scores.shape[0], scores.shape[1], scores.shape[-1]
     flat = (batch, heads, -1, queries.shape[-1])
@@ -214,30 +215,30 @@ def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> t
     queries, keys, values, segment_ids, own_mask, first, out, normalizer = kept
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
     offset = jnp.sum(gradient * out, axis=-1, keepdims=True)
-    Gradients = tuple[Array, Array, Array]  # of queries, keys and values
+    Gradients = tuple[Array, Array, Array]  # gradients of queries, keys and values
 
     def own_chunk(number: Array) -> Gradients:
-        """Gradients of attention within one chunk."""
+        """Returns gradients of attention within one chunk."""
         to_blocks, to_keys, to_values = [], 0.0, 0.0
-        for block, own, seen in own_blocks:
-            my_queries, my_keys = queries[number][:, :, block], keys[number][:, :, seen]
+        for block, rows, visible in own_blocks:
+            block_queries, visible_keys = queries[number][:, :, block], keys[number][:, :, visible]
             to_block, more_keys, more_values = _pair_gradients(
-                my_queries,
-                my_keys,
-                values[number][:, :, seen],
-                _own_scores(my_queries, my_keys, own_mask[number][:, own, seen]),
+                block_queries,
+                visible_keys,
+                values[number][:, :, visible],
+                _own_scores(block_queries, visible_keys, own_mask[number][:, rows, visible]),
                 normalizer[number][:, :, block],
                 gradient[number][:, :, block],
                 offset[number][:, :, block],
             )
-            behind = [(0, 0), (0, 0), (0, keys.shape[3] - seen.stop), (0, 0)]
+            behind = [(0, 0), (0, 0), (0, keys.shape[3] - visible.stop), (0, 0)]
             to_blocks.append(to_block)
             to_keys += jnp.pad(more_keys, behind)
             to_values += jnp.pad(more_values, behind)
         return jnp.stack(to_blocks, axis=2), to_keys, to_values
 
     def earlier_chunks(number: Array, sums: Gradients) -> Gradients:
-        def meet(chunk: Array, sums: Gradients) -> Gradients:
+        def add_pair(chunk: Array, sums: Gradients) -> Gradients:
             scores = _earlier_scores(queries[number], keys[chunk], segment_ids[number], segment_ids[chunk])
             to_queries, to_keys, to_values = _pair_gradients(
                 queries[number],
@@ -254,9 +255,9 @@ def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> t
                 sums[2].at[chunk].add(to_values),
             )
 
-        return lax.fori_loop(first[number], number, meet, sums)
+        return lax.fori_loop(first[number], number, add_pair, sums)
 
-    # Two passes: sums carried through the first would be copied at every chunk, needed or not.
+    # Two passes: sums carried through the first would be copied at every chunk.
     sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
     sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
     return *sums, None, None

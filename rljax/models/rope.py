@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., 2021), with Llama-3 frequency scaling.
 
-Angles are looked up in a table made on the host: the same bits for a position wherever it is evaluated, and
-  the same float32 arithmetic as Hugging Face's implementations, whose checkpoints we load.
+Angles come from a table that is computed on the host, so that a position has the same bits in every program.
+The float32 arithmetic is that of Hugging Face's implementations, whose checkpoints are loaded.
 """
 
 import functools
@@ -14,10 +14,10 @@ from rljax.models.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angle per position for each pair of channels: float32 [head_dim / 2]."""
+    """Returns the angle per position for each pair of channels: float32 [head_dim / 2]."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # Powers in float32 differ from one math library to the next, and a last bit here is 1e-3 in the cosine of
-    # position 30,000.
+    # Powers in float32 differ between math libraries, and their last bit changes the cosine of position
+    # 30,000 by 1e-3.
     power = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
     inverse = np.float32(1.0) / power
     if scaling is None:
@@ -35,14 +35,14 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 @functools.lru_cache(maxsize=16)
 def rope_table(config: ModelConfig, length: int) -> np.ndarray:
-    """Cosines and sines of positions 0 .. length-1: float32 [length, 2, head_dim / 2]."""
+    """Returns cosines and sines of positions 0 .. length-1: float32 [length, 2, head_dim / 2]."""
     inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
     return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
 def apply_rope(x: Array, angles: Array) -> Array:
-    """Rotates x [N, T, heads, D] by angles [N, T, 2, D/2] (cosines, sines), in float32, back in x's dtype."""
+    """Rotates x [N, T, heads, D] by angles [N, T, 2, D/2] (cosines, sines) in float32; returns x's dtype."""
     cos, sin = angles[:, :, None, 0], angles[:, :, None, 1]
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

@@ -2,9 +2,9 @@
 
 Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and chat template;
 `special_tokens_map.json` in older directories) and `chat_template.jinja`. Chat templates render as in
-`transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two things are
-left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge what
-the policy wrote), and truncation and padding stored in `tokenizer.json` (lengths are the caller's to decide).
+`transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two features are
+left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge the
+text of the policy), and truncation and padding stored in `tokenizer.json` (the caller decides about lengths).
 Templates that ask for the date get a fixed one (`CHAT_DATE`).
 """
 
@@ -29,8 +29,8 @@ Message = Mapping[str, Any]
 """One turn of a chat: {"role": "system" | "user" | "assistant" | ..., "content": text, ...}."""
 
 CHAT_DATE = datetime.date(2024, 7, 26)
-"""Today, for chat templates that ask; that of Llama 3's, where it cannot ask. The clock would make the
-prompts of a run others tomorrow."""
+"""The date for chat templates that ask for it; the default of Llama 3's template. With the real date, the
+prompts of a run would change from day to day."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -39,9 +39,9 @@ class Tokenizer:
     """A tokenizer and its chat template; make one with `Tokenizer.load`.
 
     Attributes:
-      directory: directory that it was read from, for errors.
+      directory: directory of its files, for errors.
       special_tokens: the named special tokens, e.g. {"eos_token": "<|im_end|>"}; chat templates see them.
-      chat_date: today, for chat templates.
+      chat_date: date for chat templates.
       template_args: further variables of the chat template, e.g. {"enable_thinking": False} for Qwen3.
     """
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face model directory; raises `TokenizerError` if it cannot be read."""
+        """Loads the tokenizer of a Hugging Face directory; raises `TokenizerError` if it cannot be read."""
         directory = Path(directory)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -96,11 +96,11 @@ class Tokenizer:
         return cls(directory, backend, special_tokens, _chat_template(directory, options))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of text. Special tokens written out in it are recognised; none are added unless asked."""
+        """Returns token ids of text. Special tokens in it are recognised; none are added by default."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of text that nobody vouches for: special tokens written out in it are just text."""
+        """Returns token ids of untrusted text: special tokens written in it are encoded as plain text."""
         return self._plain_backend.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
@@ -110,11 +110,11 @@ class Tokenizer:
         return backend
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids beyond the vocabulary (padding of the embedding) decode to nothing."""
+        """Returns the text of token ids; ids beyond the vocabulary (padding of the embedding) are skipped."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as text, or None if there is no such token."""
+        """Returns the id of a token, or None if there is no such token."""
         return self._backend.token_to_id(token)
 
     @property
@@ -123,18 +123,18 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own EOS; a policy may stop at more (`huggingface.load_generation_config`)."""
+        """EOS of the tokenizer; a policy may have further ones (`huggingface.load_generation_config`)."""
         return self._special_id("eos_token")
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding token; where none is named (Llama 3), EOS."""
+        """Padding token; EOS if the tokenizer names none (Llama 3)."""
         pad = self._special_id("pad_token")
         return self.eos_token_id if pad is None else pad
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Rows that an embedding needs for these tokens: the highest token id plus one."""
+        """Number of rows that an embedding needs for these tokens: the highest token id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -144,12 +144,12 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_args: Any
     ) -> str:
-        """The text of a chat, by the model's own template.
+        """Returns the text of a chat by the template of the model.
 
         Args:
           messages: the turns, first to last.
-          add_generation_prompt: end with what opens the assistant's answer.
-          **template_args: further variables of the template, beside and before `self.template_args`.
+          add_generation_prompt: end with the beginning of the assistant's answer.
+          **template_args: further variables of the template; they override `self.template_args`.
         """
         variables = {
             **self.special_tokens,
@@ -165,12 +165,8 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-        ) as error:  # raised by what the template does
+        # The code of a template may raise any of these.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise TokenizerError(
                 f"{self.directory}: the chat template refuses these messages: {error}"
             ) from error
@@ -178,11 +174,11 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_args: Any
     ) -> list[int]:
-        """Token ids of `apply_chat_template`: the template writes every special token, none are added."""
+        """Returns token ids of `apply_chat_template`; all special tokens come from the template."""
         return self.encode(self.apply_chat_template(messages, add_generation_prompt, **template_args))
 
     def check_fits(self, config: ModelConfig) -> None:
-        """Raises `TokenizerError` if there is a token that the policy's embedding has no row for."""
+        """Raises `TokenizerError` if the policy's embedding has too few rows for the tokens."""
         if self.vocab_size > config.vocab_size:
             last = self.vocab_size - 1
             raise TokenizerError(
@@ -191,7 +187,7 @@ class Tokenizer:
             )
 
     def same_tokens(self, other: "Tokenizer") -> bool:
-        """Whether every token has the same id in both."""
+        """Returns whether every token has the same id in both tokenizers."""
         return self._backend.get_vocab() == other._backend.get_vocab()
 
     def _special_id(self, name: str) -> int | None:
@@ -214,7 +210,7 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in an optional JSON file, {} where there is no file."""
+    """Returns the object in an optional JSON file; {} if there is no file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -227,7 +223,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _chat_template(directory: Path, options: dict[str, Any]) -> str | None:
-    """The template in its own file wins over the one in tokenizer_config.json, as in transformers."""
+    """Returns the template of chat_template.jinja, else that of tokenizer_config.json, as in transformers."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -248,7 +244,7 @@ def _chat_template(directory: Path, options: dict[str, Any]) -> str | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training masks; it renders as its content."""
+    """`{% generation %}` marks the assistant's text for training masks; it renders as its content."""
 
     tags = frozenset({"generation"})
 
@@ -259,13 +255,13 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @functools.cache
 def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment of chat templates, sandboxed: a template is code from the checkpoint's author."""
+    """Returns the sandboxed environment of chat templates, which are code from the checkpoint's author."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja's own filter escapes HTML, which no model was trained on.
+        # The filter of jinja escapes HTML, which no model was trained on.
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )

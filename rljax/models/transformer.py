@@ -1,8 +1,8 @@
 """The policy: one forward pass for training, prefill, decoding and tree verification.
 
 A decoder-only transformer as pure functions over a params pytree (pre-norm, RoPE, grouped-query attention,
-SwiGLU). Callers differ only in the positions and in the attention structure they pass. Weights are stored
-[out, in], as in Hugging Face checkpoints.
+SwiGLU). Callers differ only in the positions and the attention structure. Weights are stored [out, in], as in
+Hugging Face checkpoints.
 
 Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = vocab_size):
 
@@ -31,13 +31,13 @@ from rljax.numerics.rows import Numerics, rms_norm
 
 Params = dict[str, Any]
 Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
-"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], what the caller wants
-kept).
+"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], values to return to the
+caller, such as keys and values).
 """
 
 
 def param_shapes(config: ModelConfig) -> Params:
-    """The params pytree with a shape tuple in the place of every array."""
+    """Returns the params pytree with a shape tuple in place of every array."""
     d, f, v = config.hidden_size, config.mlp_size, config.vocab_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = {
@@ -66,16 +66,16 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Parameters of the policy; a tied LM head counts once."""
+    """Returns the number of parameters of the policy; a tied LM head counts once."""
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     return sum(int(np.prod(shape)) for shape in shapes)
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
-    """Float32 weights for training from scratch.
+    """Returns float32 weights for training from scratch.
 
-    Normal with standard deviation hidden_size^-0.5 (small policies learn much faster from it than from
-    0.02), residual outputs shrunk with depth (GPT-2); norms 1, biases 0.
+    They are normal with standard deviation hidden_size^-0.5, from which small policies learn much faster than
+    from 0.02; residual outputs shrink with depth (GPT-2). Norms are 1, biases 0.
     """
     rng = np.random.default_rng(seed)
     scale = config.hidden_size**-0.5
@@ -104,21 +104,21 @@ def decoder_layer(
     numerics: Numerics,
     attention_input: Array | None = None,
 ) -> tuple[Array, Any]:
-    """One decoder layer.
+    """Applies one decoder layer.
 
     Args:
-      layer: its weights, see the module's docstring.
+      layer: weights of the layer; see the module's docstring.
       index: number of the layer, for `attention`.
       x: residual stream, [N, T, d].
       angles: rows of the RoPE table, float32 [N, T, 2, D/2].
       attention: the attention structure.
       config: heads and norms; the widths are those of the weights.
       numerics: see `Numerics`.
-      attention_input: input of queries, keys and values, [N, T, any]; None for x after
-        `attention_norm`. (A drafter's layer attends from something else than its residual stream.)
+      attention_input: input of queries, keys and values, [N, T, any]; None for x after `attention_norm`. (A
+        drafter's layer has another input than its residual stream.)
 
     Returns:
-      the residual stream behind the layer, [N, T, d], and what the attention kept.
+      The residual stream after the layer, [N, T, d], and the second result of the attention.
     """
     batch, length, _ = x.shape
     h = attention_input
@@ -149,19 +149,18 @@ def forward(
     numerics: Numerics,
     remat: bool = False,
 ) -> tuple[Array, list[Any]]:
-    """Final hidden states of `tokens`.
+    """Returns the final hidden states of `tokens`.
 
     Args:
-      params: see the module's docstring; any float dtype, cast to the compute dtype where they are used.
+      params: weights, see the module's docstring; any float dtype, cast to the compute dtype in products.
       tokens: int32 [N, T].
       positions: int32 [N, T], rows of `rope`.
-      attention: the attention structure; called once a layer.
+      attention: the attention structure; called once per layer.
       rope: `rope_table(config, length)`, float32 [length, 2, D/2].
       remat: recompute each layer's activations in the backward pass instead of keeping them.
 
     Returns:
-      hidden states after the final norm, [N, T, d], and what the attention kept, a list with an entry per
-      layer.
+      Hidden states after the final norm, [N, T, d], and the second results of the attention, one per layer.
     """
     hidden, kept, _ = forward_with_residuals(
         params, config, tokens, positions, attention, rope, numerics, remat=remat
@@ -180,8 +179,8 @@ def forward_with_residuals(
     layers: Sequence[int] = (),
     remat: bool = False,
 ) -> tuple[Array, list[Any], list[Array]]:
-    """`forward`, and the residual stream behind as many layers as each of `layers` says (0: the embeddings):
-    also a list of [N, T, d], without a norm. Drafters read them (`drafters/eagle/model.py`).
+    """As `forward`, but also returns the residual stream, [N, T, d] without a norm, after the first n layers
+    for each n of `layers` (0: the embeddings). Drafters read these features (`drafters/eagle/model.py`).
     """
     x = params["embed"][tokens].astype(numerics.dtype)
     angles = rope[positions]
@@ -199,10 +198,10 @@ def forward_with_residuals(
 
 
 def lm_head(params: Params, config: ModelConfig) -> Array:
-    """The output embedding, [V, d]."""
+    """Returns the output embedding, [V, d]."""
     return params["embed"] if config.tie_embeddings else params["lm_head"]
 
 
 def logits(params: Params, config: ModelConfig, hidden: Array, numerics: Numerics) -> Array:
-    """Float32 logits [..., V] of hidden states [..., d]."""
+    """Returns float32 logits [..., V] of hidden states [..., d]."""
     return product(hidden, lm_head(params, config), numerics)

@@ -99,7 +99,7 @@ def row_max(x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float, numerics: Numerics) -> Array:
-    """Applies the root-mean-square norm (Zhang and Sennrich, 2019) over the last axis, in float32; x's dtype."""
+    """Applies the root-mean-square norm (Zhang and Sennrich, 2019) in float32 to the last axis of x."""
     h = x.astype(jnp.float32)
     mean_square = row_sum(h * h, numerics) * (1.0 / x.shape[-1])
     h = h * lax.rsqrt(mean_square + epsilon)
