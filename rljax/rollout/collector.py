@@ -1,4 +1,4 @@
-"""From problems to rewarded rollouts: prompts, requests with their noise, decoding, rewards."""
+"""Collects rewarded rollouts of problems: prompts, requests with their noise, decoding, rewards."""
 
 import dataclasses
 import time
@@ -18,18 +18,18 @@ from rljax.tasks.judging import judge
 from rljax.tasks.wrapper import finite_problems
 
 TRAINING, EVALUATION = 0, 1
-"""Purposes: the first part of a request's identity, so that evaluating never reuses training's noise."""
+"""Purposes, the first part of a request's identity: evaluation never reuses the noise of training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The samples of one prompt.
+    """The responses to one prompt.
 
     Attributes:
       problem: the problem.
-      prompt_ids: its token ids.
+      prompt_ids: token ids of the prompt.
       completions: G responses.
-      rewards: the task's reward of each, with its named parts.
+      rewards: reward of each response by the task, with its named parts.
     """
 
     problem: Problem
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def reward(self) -> np.ndarray:
-        """float64 [G]."""
+        """Rewards of the responses, float64 [G]."""
         return np.asarray([reward["reward"] for reward in self.rewards])
 
 
@@ -59,8 +59,8 @@ class Collector:
       tokenizer: tokenizer of the policy.
       scheduler: decodes requests.
       seed: the run's seed.
-      max_prompt_length: in tokens; a longer prompt is an error.
-      max_response_length: in tokens.
+      max_prompt_length: largest number of tokens in a prompt; a longer prompt is an error.
+      max_response_length: largest number of tokens in a response.
     """
 
     def __init__(
@@ -89,16 +89,19 @@ class Collector:
         step: int,
         on_progress: OnProgress | None = None,
     ) -> tuple[list[Group], DecodeStatistics, Timing]:
-        """`samples` responses to each problem.
+        """Samples and rewards responses to problems.
 
         Args:
           params: weights from `engine.load_params`.
           split: split of the task.
           indices: indices of the problems in the split.
-          samples: responses to a problem, G.
+          samples: number of responses to each problem, G.
           purpose: TRAINING or EVALUATION.
-          step: the training step; with purpose, problem and sample it makes a request's noise its own.
-          on_progress: see the scheduler.
+          step: the training step; with purpose, problem and sample it identifies a request's noise.
+          on_progress: see `OnProgress`.
+
+        Returns:
+          One group per problem, counts of decoding, and seconds.
         """
         problems = [self.task.problem(split, index) for index in indices]
         requests = self._requests(problems, indices, samples, purpose, step)
@@ -114,15 +117,16 @@ class Collector:
         rewards = judge(self.task, answered)
         groups = []
         for i, problem in enumerate(problems):
-            own = slice(i * samples, (i + 1) * samples)
-            groups.append(Group(problem, requests[own.start].prompt_ids, completions[own], rewards[own]))
+            members = slice(i * samples, (i + 1) * samples)
+            prompt_ids = requests[members.start].prompt_ids
+            groups.append(Group(problem, prompt_ids, completions[members], rewards[members]))
         timing.reward = time.perf_counter() - start
         return groups, statistics, timing
 
     def requests(
         self, split: Split, indices: Sequence[int], samples: int, purpose: int, step: int
     ) -> list[Request]:
-        """Returns the requests of `collect`; arguments as there."""
+        """Returns the requests of `collect`, with the same arguments."""
         problems = [self.task.problem(split, index) for index in indices]
         return self._requests(problems, indices, samples, purpose, step)
 
@@ -156,9 +160,9 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> N
     """Raises a UserError if a task with finitely many problems has prompts that are too long.
 
     Args:
-      task: its problems are those of its method `finite_problems`, if it has one.
+      task: the task; problems are those of its method `finite_problems`, if it has one.
       tokenizer: tokenizer of the policy.
-      max_prompt_length: in tokens.
+      max_prompt_length: largest number of tokens in a prompt.
     """
     problems = finite_problems(task)
     lengths = [len(tokenizer.encode_chat(problem.messages)) for problem in problems]
@@ -168,13 +172,12 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> N
         raise UserError(
             f"rollout.max_prompt_length: {max_prompt_length}, but {too_long} of {len(problems)} prompts are"
             f" longer; that of problem {problems[longest].id} has {lengths[longest]} tokens. Raise it, or"
-            f" leave"
-            " long prompts out with task.args.longest_prompt"
+            " leave long prompts out with task.args.longest_prompt"
         )
 
 
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:
-    """Rewarded responses in the form drafters learn from."""
+    """Returns rewarded responses in the form that drafters learn from."""
     return [
         Outcome(group.prompt_ids, completion.response_ids, float(reward))
         for group in groups

@@ -18,17 +18,17 @@ class LiveResponse:
     Attributes:
       request: the request.
       stop: stop strings of this response; None for none.
-      ahead: sampled only for drafts of a later rollout (`rljax/speculation/run_ahead.py`).
-      tokens: ids so far, tools' answers included.
+      ahead: whether it is sampled only for drafts of a later rollout (`rljax/speculation/run_ahead.py`).
+      tokens: token ids so far, tools' answers included.
       logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
       tool_answers: (begin, end) of every tool's answer in `tokens`.
       tool_calls: tools called so far.
       versions: (position in the response, version of the weights) where each version began.
-      drafted: draft nodes that were verified for it, without those of `number`'s present registration.
-      accepted: tokens that came from them, likewise.
+      drafted: number of draft nodes verified for it, without those under its present `number`.
+      accepted: number of tokens from these nodes, likewise.
       slot: slot in which it is decoded; None before and after.
-      number: the index by which drafters know it; None before they do.
-      ending: the reason why it ended; None before.
+      number: index under which drafters know it; None before it is registered.
+      ending: reason of its end; None before.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class LiveResponse:
     def resume(
         cls, request: Request, partial: PartialResponse, stop: StopStrings | None = None
     ) -> "LiveResponse":
-        """Returns a response that goes on behind `partial`."""
+        """Returns a response that continues `partial`."""
         return cls(
             request,
             stop,
@@ -64,22 +64,22 @@ class LiveResponse:
 
     @property
     def positions(self) -> int:
-        """Tokens of the prompt and the response so far: the position of the next token."""
+        """Number of tokens of prompt and response so far, which is the position of the next token."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The tokens to prefill: the prompt's, and those of the response that it arrived with."""
+        """Tokens to prefill: those of the prompt and of the response so far."""
         return self.request.prompt_ids + tuple(self.tokens) if self.tokens else self.request.prompt_ids
 
     @property
     def remaining(self) -> int:
-        """Response tokens that it may still get."""
+        """Number of response tokens that may still be added."""
         return self.request.max_response - len(self.tokens)
 
     @property
     def turn_begin(self) -> int:
-        """The position in the response behind the last tool's answer."""
+        """Position in the response after the last tool's answer."""
         return self.tool_answers[-1][1] if self.tool_answers else 0
 
     @property
@@ -94,14 +94,14 @@ class LiveResponse:
         """Records that tokens from here on are sampled by this version of the weights."""
         if self.versions and self.versions[-1][1] == version:
             return
-        if self.versions and self.versions[-1][0] == len(self.tokens):  # no token came of that version
+        if self.versions and self.versions[-1][0] == len(self.tokens):  # that version sampled no token
             self.versions.pop()
             self.use_version(version)
             return
         self.versions.append((len(self.tokens), version))
 
     def partial(self) -> PartialResponse:
-        """Returns a copy that another decode loop can go on with."""
+        """Returns a copy that another decode loop can continue."""
         return PartialResponse(
             tuple(self.tokens),
             tuple(self.logprobs),
@@ -115,7 +115,7 @@ class LiveResponse:
         """Returns the ended response.
 
         Args:
-          with_mask: set `Completion.sampled_mask`, as wherever tools can be called.
+          with_mask: whether to set `Completion.sampled_mask`; True where tools can be called.
         """
         return Completion(
             response_ids=np.asarray(self.tokens, np.int32),

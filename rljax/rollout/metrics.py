@@ -1,4 +1,4 @@
-"""Numbers of a rollout for `metrics.jsonl`: rewards, response lengths, and how fast it was."""
+"""Metrics of a rollout for `metrics.jsonl`: rewards, response lengths and speed."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,16 @@ from rljax.rollout.collector import Group, Timing
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Rate of decoding."""
+    """Returns the rate of decoding."""
     return tokens / seconds
 
 
 def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
     """Returns the standard deviation of rewards, and the standard error of their mean.
 
-    `reward/std` is over all responses. `reward/standard_error` is that of their mean. Responses to one prompt
-    are alike, so it comes from the scatter of the prompts' means; of a single prompt, from its responses.
+    `reward/std` is over all responses, `reward/standard_error` that of their mean. Responses to one prompt
+    are correlated, so the error is computed from the means of the prompts; with a single prompt, from its
+    responses.
     """
     rewards = np.concatenate([group.reward for group in groups])
     independent = np.asarray([group.reward.mean() for group in groups]) if len(groups) > 1 else rewards
@@ -30,16 +31,23 @@ def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean of every reward that any response has, over those that have it."""
+    """Returns the mean of every named reward, over the responses that have it."""
     rewards = [reward for group in groups for reward in group.rewards]
-    names = dict.fromkeys(name for reward in rewards for name in reward)  # those of a mixture's tasks differ
+    names = dict.fromkeys(name for reward in rewards for name in reward)  # tasks of a mixture differ in names
     return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
 
 
 def rollout_metrics(
     groups: Sequence[Group], sampled: Sequence[Group], statistics: DecodeStatistics, timing: Timing
 ) -> dict[str, float]:
-    """Metrics of the rollout; rewards are of everything that was sampled, lengths of what is learned from."""
+    """Returns metrics of a rollout: rewards of all sampled groups, lengths of the groups to learn from.
+
+    Args:
+      groups: groups to learn from.
+      sampled: all groups sampled.
+      statistics: counts of decoding.
+      timing: seconds of decoding and of rewarding.
+    """
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.asarray([completion.sampled_tokens for completion in completions])
     means = mean_rewards(sampled)

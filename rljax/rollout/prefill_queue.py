@@ -1,4 +1,4 @@
-"""Responses that wait for a slot: first as prompts, then prefilled.
+"""A queue of responses that wait for a slot, first as prompts, then prefilled.
 
 A prompt is prefilled once for all its samples, together with prompts of about the same length.
 """
@@ -17,28 +17,27 @@ from rljax.response_lengths import ResponseLengths
 from rljax.rollout.live_response import LiveResponse
 from rljax.speculation.speculator import Speculator
 
-_Group = tuple[
-    tuple[int, ...], list[LiveResponse]
-]  # tokens to prefill, and the responses that go on behind them
+_Group = tuple[tuple[int, ...], list[LiveResponse]]
+"""Tokens to prefill, and the responses that continue them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Prefilled prompts, with the drafters' part of them (`Speculator.prefill`)."""
+    """Prefilled prompts, with the results of the drafters' prefill (`Speculator.prefill`)."""
 
     prefix: Prefix
     for_drafters: list[Any]
 
 
 class PrefillQueue:
-    """Responses that wait for a slot.
+    """A queue of responses that wait for a slot.
 
     Args:
-      engine: prefills.
-      max_slots: responses decoded at a time.
-      speculator: prefills its drafters, too; None for plain decoding.
-      statistics: prefilled tokens are added to it.
-      longest_first: starts prompts in the order of their expected length; None in the order of arrival.
+      engine: the decode engine.
+      max_slots: number of responses decoded at a time.
+      speculator: speculator, whose drafters are prefilled, too; None for plain decoding.
+      statistics: counts to add prefilled tokens to.
+      longest_first: expected lengths, to start the longest responses first; None for the order of arrival.
     """
 
     def __init__(
@@ -52,9 +51,8 @@ class PrefillQueue:
         self._engine, self._max_slots, self._speculator = engine, max_slots, speculator
         self._statistics, self._longest_first = statistics, longest_first
         self._prompts: collections.deque[_Group] = collections.deque()
-        self._ready: collections.deque[tuple[Prefilled, int, LiveResponse]] = (
-            collections.deque()
-        )  # with its row
+        # Responses with their prefilled prompts and the rows in these.
+        self._ready: collections.deque[tuple[Prefilled, int, LiveResponse]] = collections.deque()
 
     def __bool__(self) -> bool:
         return bool(self._ready or self._prompts)
@@ -64,7 +62,7 @@ class PrefillQueue:
         return itertools.chain(prompts, (response for *_, response in self._ready))
 
     def add(self, responses: Iterable[LiveResponse]) -> None:
-        """Adds responses. Those that arrive together with the same tokens share one prefill."""
+        """Adds responses. Those that are added together with the same tokens share one prefill."""
         self._prompts.extend(_by_prefix(responses).items())
         lengths = self._longest_first
         if lengths is not None:
@@ -72,25 +70,28 @@ class PrefillQueue:
             self._prompts = collections.deque(sorted(self._prompts, key=lambda item: -expected[item[0]]))
 
     def remove(self, responses: Iterable[LiveResponse]) -> None:
-        """Takes responses out, those that wait among them."""
+        """Removes those of the responses that are in the queue."""
         gone = set(responses)
         self._ready = collections.deque(item for item in self._ready if item[2] not in gone)
-        groups = ((ids, [each for each in group if each not in gone]) for ids, group in self._prompts)
+        groups = (
+            (ids, [response for response in group if response not in gone]) for ids, group in self._prompts
+        )
         self._prompts = collections.deque((ids, group) for ids, group in groups if group)
 
     def prefill_again(self) -> None:
-        """New weights: what was prefilled by the old ones becomes prompts again, before all others."""
+        """Turns prefilled responses back into prompts, before all others; used when the weights change."""
         groups = _by_prefix(response for *_, response in self._ready)
         self._ready.clear()
         self._prompts.extendleft(reversed(groups.items()))
 
     def take(self, params: Params, free: int, batch: int) -> tuple[Prefilled, list[tuple[int, LiveResponse]]]:
-        """Takes the next responses, prefilled together: their rows of `Prefilled`, and the responses.
+        """Removes and returns the next responses that were prefilled together, with their rows in
+        `Prefilled`.
 
         Args:
           params: weights to prefill with.
-          free: free slots; no more responses are taken.
-          batch: slots of the decode state.
+          free: number of free slots, the largest number of responses.
+          batch: number of slots of the decode state.
         """
         if not self._ready:
             self._make_ready(params, free, batch)
@@ -106,8 +107,8 @@ class PrefillQueue:
         return Prefilled(prefix, self._speculator.prefill(prefix, prompts) if self._speculator else [])
 
     def _make_ready(self, params: Params, free: int, batch: int) -> None:
-        """Prefills prompts: enough for `free` slots or, where samples of a prompt draft from one another, one
-        for every slot there is.
+        """Prefills prompts: enough for `free` slots or, if responses to a prompt draft from one another, one
+        for every slot.
         """
         groups: list[_Group] = []
         members, mates = 0, self._speculator is not None and self._speculator.has_history
@@ -117,7 +118,7 @@ class PrefillQueue:
         by_length: dict[int, list[_Group]] = {}
         for ids, group in groups:
             by_length.setdefault(self._engine.prefill_length(len(ids)), []).append((ids, group))
-        # Into states of fewer slots, `DecodeEngine.warm_up` inserts from the smallest prefill only.
+        # For states of fewer slots, `DecodeEngine.warm_up` compiles insertion from the smallest prefill only.
         buckets = self._engine.buckets
         most = buckets.batch[-1] if batch == buckets.batch_for(self._max_slots) else buckets.batch[0]
         rows = []
@@ -129,7 +130,7 @@ class PrefillQueue:
                     [(prefilled, row, response) for response in group]
                     for row, (_, group) in enumerate(together)
                 ]
-        if mates:  # the first samples of all these prompts: the others draft from them
+        if mates:  # one response to every prompt first: the others draft from it
             self._ready.extend(group.pop(0) for group in rows)
         self._ready.extend(itertools.chain.from_iterable(rows))
 

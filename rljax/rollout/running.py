@@ -1,4 +1,4 @@
-"""Number of running requests over a rollout: its long tail, as a curve of few points."""
+"""The number of running requests over a rollout, as a curve of few points that shows its long tail."""
 
 import time
 
@@ -6,10 +6,10 @@ _MOST_POINTS = 256
 
 
 class RunningRequests:
-    """Counts requests over time. The area under the curve is exact however much is merged.
+    """Counts running requests over time. Merging points keeps the area under the curve exact.
 
     Args:
-      most_points: merge neighbours beyond so many; even.
+      most_points: even number of points beyond which neighbours are merged.
     """
 
     def __init__(self, most_points: int = _MOST_POINTS) -> None:
@@ -18,7 +18,7 @@ class RunningRequests:
         self._points: list[tuple[float, float]] = []
 
     def add(self, running: int) -> None:
-        """Since the last call, or the beginning, so many requests ran."""
+        """Records the number of requests that ran since the last call, or since the beginning."""
         self._add(time.perf_counter() - self._began, running)
 
     def _add(self, until: float, running: float) -> None:
@@ -37,5 +37,5 @@ class RunningRequests:
             self._points = merged + points[2 * len(merged) :]
 
     def points(self) -> list[tuple[float, float]]:
-        """(seconds since the beginning, requests that ran up to then since the point before), in order."""
+        """Returns (seconds since the beginning, requests that ran since the previous point), in order."""
         return [(round(seconds, 4), round(running, 2)) for seconds, running in self._points]

@@ -16,7 +16,7 @@ OnProgress = Callable[[int, int], None]
 """Called at every host sync with (tokens sampled, requests finished)."""
 
 OnFinished = Callable[[int, Completion], None]
-"""Called with a request's place in the list and its response, as soon as that has ended."""
+"""Called with the index of a request and its response, as soon as the response has ended."""
 
 
 class Scheduler:
@@ -24,10 +24,10 @@ class Scheduler:
 
     Args:
       engine: the decode engine.
-      max_slots: requests decoded at a time.
+      max_slots: number of requests decoded at a time.
       stop_strings: see `StopStrings`; None for none.
-      speculator: decodes with drafts; None for plain decoding.
-      overlap: draft for one half of the slots while the device verifies the other.
+      speculator: speculator, to decode with drafts; None for plain decoding.
+      overlap: whether to draft for one half of the slots while the device verifies the other.
       tools: tools that responses may call; None for none.
     """
 
@@ -46,7 +46,8 @@ class Scheduler:
         self.speculator = speculator
         self.overlap = overlap
         self.tools = tools
-        # With drafts: of training rollouts, which checkpoints keep; the order decides what is drafted from.
+        # With drafts, lengths of training rollouts only, which checkpoints keep: the order of the requests
+        # determines the tokens that drafts come from.
         self.lengths = ResponseLengths() if speculator is None else speculator.lengths
 
     def run(
@@ -60,13 +61,13 @@ class Scheduler:
 
         Args:
           params: weights from `engine.load_params`.
-          requests: the requests.
+          requests: requests to decode.
           on_progress: see `OnProgress`.
           on_finished: see `OnFinished`.
 
         Raises:
-          ValueError: a request that cannot fit: an empty prompt, no response tokens, or more positions than
-            the largest cache bucket.
+          ValueError: a request has an empty prompt, no response tokens, or more positions than the largest
+            cache bucket.
         """
         for request in requests:
             check_request(request, self.engine.buckets)
@@ -96,7 +97,7 @@ class Scheduler:
             loop.submit(responses)
             while loop.waiting or loop.running:
                 loop.step()
-            loop.finish_pass()  # over requests that were only sampled ahead
+            loop.finish_pass()  # a pass over requests that were only sampled ahead
             if run_ahead is not None and ahead:
                 run_ahead.keep(loop.sampled_ahead())
             loop.statistics.running.append(loop.running_over_time.points())

@@ -1,19 +1,19 @@
 """Stop strings: a response ends with the token that completes one of them.
 
-They are looked for on the host, in the decoded text, because the same text can be tokenized in many ways. A
-slot may have decoded past the end by then; what lies behind it is dropped, so a response does not depend on
-when the host synced.
+The host searches the decoded text, because the same text can be tokenized in many ways. By then a slot may
+have decoded tokens after the end; these are dropped, so that a response does not depend on the times of host
+syncs.
 """
 
 from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Finds where a response first contains a stop string.
+    """Finds the first stop string in a response.
 
     Args:
       strings: the stop strings, none empty.
-      decode: token ids to text.
+      decode: function from token ids to text.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
@@ -25,12 +25,12 @@ class StopStrings:
         self._window = 4 * max((len(string) for string in strings), default=0)
 
     def find(self, response_ids: Sequence[int], start: int, first: int = 0) -> int | None:
-        """Tokens up to and including the one that completes a stop string, or None.
+        """Returns the number of tokens up to the one that completes a stop string, inclusive, or None.
 
         Args:
-          response_ids: the response so far.
-          start: tokens known to hold none.
-          first: the first token that counts.
+          response_ids: token ids of the response so far.
+          start: number of tokens known to contain no stop string.
+          first: index of the first token to search.
         """
         if not self._strings:
             return None

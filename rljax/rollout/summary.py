@@ -1,6 +1,6 @@
-"""What a rollout leaves for the report of a run: lengths of its responses, when they ran, and a few of them.
+"""A summary of a rollout for the report of a run: response lengths, running requests over time, and samples.
 
-Bounded, whatever the size of a step: at most 64 bins, 256 points and a few thousand characters a sample.
+Its size does not grow with the step: at most 64 bins, 256 points and a few thousand characters a sample.
 """
 
 import math
@@ -22,18 +22,18 @@ def summarize_rollout(
     samples: int,
     decode: Callable[..., str],
 ) -> dict[str, Any]:
-    """A step's rollout as JSON can hold it.
+    """Returns a summary of a step's rollout as JSON values.
 
     Args:
-      groups: everything that was sampled.
+      groups: all groups sampled.
       running: number of running requests over time, per round (`RunningRequests.points`).
-      max_response_length: in tokens; it fixes the bins, so that those of all steps are the same.
-      samples: number of best and of worst responses to keep, each to another prompt.
+      max_response_length: largest number of tokens in a response; it makes the bins of all steps the same.
+      samples: number of best and of worst responses to keep, all to different prompts.
       decode: `Tokenizer.decode`.
 
     Returns:
-      `lengths`: `bin` tokens wide each, from 1 token on, with `counts`, trailing zeros left out. `running`.
-      `best` and `worst`: samples, the most telling first.
+      `lengths`: the width `bin` of the bins in tokens, from 1 token on, and their `counts` without trailing
+      zeros. `running`. `best` and `worst`: samples, the most extreme first.
     """
     width = -(-max_response_length // _MOST_BINS)
     lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
@@ -41,20 +41,20 @@ def summarize_rollout(
     best, worst = _extremes(groups, samples)
     return {
         "lengths": {"bin": width, "counts": counts.tolist()},
-        "running": [[list(point) for point in each] for each in running],
+        "running": [[list(point) for point in points] for points in running],
         "best": [_sample(groups[row], column, decode) for row, column in best],
         "worst": [_sample(groups[row], column, decode) for row, column in worst],
     }
 
 
 def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(group, response) of the best and the worst; of equals the first, and none is in both."""
+    """Returns (group, response) of the best and the worst, the first of equals; no response is in both."""
     rewards = [np.nan_to_num(group.reward, nan=-np.inf) for group in groups]
     highest = sorted(range(len(groups)), key=lambda row: -rewards[row].max())
     best = [(row, int(rewards[row].argmax())) for row in highest[:samples]]
     lowest = sorted(range(len(groups)), key=lambda row: rewards[row].min())
     worst = [(row, int(rewards[row].argmin())) for row in lowest[:samples]]
-    return best, [each for each in worst if each not in best]
+    return best, [place for place in worst if place not in best]
 
 
 def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, Any]:

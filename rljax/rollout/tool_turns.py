@@ -1,8 +1,8 @@
 """Responses that pause for a tool: ReTool's rollouts (Feng et al., arXiv 2504.11536), slot by slot.
 
-A response that has completed a call pauses: its request keeps its slot and its KV cache, the tool works in a
-thread, everybody else decodes. The answer's tokens are then appended (`rljax/engine/appending.py`), and the
-response goes on where it was. Which answer comes first changes nothing but the time that it takes.
+A response that has completed a call pauses: its request keeps its slot and its KV cache, the tool runs in a
+thread, and the other slots decode. The answer's tokens are then appended (`rljax/engine/appending.py`), and
+the response continues. The order of the answers has no effect on the tokens, only on the time.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
 
 _PATIENCE = 0.002
-"""Seconds that others wait for the answer to a new call: most tools are faster than a host sync."""
+"""Seconds that decoding waits for the answer to a new call: most tools are faster than a host sync."""
 
 
 class ToolTurns:
@@ -22,7 +22,7 @@ class ToolTurns:
 
     Args:
       use: the tools.
-      statistics: the loop's statistics, added to.
+      statistics: counts of the loop, to add to.
 
     Attributes:
       paused: responses that wait for an answer.
@@ -32,18 +32,18 @@ class ToolTurns:
         self._use, self._statistics = use, statistics
         self.paused: set[LiveResponse] = set()
         self._numbers = itertools.count()
-        self._calling: dict[int, LiveResponse] = {}  # by the call's number
-        self._new = False  # a call that nobody has waited for yet
+        self._calling: dict[int, LiveResponse] = {}  # by number of the call
+        self._new = False  # whether decoding has not yet waited for the newest call
         use.workers.forget()
 
     def find(self, response: LiveResponse, known: int) -> ToolCall | None:
-        """Returns the call that a response completes behind its first `known` tokens, if there is one."""
+        """Returns the call that a response completes after its first `known` tokens, or None."""
         if response.tool_calls == self._use.max_calls:
             return None
         return self._use.markup.find(response.tokens, response.turn_begin, known)
 
     def call(self, response: LiveResponse, call: ToolCall) -> None:
-        """Pauses a response for its call."""
+        """Pauses a response, and starts its call."""
         response.tool_calls += 1
         number = next(self._numbers)
         self.paused.add(response)
@@ -52,17 +52,17 @@ class ToolTurns:
         self._use.workers.submit(number, call.name, self._use.tools[call.name], call.text)
 
     def drop(self, response: LiveResponse) -> None:
-        """Ignores the answer that a response waits for, if it waits for one."""
+        """Ignores the answer that a response waits for, if any."""
         if response in self.paused:
             self.paused.remove(response)
             self._calling = {number: other for number, other in self._calling.items() if other != response}
 
     def answers(self, alone: bool, most_seconds: float | None = None) -> list[tuple[LiveResponse, list[int]]]:
-        """Returns answers that have come, with the responses, which are not paused any more.
+        """Returns answers that have arrived, with their responses, and ends the pause of these.
 
         Args:
-          alone: no response could decode meanwhile: wait for an answer.
-          most_seconds: to wait then; None as long as it takes.
+          alone: whether to wait for an answer, as no response can decode meanwhile.
+          most_seconds: longest wait in that case; None for no limit.
         """
         if not self.paused:
             return []
@@ -83,7 +83,7 @@ class ToolTurns:
         return answered
 
     def answered(self, response: LiveResponse, begin: int, end: int) -> None:
-        """Records that a response goes on behind an answer, its tokens begin to end."""
+        """Records that a response continues after an answer, its tokens `begin` to `end`."""
         response.tool_answers.append((begin, end))
         self._statistics.tool_tokens += end - begin
 
