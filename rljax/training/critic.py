@@ -121,7 +121,7 @@ class Critic:
         self._replicated = self._shardings = None
         if mesh is not None:
             self._replicated = replicated_sharding(mesh)
-            trunk = {name: each for name, each in param_shardings(config, mesh).items() if name != "lm_head"}
+            trunk = {name: leaf for name, leaf in param_shardings(config, mesh).items() if name != "lm_head"}
             head = {"weight": self._replicated, "bias": self._replicated}
             self._shardings = {"trunk": trunk, "head": head}
             self._rope = jax.device_put(self._rope, self._replicated)
@@ -148,8 +148,8 @@ class Critic:
     def values(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Returns values before each target, float32 [R, T] per batch; undefined outside `response_mask`."""
         args = [(params, self._put(batch), self._rope) for batch in batches]
-        values = [self._values_program(each)(*each) for each in args]
-        return [np.asarray(each) for each in values]
+        values = [self._values_program(inputs)(*inputs) for inputs in args]
+        return [np.asarray(array) for array in values]
 
     def update(
         self, state: TrainState, microbatches: Sequence[PackedBatch], targets: Sequence[ValueTargets]
@@ -165,8 +165,8 @@ class Critic:
           The new state and metrics: `loss`, `clip_fraction`, `gradient_norm` before clipping.
         """
         inputs = [
-            (self._put(batch), self._put(each), self._rope)
-            for batch, each in zip(microbatches, targets, strict=True)
+            (self._put(batch), self._put(batch_targets), self._rope)
+            for batch, batch_targets in zip(microbatches, targets, strict=True)
         ]
         state, metrics = self._accumulation.update(state, inputs, self._step, ("values",))
         return state, {name: float(value) for name, value in metrics.items()}

@@ -101,7 +101,11 @@ class PolicyRollouts:
 
     def read(self, groups: Sequence[Group]) -> Iterator[States]:
         """Yields the features of groups that the present policy has sampled."""
-        pairs = [(group.prompt_ids, each.response_ids) for group in groups for each in group.completions]
+        pairs = [
+            (group.prompt_ids, completion.response_ids)
+            for group in groups
+            for completion in group.completions
+        ]
         return self._reader.read(self.run.state.params, pairs)
 
     def _collect(self, split: Split, indices: range, samples: int, purpose: int, step: int) -> list[Group]:

@@ -90,8 +90,10 @@ def export_head(
     if not tensors:
         raise CheckpointError(f"{saved.path} has no EAGLE head at this step{_drafters_of(saved)}")
     speculation = saved.experiment.speculation
-    own = speculation.args if speculation.drafter == "eagle" else speculation.others.get("eagle", {})
-    drafter = EagleDrafter(checked("speculation.args", "eagle", EagleArguments, own | {"save_dir": None}))
+    arguments = speculation.args if speculation.drafter == "eagle" else speculation.others.get("eagle", {})
+    drafter = EagleDrafter(
+        checked("speculation.args", "eagle", EagleArguments, arguments | {"save_dir": None})
+    )
     drafter.reads(saved.policy.config, saved.policy.tokenizer)
     path = check_destination(destination, force)
     with _replacing(path) as partial:

@@ -44,7 +44,7 @@ from rljax.training.update import WEIGHT, Trainer
 
 
 class Learner:
-    """Updates policy and critic as `config.algorithm` says.
+    """Updates policy and critic by the settings of `config.algorithm`.
 
         state = learner.init(policy_params)
         state, metrics = learner.learn(state, groups, step=0)
@@ -140,7 +140,7 @@ class Learner:
             "time/update": end - update_start,
         }
 
-    # -- in this order ---------------------------------------------------------------------------------------
+    # -- stages, in order ------------------------------------------------------------------------------------
 
     def _pack(self, groups: Sequence[Group], step: int) -> list[Minibatch]:
         seed, multiple = (self._config.seed, step), self._trainer.row_multiple
@@ -250,7 +250,7 @@ class Learner:
     ) -> np.ndarray:
         """Returns the KL penalty on the reward of each token, [N, L]."""
         algorithm = self._algorithm
-        both = [jnp.asarray(np.where(mask, each, 0.0)) for each in (logprobs, reference_logprobs)]
+        both = [jnp.asarray(np.where(mask, array, 0.0)) for array in (logprobs, reference_logprobs)]
         return algorithm.kl_coefficient * np.asarray(kl_estimate(*both, algorithm.kl_estimator))
 
     def _token_weights(self, minibatch: Minibatch, kept: np.ndarray) -> np.ndarray:
@@ -272,7 +272,8 @@ class Learner:
             batch.replace(
                 advantages=advantage,
                 weights=weight,
-                # A masked token is in no ratio either: a sequence ratio (GSPO) would pass gradient on to it.
+                # Masked tokens are left out of ratios, too: a sequence ratio (GSPO) would give them a
+                # gradient.
                 old_logprobs=None if old is None else np.where(weight > 0, old, np.float32(-np.inf)),
             )
             for batch, advantage, weight, old in zip(
@@ -286,14 +287,14 @@ class Learner:
         if estimate.returns is not None:
             returns = minibatch.lay_out(np.asarray(estimate.returns))
             minibatch.value_targets = [
-                ValueTargets(each, old) for each, old in zip(returns, minibatch.old_values, strict=True)
+                ValueTargets(new, old) for new, old in zip(returns, minibatch.old_values, strict=True)
             ]
 
     def _update(
         self, state: TrainState, minibatches: Sequence[Minibatch], on_update: Callable[[int], None]
     ) -> tuple[TrainState, dict[str, float]]:
-        """Runs the updates. Metrics are averaged over them, except for the mismatch, which is the first
-        update's: only that one still has the weights of the rollout, where a row-invariant engine shows 0.
+        """Runs the updates. Metrics are averaged over them, except for the mismatch, which is that of the
+        first update: only this one has the weights of the rollout, for which a row-invariant engine shows 0.
         """
         collected: list[dict[str, float]] = []
         policy, critic = state.replace(critic=None), state.critic
@@ -306,21 +307,20 @@ class Learner:
                 if self._critic is not None:
                     critic, more = self._critic.update(critic, minibatch.batches, minibatch.value_targets)
                     _check_gradient("critic", more, "algorithm.critic.learning_rate")
-                    more["clip_fraction"] /= (
-                        metrics.get(WEIGHT, 1.0) or 1.0
-                    )  # a mean, like the policy's metrics
+                    # A mean over tokens, like the metrics of the policy.
+                    more["clip_fraction"] /= metrics.get(WEIGHT, 1.0) or 1.0
                     metrics |= {f"critic/{name}": value for name, value in more.items()}
                 collected.append(metrics)
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
-        averaged = {name: float(np.mean([each[name] for each in collected])) for name in collected[0]}
+        averaged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
 
 
-def _check_gradient(of: str, metrics: dict[str, float], key: str) -> None:
+def _check_gradient(model: str, metrics: dict[str, float], key: str) -> None:
     """Raises a UserError if the gradient is not finite, before a checkpoint keeps the lost weights."""
     norm = metrics["gradient_norm"]
     if not np.isfinite(norm):
         raise UserError(
-            f"update: the gradient norm of the {of} is {norm}, and its weights are lost; the newest"
-            f" checkpoint is from before that. Go on from it with a smaller {key}, or see what was rewarded"
+            f"update: the gradient norm of the {model} is {norm}, and its weights are lost; the newest"
+            f" checkpoint is from before that. Go on from it with a smaller {key}, or check the rewards"
         )

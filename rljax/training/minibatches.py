@@ -92,8 +92,10 @@ def pack_minibatch(
     prompts = [group.prompt_ids for group in groups for _ in group.completions]
     completions = completions_of(groups)
     sequences = [
-        TrainingSequence(prompts[i], each.response_ids, each.logprobs, 0.0, 1.0, each.sampled_mask)
-        for i, each in ((i, completions[i]) for i in members)
+        TrainingSequence(
+            prompt, completion.response_ids, completion.logprobs, 0.0, 1.0, completion.sampled_mask
+        )
+        for prompt, completion in ((prompts[i], completions[i]) for i in members)
     ]
     packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
     ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
@@ -117,7 +119,7 @@ def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np
     Args:
       minibatch: the mini-batch.
       advantages: float [N, L], advantages of the step's responses.
-      kept: bool [N, L], tokens that are learned from.
+      kept: bool [N, L], tokens to learn from.
     """
     members = minibatch.members
     learned = (kept[members] & (advantages[members] != 0.0)).any(axis=1)

@@ -97,7 +97,7 @@ def _evaluation(saved: SavedPolicy) -> Iterator[str]:
         results = json.loads(file.read_bytes())
         if results["settings"]["policy"] != weights_digest(saved.policy.params):
             return  # the step was trained again after this evaluation
-        rows = [f"| {name} | {_with_interval(each)} |" for name, each in results["overall"].items()]
+        rows = [f"| {name} | {_with_interval(result)} |" for name, result in results["overall"].items()]
         problems, samples = int(results["problems"]), int(results["samples"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -124,8 +124,9 @@ def _provenance(directory: RunDirectory) -> Iterator[str]:
         version = "not installed"
     yield f"Exported by rljax {version}, commit {git_commit() or 'unknown'}. Trained by:"
     rows = [
-        f"| {each['date']} | {each['step']} | {each['commit'] or 'unknown'} | {_machine(each['machine'])} |"
-        for each in directory.read_sessions()
+        f"| {session['date']} | {session['step']} | {session['commit'] or 'unknown'}"
+        f" | {_machine(session['machine'])} |"
+        for session in directory.read_sessions()
     ]
     yield "\n".join(["| date | from step | commit | machine |", "| --- | ---: | --- | --- |", *rows])
 

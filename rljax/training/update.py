@@ -150,7 +150,7 @@ class Trainer:
         state, metrics = trainer.update(state, batches)
 
     An update consumes the state: its arrays are overwritten in place. Other holders of its params, such as a
-    decode engine, must take those of the new state, or have copied them.
+    decode engine, must take those of the new state, or copy them before.
 
     Args:
       config: architecture of the policy.
@@ -219,7 +219,7 @@ class Trainer:
         self._rope = jnp.asarray(self._rope)
         self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
 
-    # -- what the loop calls ---------------------------------------------------------------------------------
+    # -- calls of the loop -----------------------------------------------------------------------------------
 
     def place(self, params: Params) -> Params:
         """Puts params on the trainer's mesh; without a mesh, returns them unchanged."""
@@ -256,15 +256,15 @@ class Trainer:
         return self._scores(params, batches, unfiltered=False)
 
     def score_reference(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """Like `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
+        """As `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
         the policy now samples, and the KL of a logprob of -inf is infinite.
         """
         return self._scores(params, batches, unfiltered=True)
 
     def _scores(self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool) -> list[np.ndarray]:
         args = [(params, self._put(batch.replace(old_logprobs=None)), self._rope) for batch in batches]
-        logprobs = [self._score_program(each, unfiltered)(*each) for each in args]
-        return [np.asarray(each) for each in logprobs]
+        logprobs = [self._score_program(inputs, unfiltered)(*inputs) for inputs in args]
+        return [np.asarray(array) for array in logprobs]
 
     def update(
         self,
@@ -333,7 +333,7 @@ class Trainer:
     def _score_program(self, args: tuple, unfiltered: bool = False) -> Callable[..., Array]:
         params, batch, _ = args
         name, scoring = "score", self._scoring
-        if unfiltered and self._filters:  # otherwise it is the same program
+        if unfiltered and self._filters:  # otherwise the program would be the same
             name, scoring = "score without filters", self._unfiltered_scoring
         return self.pool.get((name, batch.tokens.shape, _dtype(params), *self._key), scoring, args)
 
