@@ -1,15 +1,15 @@
-"""The script that tests a program inside the sandbox, sent as source after that of values.py.
+"""The script that tests a program inside the sandbox; its source follows that of values.py.
 
-It reads one JSON object from its standard input: `code`, `tests`, `seconds` for each test, `max_output` bytes
-of each answer. A test is {"input": text}, a program's standard input, or {"call": name, "args": [...],
-"keywords": {...}, "within": [...]}: the builtins named in `within` are applied to what the call returns, the
-last one first.
+It reads one JSON object from standard input: `code`, `tests`, the time limit `seconds` of a test, and the
+limit `max_output` on the bytes of an answer. A test is {"input": text}, a program's standard input, or
+{"call": name, "args": [...], "keywords": {...}, "within": [...]}: the builtins named in `within` are applied
+to the result of the call, the last one first.
 
-It says {"ready": true}, and then for each test one JSON line: {"output": text}, {"value": encoded} or
-{"error": why}. The right answers are not here: whatever the tested code does in this process or to it, it
-cannot know what to claim.
+It writes {"ready": true}, and then one JSON line per test: {"output": text}, {"value": encoded} or {"error":
+reason}. The right answers are not in the sandbox, so the tested code cannot read them, even if it takes over
+this process.
 
-Every test has a process and a directory of its own, so that one cannot disturb the next.
+Every test runs in a separate process and directory, so that it cannot affect the next.
 """
 
 import builtins
@@ -26,7 +26,7 @@ import types
 
 
 def _run_program(code, text, answer):
-    """The code as a whole program; its standard output is the answer."""
+    """Runs the code as a whole program, with standard output as the answer."""
     with open("input", "w") as file:
         file.write(text)
     os.dup2(os.open("input", os.O_RDONLY), 0)
@@ -40,7 +40,7 @@ def _run_program(code, text, answer):
 
 
 def _call_function(code, test, answer):
-    """One of the code's functions, or a method of its class `Solution`; what it returns is the answer."""
+    """Calls a function of the code, or a method of its class `Solution`; the result is the answer."""
     name, within = test["call"], [getattr(builtins, name) for name in test["within"]]
     names = _module("response")
     exec(compile(code, "response", "exec"), names)
@@ -52,19 +52,19 @@ def _call_function(code, test, answer):
     value = function(*decode_arguments(test["args"]), **keywords)
     for builtin in reversed(within):
         value = builtin(value)
-    text = json.dumps(encode(value))  # noqa: F821  (values.py stands before this)
+    text = json.dumps(encode(value))  # noqa: F821  (defined in values.py)
     with open(answer, "w", closefd=False) as file:
         file.write(text)
 
 
 def _module(name):
-    """The names of a new module; dataclasses and others look for it among those that are imported."""
+    """Returns the names of a new module, entered in `sys.modules` for dataclasses and others."""
     module = sys.modules[name] = types.ModuleType(name)
     return vars(module)
 
 
 def decode_arguments(args):
-    """Encoded values as Python's own; they come from the dataset, not from the tested code."""
+    """Decodes values, which come from the dataset, not from the tested code."""
     kinds = {"l": list, "t": tuple, "s": set}
 
     def decode(value):
@@ -108,7 +108,7 @@ def _read_answer(child, answer, seconds, max_output):
                 return output, "too much output"
             if read:
                 continue
-            time.sleep(0.001)  # closed by a child that has yet to end
+            time.sleep(0.001)  # the child has closed the pipe but not ended
         if status is not None:
             return output, None if status == 0 else "it raised or was killed"
         if time.monotonic() >= deadline:
@@ -127,13 +127,13 @@ def _outcome(test, code, seconds, max_output, protocol):
             os._exit(1)
         if "call" in test:
             os._exit(0)
-        raise SystemExit  # the end of an interpreter: threads are waited for, exit handlers called
+        raise SystemExit  # a normal end, which waits for threads and calls exit handlers
     os.close(write)
     output, error = _read_answer(child, read, seconds, max_output)
     os.close(read)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    if os.getpid() == 2:  # the strong jail: all but this process and the first are what the test started
+    if os.getpid() == 2:  # in the strong jail all processes but this and the first belong to the test
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):

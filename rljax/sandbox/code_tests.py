@@ -1,15 +1,15 @@
-"""Unit tests of code that a response holds: the code runs in the sandbox, the verdict is found outside.
+"""Unit tests of code in a response: the code runs in the sandbox, and its results are judged outside.
 
 Forms of a test, in a dataset:
 
-    {"input": "3 4\\n", "output": "7\\n"}              a program: standard input, and what it should print
+    {"input": "3 4\\n", "output": "7\\n"}              a program: standard input, expected output
     {"call": "add", "args": [3, 4], "output": 7}      a function, or a method of a class `Solution`
     "assert add(3, 4) == 7"                           the same as a call, as in MBPP; see `_parse_assert`
-    {"inputs": [...], "outputs": [...], "fn_name": n} a whole list, as in APPS; without a name, of programs
+    {"inputs": [...], "outputs": [...], "fn_name": n} a list of tests, as in APPS; without a name, of programs
 
-A test is data: nothing of it is executed here, and of the right answer nothing goes into the sandbox. So code
-that prints "all tests passed", leaves early or takes over the process that calls it has still not said what
-its function returns.
+A test is data: none of it is executed here, and the right answer never enters the sandbox. So code that
+prints "all tests passed", exits early or takes over the process that calls it still has to produce the
+answer.
 """
 
 import ast
@@ -24,10 +24,10 @@ from rljax.sandbox.process import Sandbox, SandboxError
 from rljax.sandbox.values import Encoded, encode, same
 
 _SOURCES = ("values.py", "code_runner.py")
-_MAX_ANSWER = 1 << 18  # bytes of one test's answer beyond those of the longest right one
+_MAX_ANSWER = 1 << 18  # bytes that an answer may have beyond the longest right one
 _WITHIN = {
-    each.__name__: each
-    for each in (abs, bool, float, frozenset, int, len, list, round, set, sorted, str, tuple)
+    function.__name__: function
+    for function in (abs, bool, float, frozenset, int, len, list, round, set, sorted, str, tuple)
 }
 _CHECK_SECONDS = 60.0
 _READY = {"ready": True}
@@ -38,11 +38,11 @@ class CodeTest:
     """One test.
 
     Attributes:
-      question: what the sandbox is told, {"input": text} or a call (see code_runner.py), its values encoded.
+      question: request to the sandbox, {"input": text} or a call (see code_runner.py) with encoded values.
       answer: the right output, or the right value, encoded.
-      rule: how a value is judged. "equal": as `==` has it. "unequal": as `!=`. "json": equal, where a tuple
-        counts as a list, and a right value that stands alone in a list as that value, too (APPS).
-      tolerance: relative and absolute, of `math.isclose`: numbers are judged by it instead.
+      rule: rule to judge a value by. "equal": as `==`. "unequal": as `!=`. "json": equal, with tuples as
+        lists; an answer that is a list of one value also accepts that value (APPS).
+      tolerance: relative and absolute tolerance of `math.isclose`, which then judges numbers instead.
     """
 
     question: dict[str, Any]
@@ -51,7 +51,7 @@ class CodeTest:
     tolerance: tuple[float, float] | None = None
 
     def passed(self, outcome: Any) -> bool:
-        """Judges one line of the runner. White space at the end of a program's lines does not count."""
+        """Judges one line of the runner. White space at the end of a program's lines is ignored."""
         if not isinstance(outcome, dict):
             return False
         if "input" in self.question:
@@ -59,7 +59,7 @@ class CodeTest:
             return isinstance(output, str) and _lines(output) == _lines(self.answer)
         try:
             return "value" in outcome and self._is_right(outcome["value"])
-        except RecursionError:  # deeper than any right answer
+        except RecursionError:  # nested deeper than any right answer
             return False
 
     def _is_right(self, value: Encoded) -> bool:
@@ -76,20 +76,20 @@ class CodeTest:
 
 
 def parse_tests(tests: Any) -> list[CodeTest]:
-    """Tests in any of the forms above; text is read as JSON, or as one `assert` a line.
+    """Reads tests in any of the forms above; text is JSON, or one `assert` per line.
 
     Raises:
-      ValueError: what is wrong with them.
+      ValueError: the tests have another form, or there are none.
     """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError:
             tests = [line for line in tests.splitlines() if line.strip()]
-    found = list(_parse(tests))
-    if not found:
+    parsed = list(_parse(tests))
+    if not parsed:
         raise ValueError("there are no tests")
-    return found
+    return parsed
 
 
 def run_tests(
@@ -98,7 +98,7 @@ def run_tests(
     """Returns whether the code passes each test; tests that do not run within `seconds` fail.
 
     Raises:
-      SandboxError: the sandbox did not come as far as the code.
+      SandboxError: the sandbox ended before it ran the code.
     """
     answers = [len(json.dumps(test.answer)) for test in tests]
     most = _MAX_ANSWER + max(answers, default=0)
@@ -114,7 +114,7 @@ def run_tests(
     ready, *outcomes = _outcomes(finished.output) or [None]
     if ready != _READY:
         raise SandboxError(
-            f"task.sandbox: what runs tests did not begin ({finished.ending}): memory_mb"
+            f"task.sandbox: the runner of the tests did not begin ({finished.ending}): memory_mb"
             f" {sandbox.limits.memory_mb} is too little, or this machine has none left"
         )
     outcomes = [*outcomes, *[None] * len(tests)]
@@ -122,10 +122,10 @@ def run_tests(
 
 
 def check_limits(sandbox: Sandbox) -> None:
-    """Runs code that is right, which needs next to nothing.
+    """Checks that small, correct programs pass within the limits.
 
     Raises:
-      SandboxError: it fails, so all other code would as well.
+      SandboxError: they fail, so all other code would fail as well.
     """
     program = parse_tests([{"input": "6 7\n", "output": "42\n"}])
     function = parse_tests([{"call": "product", "args": [6, 7], "output": 42}])
@@ -137,7 +137,7 @@ def check_limits(sandbox: Sandbox) -> None:
         if run_tests(sandbox, code, tests, _CHECK_SECONDS, _CHECK_SECONDS) != [True]:
             limits = dataclasses.asdict(sandbox.limits)
             shown = ", ".join(f"{name} {limits[name]}" for name in ("memory_mb", "processes", "file_mb"))
-            raise SandboxError(f"task.sandbox: within {shown} not even a right program passes; raise them")
+            raise SandboxError(f"task.sandbox: within {shown} not even a correct program passes; raise them")
 
 
 def _outcomes(output: bytes) -> list[Any]:
@@ -182,14 +182,14 @@ def _parse(tests: Any) -> Iterator[CodeTest]:
             if len(inputs) != len(outputs):
                 raise ValueError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
             name = tests.get("fn_name")
-            for given, right in zip(inputs, outputs, strict=True):
+            for question, right in zip(inputs, outputs, strict=True):
                 if name is None:
-                    yield from _parse({"input": given, "output": right})
+                    yield from _parse({"input": question, "output": right})
                 else:
-                    [test] = _parse({"call": name, "args": given, "output": right})
+                    [test] = _parse({"call": name, "args": question, "output": right})
                     yield dataclasses.replace(test, rule="json")
-        case {"input": str(given), "output": str(right)}:
-            yield CodeTest({"input": given}, right)
+        case {"input": str(text), "output": str(right)}:
+            yield CodeTest({"input": text}, right)
         case {"call": str(name), "args": list(args), "output": right}:
             yield CodeTest(_call(name, args), encode(right))
         case _:
@@ -211,8 +211,8 @@ def _call(
 
 
 def _parse_assert(text: str) -> CodeTest:
-    """One of the forms below, where f(...) is a call of the tested code with literals, also by keyword, and
-    may stand within builtins such as `set` or `sorted`; "literal" may so, too:
+    """Reads one of the forms below. f(...) is a call of the tested code with literals, also by keyword. It
+    and `literal` may be arguments of builtins such as `set` or `sorted`:
 
         assert f(...)           assert f(...) == literal    assert abs(f(...) - literal) < 1e-6
         assert not f(...)       assert f(...) != literal    assert math.isclose(f(...), literal)
@@ -233,7 +233,7 @@ def _parse_assert(text: str) -> CodeTest:
 
 
 def _parse_condition(condition: ast.expr) -> CodeTest | None:
-    """A ValueError or None where it is of no known form."""
+    """Reads a condition; raises a ValueError or returns None if its form is unknown."""
     match condition:
         case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
             question = _parse_call(left)
@@ -255,10 +255,10 @@ def _parse_condition(condition: ast.expr) -> CodeTest | None:
             args=[left, right],
             keywords=keywords,
         ):
-            given = {"rel_tol": 1e-9, "abs_tol": 0.0}
-            given |= {each.arg: float(_constant(each.value)) for each in keywords}
-            relative, absolute = given.pop("rel_tol"), given.pop("abs_tol")
-            question = None if given else _parse_call(left)
+            options = {"rel_tol": 1e-9, "abs_tol": 0.0}
+            options |= {keyword.arg: float(_constant(keyword.value)) for keyword in keywords}
+            relative, absolute = options.pop("rel_tol"), options.pop("abs_tol")
+            question = None if options else _parse_call(left)
             return question and CodeTest(question, encode(_constant(right)), tolerance=(relative, absolute))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             question = _parse_call(operand)
@@ -268,7 +268,7 @@ def _parse_condition(condition: ast.expr) -> CodeTest | None:
 
 
 def _parse_call(node: ast.expr) -> dict[str, Any] | None:
-    """A call of the tested code, perhaps within builtins; None where it is none."""
+    """Reads a call of the tested code, perhaps within builtins; returns None if there is none."""
     within = []
     while True:
         match node:
@@ -276,14 +276,14 @@ def _parse_call(node: ast.expr) -> dict[str, Any] | None:
                 within.append(name)
                 node = inner
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name not in _WITHIN:
-                given = {keyword.arg: _constant(keyword.value) for keyword in keywords}
-                return None if None in given else _call(name, [_constant(arg) for arg in args], given, within)
+                named = {keyword.arg: _constant(keyword.value) for keyword in keywords}
+                return None if None in named else _call(name, [_constant(arg) for arg in args], named, within)
             case _:
                 return None
 
 
 def _constant(node: ast.expr) -> Any:
-    """A literal, perhaps within builtins; a ValueError where it is none."""
+    """Reads a literal, perhaps within builtins; raises a ValueError if there is none."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in _WITHIN:
             return _WITHIN[name](_constant(inner))

@@ -1,26 +1,26 @@
-"""The launcher of the sandbox: a script for `python -I -S`, which needs nothing but the standard library.
+"""The launcher of the sandbox: a script for `python -I -S` that uses only the standard library.
 
     jail.py SPEC STATUS_FD
 
 SPEC is JSON: `argv`, `env`, `readable` (paths that the program may read), `limits` (see limits.py), `strong`.
-The program gets the launcher's standard streams and nothing else. On STATUS_FD the launcher writes one line
-if the jail cannot be built; it is closed when the program starts.
+The program inherits the launcher's standard streams and nothing else. The launcher writes one line to
+STATUS_FD if the jail cannot be built, and closes it when the program starts.
 
-The strong jail is made of namespaces (user_namespaces(7)), which need no privileges where the kernel allows
-them, and are used in the same way by root:
+The strong jail consists of namespaces (user_namespaces(7)), which need no privileges where the kernel allows
+them, and which root uses in the same way:
 
-- user: without privileges outside, whoever started it; as root, an id that nobody else has. No process inside
-  has a capability, and none can get one (PR_SET_NO_NEW_PRIVS, empty bounding set, no further namespaces).
+- user: no privileges outside, for any user; for root, an id that no other user has. No process inside has a
+  capability or can gain one (PR_SET_NO_NEW_PRIVS, empty bounding set, no further namespaces).
 - mount: an empty file system with the system's libraries and `readable`, read-only, four harmless devices,
   and a `/tmp` in memory. There is no `/proc`.
 - pid: no process outside can be seen or signalled, and when the first one ends, all end.
-- network, ipc, uts: empty ones.
+- network, ipc, uts: empty namespaces.
 
-A filter of system calls (seccomp(2)) closes what these leave open: memory that no limit counts, the keys of
-the session that started us, families of sockets that no network namespace holds, further namespaces.
+A filter of system calls (seccomp(2)) refuses the rest: memory that no limit counts, the keys of the parent
+session, families of sockets that network namespaces do not confine, further namespaces.
 
-Three processes: this one, outside, which waits; the first one inside, which collects the dead; the program.
-Each dies with the one before it, so killing the launcher is enough to end everything.
+There are three processes: this one, outside, which waits; the first one inside, which collects ended
+children; and the program. Each ends with the one before it, so killing the launcher ends everything.
 
 The weak jail has resource limits and an empty environment only: it stops accidents, not intent.
 """
@@ -54,14 +54,14 @@ _REFUSED = {
     "aarch64": (194, 190, 186, 279, 447, 217, 218, 219, 97, 268, 280, 241, 282, 425),
 }
 _FIRST_OF_X32 = 0x40000000  # the numbers of x86-64's second set of system calls begin here
-_NEW_NAMESPACES = 0x7E020000  # the flags of clone(2) that make any
+_NEW_NAMESPACES = 0x7E020000  # the flags of clone(2) that create namespaces
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: sockets that a network namespace closes in
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 36, 38
 _SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO = 2, 0x7FFF0000, 0x00050000
 _CAPABILITY_VERSION_3 = 0x20080522
 _INNER_ID = 1000
-_UNUSED_IDS = 2_000_000_000  # root's sandboxes run under an id from here on, one for each process number
+_UNUSED_IDS = 2_000_000_000  # first id for sandboxes of root, which add the launcher's process number
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache")
 _DEVICES = ("null", "zero", "full", "urandom")
 
@@ -69,7 +69,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name, *args):
-    """A function of libc by its name; an OSError if it fails."""
+    """Calls a function of libc by its name; raises an OSError if it fails."""
     if getattr(_libc, name)(*args) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -88,17 +88,17 @@ class _MountAttributes(ctypes.Structure):
 
 
 def _bind(source, target, attributes):
-    """Shows `source`, with all that is mounted below it, at `target`."""
+    """Mounts `source`, with everything mounted below it, at `target`."""
     _mount(source, target, flags=_MS_BIND | _MS_REC)
-    wanted = _MountAttributes(set=attributes)
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    changes = _MountAttributes(set=attributes)
+    size = ctypes.c_size_t(ctypes.sizeof(changes))
     _call(
         "syscall",
         ctypes.c_long(_SYS_MOUNT_SETATTR),
         _AT_FDCWD,
         target.encode(),
         _AT_RECURSIVE,
-        ctypes.byref(wanted),
+        ctypes.byref(changes),
         size,
     )
 
@@ -109,7 +109,7 @@ def _write(path, text):
 
 
 def _write_id_maps(launcher):
-    """Gives the launcher's new user namespace its ids; called by a process that is still outside of it."""
+    """Sets the ids of the launcher's new user namespace; must be called by a process outside of it."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         unused = _UNUSED_IDS + launcher
@@ -118,14 +118,14 @@ def _write_id_maps(launcher):
             _write(f"/proc/{launcher}/gid_map", f"0 0 1\n{_INNER_ID} {unused} 1\n")
             return
         except OSError:
-            pass  # root of a container that has few ids: below, as anybody
+            pass  # root of a container with few ids: continue as another user would
     _write(f"/proc/{launcher}/setgroups", "deny")
     _write(f"/proc/{launcher}/uid_map", f"{_INNER_ID} {user} 1\n")
     _write(f"/proc/{launcher}/gid_map", f"{_INNER_ID} {group} 1\n")
 
 
 def _leave_namespaces():
-    """Puts this process into namespaces of its own; the pid namespace is that of its children."""
+    """Moves this process into new namespaces; the pid namespace applies to its children."""
     launcher = os.getpid()
     ready, go = os.pipe()
     helper = os.fork()
@@ -149,20 +149,20 @@ def _leave_namespaces():
 
 
 def _build_root(readable, memory_mb):
-    """A file system in memory that shows `readable`; it becomes the root, and the old one is gone."""
+    """Makes a file system in memory, with `readable` mounted in it, the root; unmounts the old root."""
     if platform.machine() not in _SYS_PIVOT_ROOT:
         raise OSError(f"no sandbox for {platform.machine()}")
-    os.umask(0o022)  # what is made here is for another user
-    root = "/tmp"  # any directory that exists: what is mounted on it is seen here only
+    os.umask(0o022)  # another user must be able to read the new files
+    root = "/tmp"  # any existing directory: its mounts are visible in this namespace only
     _mount(None, "/", flags=_MS_REC | _MS_PRIVATE)
     shown = [path for path in (*_SYSTEM, *readable) if os.path.lexists(path)]
     devices = [f"/dev/{name}" for name in _DEVICES]
-    # What is shown may lie in the directory that will be covered.
+    # These paths may lie in the directory that will be covered.
     handles = {path: os.open(path, os.O_PATH) for path in (*shown, *devices) if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755,size=4m")
-    os.mkdir(root + "/tmp")  # before what is shown, some of which may lie there
-    files = 1024 + 16 * memory_mb  # an empty one takes about 1 KiB of the kernel's memory
+    os.mkdir(root + "/tmp")  # before the paths above, which may lie in it
+    files = 1024 + 16 * memory_mb  # an empty file takes about 1 KiB of kernel memory
     options = f"mode=1777,size={memory_mb}m,nr_inodes={files}"
     _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
     for path, link in links.items():
@@ -178,10 +178,10 @@ def _build_root(readable, memory_mb):
         device = path in devices
         _bind(source, target, _ATTR_NOSUID | (0 if device else _ATTR_RDONLY | _ATTR_NODEV))
         os.close(handle)
-    wanted = _MountAttributes(set=_ATTR_RDONLY)
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    changes = _MountAttributes(set=_ATTR_RDONLY)
+    size = ctypes.c_size_t(ctypes.sizeof(changes))
     setattr_number = ctypes.c_long(_SYS_MOUNT_SETATTR)
-    _call("syscall", setattr_number, _AT_FDCWD, root.encode(), 0, ctypes.byref(wanted), size)
+    _call("syscall", setattr_number, _AT_FDCWD, root.encode(), 0, ctypes.byref(changes), size)
     os.chdir(root)
     _call("syscall", ctypes.c_long(_SYS_PIVOT_ROOT[platform.machine()]), b".", b".")
     _call("umount2", b".", _MNT_DETACH)
@@ -196,17 +196,17 @@ def _give_up_privileges():
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # one more than this kernel has
+            break  # beyond the capabilities of this kernel
     if os.getuid() == 0:
         os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _call("capset", header, (ctypes.c_uint32 * 6)())
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # nobody inside reads or changes this process
+    _prctl(_PR_SET_DUMPABLE, 0)  # no process inside can read or change this one
 
 
 class _Step(ctypes.Structure):
-    """One instruction: `code`, its operand `k`, and for a comparison how many to skip if it holds, if not."""
+    """One instruction: `code`, its operand `k`, and the steps that a comparison skips if true, if false."""
 
     _fields_ = [
         ("code", ctypes.c_uint16),
@@ -223,14 +223,14 @@ class _Filter(ctypes.Structure):
 def _filter_system_calls():
     """Filters system calls of this process and its children; a refused call fails with EPERM."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, machine, argument = 0, 4, 16  # where they lie in seccomp_data; the argument's lower half
+    number, machine, argument = 0, 4, 16  # offsets in seccomp_data; the argument's lower half
     name = platform.machine()
     refuse, allow = (answer, 0, 0, _SECCOMP_ERRNO | errno.EPERM), (answer, 0, 0, _SECCOMP_ALLOW)
     steps = [(load, 0, 0, machine), (equal, 1, 0, _AUDIT_ARCH[name]), refuse]
     steps += [(load, 0, 0, number), (at_least, 0, 1, _FIRST_OF_X32), refuse]
     for call in _REFUSED[name]:
         steps += [(equal, 0, 1, call), refuse]
-    # Its flags lie in memory, where a filter cannot look. The C library then takes clone.
+    # The flags of clone3 lie in memory, which a filter cannot read. The C library then uses clone.
     steps += [(equal, 0, 1, _SYS_CLONE3), (answer, 0, 0, _SECCOMP_ERRNO | errno.ENOSYS)]
     steps += [(equal, 0, 4, _SYS_CLONE[name]), (load, 0, 0, argument)]
     steps += [(any_bit, 0, 1, _NEW_NAMESPACES), refuse, allow]
@@ -244,7 +244,7 @@ def _filter_system_calls():
 
 
 def _limit(limits, already):
-    """Resource limits of the program; `already` processes of this user are not its own."""
+    """Sets resource limits of the program; `already` is the number of the user's other processes."""
     mebibyte = 1 << 20
     bounds = {
         resource.RLIMIT_AS: limits["memory_mb"] * mebibyte,
@@ -265,7 +265,7 @@ def _limit(limits, already):
 
 
 def _start(spec, already):
-    """The program, in a child of this process; returns its process id."""
+    """Starts the program in a child of this process; returns its process id."""
     program = os.fork()
     if program == 0:
         try:
@@ -291,7 +291,7 @@ def _wait_for(program):
 
 
 def _first_inside(spec, alive):
-    """The first process of the pid namespace."""
+    """Runs as the first process of the pid namespace."""
     try:
         _build_root(spec["readable"], spec["limits"]["memory_mb"])
         _call("sethostname", b"sandbox", 7)
@@ -299,7 +299,7 @@ def _first_inside(spec, alive):
         _filter_system_calls()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if select.select([alive], [], [], 0)[0]:
-            os._exit(1)  # the launcher died before it could take this process with it
+            os._exit(1)  # the launcher ended before the line above took effect
         program = _start(spec, already=2)
     except BaseException as error:
         os.write(spec["status"], f"{error}\n".encode())
@@ -322,14 +322,14 @@ def _strong(spec):
 
 
 def _kill_descendants():
-    """Ends everything that the program left behind: orphans come to this process, the subreaper."""
+    """Ends all remaining descendants of the program, whose orphans become children of this subreaper."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = file.read().split()
         if not children:
             return
         for child in children:
-            os.kill(int(child), signal.SIGKILL)  # it cannot be gone: nobody else collects it
+            os.kill(int(child), signal.SIGKILL)  # the id is still valid, as only this process collects it
         os.wait()
 
 
@@ -338,7 +338,7 @@ def main():
     os.set_inheritable(spec["status"], False)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this goes first
+        _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel kills this first
     try:
         if spec["strong"]:
             waited_for = _strong(spec)

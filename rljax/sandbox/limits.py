@@ -5,14 +5,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Upper bounds of one sandboxed program.
+    """Limits on the resources of one sandboxed program.
 
     Attributes:
       memory_mb: address space of each process, and the size of the sandbox's `/tmp`, in MiB.
-      processes: processes and threads at once.
-      file_mb: the largest file, in MiB.
-      open_files: file descriptors of each process.
-      cpu_seconds: processor time of each process; None for no bound.
+      processes: number of processes and threads at a time.
+      file_mb: size of the largest file, in MiB.
+      open_files: number of file descriptors of each process.
+      cpu_seconds: processor time of each process, in seconds; None for no limit.
     """
 
     memory_mb: int = 512

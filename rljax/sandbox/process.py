@@ -1,4 +1,4 @@
-"""Starts programs in the sandbox, talks to them within limits, and ends them with all that they started."""
+"""Starts programs in the sandbox, exchanges data with them, and ends them with all their descendants."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from rljax.errors import UserError
 from rljax.sandbox.limits import Limits
 
 _JAIL = Path(__file__).with_name("jail.py")
-_START_SECONDS = 60.0  # a jail takes some 30 ms; a machine under load may take long
+_START_SECONDS = 60.0  # a jail takes about 30 ms, but far longer on a machine under load
 
 Ending = Literal["exited", "timeout", "too much output"]
 
@@ -35,8 +35,8 @@ class Finished:
     """Result of a program.
 
     Attributes:
-      output: its standard output, as far as it was read.
-      ending: reason why it ended.
+      output: standard output, as far as it was read.
+      ending: reason why the program ended.
     """
 
     output: bytes
@@ -45,12 +45,13 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Sandbox:
-    """Runs Python source that nobody has read.
+    """Runs untrusted Python source.
 
     Attributes:
       limits: resources that a program may use.
-      allow_weak: where the strong jail cannot be built, run under resource limits alone; else `SandboxError`.
-      readable: files and directories that a program may read, beside Python itself and the system's
+      allow_weak: whether to run under resource limits alone where the strong jail cannot be built; otherwise
+        that is a `SandboxError`.
+      readable: files and directories that a program may read, in addition to Python and the system's
         libraries.
       packages: directories for the program's `sys.path`; they must be readable.
     """
@@ -62,7 +63,7 @@ class Sandbox:
 
     @property
     def strong(self) -> bool:
-        """Whether programs run in the strong jail; `SandboxError` if they can not and must."""
+        """Whether programs run in the strong jail; `SandboxError` if that is required but impossible."""
         reason = missing_isolation()
         if reason is not None and not self.allow_weak:
             raise SandboxError(
@@ -73,24 +74,24 @@ class Sandbox:
         return reason is None
 
     def start(self, source: str) -> "Process":
-        """A program that has just begun; see `Process`."""
+        """Starts a program; see `Process`."""
         return _start(self, source, self.strong)
 
     def run(self, source: str, stdin: bytes, seconds: float, max_output: int = 1 << 20) -> Finished:
-        """Runs a program to its end, and then ends all that it started.
+        """Runs a program to its end, and then ends all its descendants.
 
         Args:
           source: Python source.
-          stdin: its standard input.
-          seconds: wall time.
-          max_output: bytes of standard output; more ends the program.
+          stdin: standard input of the program.
+          seconds: limit on the wall time.
+          max_output: limit on the bytes of standard output; a program that exceeds it is ended.
         """
         with self.start(source) as process:
             return process.exchange(stdin, seconds, max_output)
 
 
 class Process:
-    """A program and all that it started; ends with `close`, or the `with` statement."""
+    """A program with all its descendants; `close` or the `with` statement ends them."""
 
     def __init__(self, launcher: subprocess.Popen, directory: str | None = None) -> None:
         self._launcher = launcher
@@ -104,14 +105,14 @@ class Process:
         self.close()
 
     def close(self) -> None:
-        """Ends it at once. Its descendants die with the launcher: see jail.py."""
+        """Ends the program at once. Its descendants end with the launcher; see jail.py."""
         for stream in (self._launcher.stdin, self._launcher.stdout):
             with contextlib.suppress(OSError):
                 stream.close()
         if self._directory is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
-        else:  # the weak jail's launcher ends the others itself
+        else:  # the launcher of the weak jail ends the descendants
             self._launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(5)
@@ -120,14 +121,14 @@ class Process:
         self._launcher.wait()
 
     def exchange(self, data: bytes, seconds: float, max_output: int, line: bool = False) -> Finished:
-        """Writes to the program and reads what it answers.
+        """Writes to the program and reads its answer.
 
         Args:
-          data: for its standard input.
-          seconds: until the answer must be complete.
-          max_output: most bytes of an answer.
-          line: the answer is one line and the input stays open; else the input is closed, and the answer ends
-            when the program does. A last line without a line break means that it has ended.
+          data: bytes for standard input.
+          seconds: time limit for the whole answer.
+          max_output: largest number of bytes of an answer.
+          line: whether the answer is one line, and the input stays open. Otherwise the input is closed, and
+            the answer ends with the program. A line without a line break means that the program has ended.
         """
         stdin, stdout = self._launcher.stdin, self._launcher.stdout
         for stream in (stdin, stdout):
@@ -164,7 +165,7 @@ class Process:
 
 
 def start_unconfined(argv: Sequence[str], env: dict[str, str]) -> Process:
-    """A program that is trusted but may hang, in a session of its own, with the same way to talk to it."""
+    """Starts a trusted program that may hang, in a separate session, as a `Process` without a sandbox."""
     return Process(
         subprocess.Popen(
             argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -174,7 +175,7 @@ def start_unconfined(argv: Sequence[str], env: dict[str, str]) -> Process:
 
 @functools.cache
 def missing_isolation() -> str | None:
-    """Why the strong jail cannot be built here, None if it can; tried once."""
+    """Returns the reason why the strong jail cannot be built here, or None if it can. Tries once."""
     if not sys.platform.startswith("linux"):
         return f"it runs {sys.platform}"
     try:
@@ -186,7 +187,7 @@ def missing_isolation() -> str | None:
 
 
 def _ready(readable: IO[bytes], writable: IO[bytes] | None, seconds: float) -> list[IO[bytes]]:
-    """Returns the streams that can be used without waiting, after at most so many seconds."""
+    """Waits up to `seconds`, and returns the streams that can then be used without blocking."""
     poll = select.poll()
     poll.register(readable, select.POLLIN)
     if writable is not None:
@@ -197,7 +198,7 @@ def _ready(readable: IO[bytes], writable: IO[bytes] | None, seconds: float) -> l
 
 def _start(sandbox: Sandbox, source: str, strong: bool) -> Process:
     python = os.path.realpath(sys._base_executable)
-    before = "import builtins, sys\nbuiltins.exit = builtins.quit = sys.exit\n"  # which -S leaves out
+    before = "import builtins, sys\nbuiltins.exit = builtins.quit = sys.exit\n"  # names that -S leaves out
     before += f"sys.path += {list(sandbox.packages)!r}\n" if sandbox.packages else ""
     spec = {
         "argv": [python, "-I", "-S", "-B", "-X", "utf8", "-c", before + source],

@@ -1,8 +1,7 @@
-"""Python values as JSON that keeps apart what JSON does not (list and tuple, set, dict with any keys), and
-their equality.
+"""Python values as JSON that distinguishes list, tuple, set and dict with any keys, and their equality.
 
-Both sides of the sandbox use it, so it imports the standard library only. Values from inside are compared as
-they came: they are never made into objects, whose hashing or equality a hostile program could exploit.
+Both sides of the sandbox use it, so it imports the standard library only. Values from inside are compared in
+their encoded form: they never become objects, whose hashing or equality a hostile program could exploit.
 """
 
 import math
@@ -14,7 +13,7 @@ Encoded = Any
 
 
 def encode(value: Any) -> Encoded:
-    """A value as JSON-able data; TypeError where it is of no type that can be compared by value."""
+    """Encodes a value; raises a TypeError if its type cannot be compared by value."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -35,7 +34,7 @@ def encode(value: Any) -> Encoded:
 
 
 def same(a: Encoded, b: Encoded) -> bool:
-    """Whether two encoded values are equal as Python's `==` has it; NaN equals nothing."""
+    """Returns whether two encoded values are equal under Python's `==`; NaN equals nothing."""
     if not isinstance(a, list) or not isinstance(b, list):
         return not isinstance(a, list) and not isinstance(b, list) and a == b
     if not a or not b or a[0] != b[0] or len(a) != len(b):
@@ -54,8 +53,8 @@ def same(a: Encoded, b: Encoded) -> bool:
 
 
 def _order(value: Encoded) -> tuple[Any, ...]:
-    """Keys that are equal for equal values, so that sorting brings equal ones together. A key is no longer
-    than its value: it is computed outside of the sandbox, of what came from inside.
+    """Returns a sort key that is equal for equal values, so that sorting aligns them. A key is no longer than
+    its value, since keys of untrusted values are computed outside of the sandbox.
     """
     if value is None:
         return (0,)
@@ -66,7 +65,7 @@ def _order(value: Encoded) -> tuple[Any, ...]:
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         return (4,)  # forged
     tag, *items = value
-    if tag == "d":  # its pairs have no tag of their own
+    if tag == "d":  # its pairs have no tags
         items = [["t", *pair] if isinstance(pair, list) else pair for pair in items]
     keys = map(_order, items)
     return (3, tag, tuple(sorted(keys) if tag in ("s", "d") else keys))

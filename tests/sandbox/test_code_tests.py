@@ -192,7 +192,7 @@ def test_a_right_answer_may_be_long():
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        (Limits(file_mb=0), "file_mb 0 not even a right program"),
+        (Limits(file_mb=0), "file_mb 0 not even a correct program"),
         (Limits(memory_mb=8), "did not begin .*memory_mb 8"),
     ],
     ids=["no files", "no memory"],
