@@ -1,8 +1,8 @@
 """One `implementation=` switch for every operation.
 
-A backend that cannot compute what it is given raises `Refused`. Where one backend was named, that is the
-caller's error: nothing else is computed in its place. Where several were, they are tried in their order, and
-if all refuse, the error has every reason. (The shape is Tokamax's; the code is ours.)
+A backend raises `Refused` for arguments that it does not support. If one backend was named, the error reaches
+the caller, and no other backend takes its place. Several backends are tried in order; if all refuse, the
+error lists every reason. (The design follows Tokamax.)
 """
 
 import importlib
@@ -22,24 +22,24 @@ IMPLEMENTATIONS = {
     "interpret_gpu": "mosaic_gpu",
     "interpret_tpu": "mosaic_tpu",
 }
-"""Names of backends, and the file of an operation's folder that has each."""
+"""Names of backends, and the file of each in an operation's folder."""
 
 
 def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """Computes an operation by the backend that is asked for.
+    """Computes an operation with the requested backend.
 
     Args:
-      op: its folder, and the name of the function in each of its files.
+      op: name of the operation: of its folder, and of the function in each of its files.
       implementation: see `KernelChoice`.
       sizes: sizes of the policy that the default depends on; each operation documents its numbers.
-      args, kwargs: arguments of the function. Backends that interpret get `interpret=True` as well.
+      args, kwargs: arguments of the function. Interpreting backends also get `interpret=True`.
 
     Raises:
-      Refused: the one backend named cannot, or none of several can.
+      Refused: every named backend refused.
     """
-    wanted = tuned.default(op, sizes) if implementation is None else backend_names(implementation)
+    names = tuned.default(op, sizes) if implementation is None else backend_names(implementation)
     refusals = []
-    for name in wanted:
+    for name in names:
         try:
             function = backend(op, name)
             return function(*args, **kwargs)
@@ -49,10 +49,11 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
 
 
 def backend(op: str, name: str) -> Callable[..., Any]:
-    """The function of one backend, on the devices of this process.
+    """Returns the function of one backend.
 
     Raises:
-      Refused: they are not what it runs on.
+      Refused: the backend does not run on the devices of this process, or there is no such kernel.
+      UserError: the name is unknown.
     """
     if name not in IMPLEMENTATIONS:
         raise UserError(f"{op}: {name!r} is no implementation; {known_names(name, IMPLEMENTATIONS)}")

@@ -1,12 +1,12 @@
 """The default backend of each operation, by device and policy: from measurements, and `xla` without one.
 
-`tuned.json` has them, by kind of device (the start of its name) and operation: entries of the smallest sizes
-that each holds for, with who computes. `python scripts/bench_kernels.py --tune RESULTS` writes it from what
-the same script measured.
+`tuned.json` has entries by kind of device (the start of its name) and operation: the smallest sizes that an
+entry applies to, and its backends. `python scripts/bench_kernels.py --tune RESULTS` writes it from
+measurements of the same script.
 
-What an entry goes by are sizes of the policy, such as its vocabulary, and nothing that changes between two
-passes over the same token: neither rows nor slots, nor nodes of a tree, nor the length of a cache. Backends
-agree up to rounding only, so a verifying pass that took another one than decoding could sample another token.
+Entries are chosen by sizes of the policy, such as its vocabulary, and not by sizes that change between passes
+over the same token: rows, slots, nodes of a tree, the length of a cache. Backends agree up to rounding only,
+so a verifying pass with another backend than decoding could sample another token.
 """
 
 import json
@@ -20,7 +20,7 @@ Tuned = dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[str, ...]]]]
 
 
 def load(path: Path) -> Tuned:
-    """By device and operation: entries (smallest sizes, implementations)."""
+    """Reads entries (smallest sizes, implementations) by device and operation."""
     by_device = json.loads(path.read_text(encoding="utf-8"))
     return {
         (device, op): [(tuple(entry["sizes"]), tuple(entry["implementations"])) for entry in entries]

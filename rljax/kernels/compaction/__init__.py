@@ -1,4 +1,4 @@
-"""Compaction: an accepted path's keys and values into the KV cache, behind what is committed."""
+"""Compaction: writes keys and values of an accepted path to the KV cache, after the committed tokens."""
 
 from jax import Array
 
@@ -15,18 +15,18 @@ def compaction(
     lengths: Array,
     implementation: switch.Implementation = None,
 ) -> tuple[Array, Array]:
-    """One layer's cache with the nodes of a path at the positions from `lengths` on.
+    """Returns one layer's cache with the nodes of a path at the positions from `lengths` on.
 
-    In place where the caller gives the cache up. Kernels read and write whole blocks of 64 positions, only
-    those that a path reaches into.
+    It works in place if the caller donates the cache. Kernels read and write only the whole blocks of 64
+    positions that a path reaches.
 
     Args:
-      keys: the cache's, [B, Hk, S / 64, D, 64]: blocks of 64 positions, transposed.
-      values: the cache's, [B, Hk, S, D].
+      keys: keys of the cache, [B, Hk, S / 64, D, 64]: blocks of 64 positions, transposed.
+      values: values of the cache, [B, Hk, S, D].
       node_keys, node_values: [B, M, Hk, D], in the cache's type.
-      path: int32 [B, P], the node at every depth; anything from `count` on.
-      count: int32 [B], nodes of the path to be written, 0 to P.
-      lengths: int32 [B], committed tokens. What would stand at S or behind it is left out.
+      path: int32 [B, P], the node at every depth; entries from `count` on are ignored.
+      count: int32 [B], number of nodes of the path to write, 0 to P.
+      lengths: int32 [B], number of committed tokens. Nodes at positions from S on are left out.
       implementation: see `switch.KernelChoice`; the default depends on (Hk, D).
 
     Returns:

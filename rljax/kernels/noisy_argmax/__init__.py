@@ -1,4 +1,4 @@
-"""The sampled token and its log-probability, the noise made in place (`docs/kernels/noisy_argmax.md`)."""
+"""The sampled token and its log-probability; noise is computed in place (`docs/kernels/noisy_argmax.md`)."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ from jax import Array
 from rljax.kernels.switch import call
 from rljax.numerics.kernel_choice import Implementation
 
-if TYPE_CHECKING:  # which import this module
+if TYPE_CHECKING:  # these modules import this one
     from rljax.numerics.rows import Numerics
     from rljax.sampling.distribution import SamplingParams
 
@@ -20,13 +20,13 @@ def noisy_argmax(
     numerics: "Numerics",
     implementation: Implementation = None,
 ) -> tuple[Array, Array]:
-    """The token at each position, and its log-probability under the distribution it was sampled from.
+    """Returns the token at each position, and its log-probability under the distribution it was sampled from.
 
         token = argmax_v x[v] + G[key, position, v],    logprob = x[token] - log sum_v e^x[v]
 
-    where x are the transformed logits (`transform_logits`) and G the noise field (`rljax/sampling/noise.py`).
-    Of equal maxima the first wins; the token of a row with NaN means nothing, and its log-probability is
-    NaN.
+    where x denotes the transformed logits (`transform_logits`) and G the noise field
+    (`rljax/sampling/noise.py`). Of equal maxima the first wins. The token of a row with NaN is undefined, and
+    its log-probability is NaN.
 
     Args:
       logits: float32 [B, V].
@@ -41,6 +41,6 @@ def noisy_argmax(
       tokens int32 [B], logprobs float32 [B].
 
     Raises:
-      Refused: by the implementation, for what it cannot compute.
+      Refused: the implementation does not support the arguments.
     """
     return call("noisy_argmax", implementation, logits.shape[1:], logits, keys, positions, sampling, numerics)

@@ -1,7 +1,7 @@
 """For Hopper: a block of threads takes a stretch of one row's vocabulary, tile by tile, in one pass.
 
-A tile's largest entry and its sum of exponentials are written out for themselves: a row's sum then has the
-same order, and its log-probability the same bits, however many blocks share the row.
+The largest entry and the sum of exponentials of every tile are written separately, so that a row's sum has
+the same order, and its log-probability the same bits, for any number of blocks that share the row.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel_of_words, position_keys, token_words
 
 _THREADS = 128
-_PIECE = 1024  # entries of which it is decided at once whether noise is made
-_PIECES = 4  # of a tile, whose loads are under way together
-_BLOCKS = 3 * 132  # wanted: as many as an H200 holds at 145 registers a thread
+_PIECE = 1024  # entries that share the decision whether to compute their noise
+_PIECES = 4  # pieces in a tile, which are loaded together
+_BLOCKS = 3 * 132  # target: an H200 holds as many at 145 registers a thread
 
 
 def noisy_argmax(
@@ -40,7 +40,7 @@ def noisy_argmax(
     if vocab_size < _THREADS:
         logits = jnp.pad(logits, ((0, 0), (0, _THREADS - vocab_size)), constant_values=-jnp.inf)
     stretch = _Stretch.of(*logits.shape)
-    # What interprets JAX 0.10's kernels knows no layouts.
+    # The interpreter of JAX 0.10 has no layouts.
     lay = _keep if interpret else functools.partial(plgpu.layout_cast, new_layout=stretch.layout)
     parts = jax.ShapeDtypeStruct((batch, stretch.splits), jnp.float32)
     tiles = jax.ShapeDtypeStruct((batch, stretch.tiles), jnp.float32)
@@ -62,9 +62,10 @@ class _Stretch:
 
     Attributes:
       vocab_size: V.
-      piece, pieces: entries a piece, pieces a tile.
-      splits: blocks that share a row.
-      tiles_each: whole tiles of each, but for the last, which also takes what is left of the vocabulary.
+      piece, pieces: entries per piece, pieces per tile.
+      splits: number of blocks that share a row.
+      tiles_each: whole tiles per block; the last block has those that are left, and the rest of the
+        vocabulary.
     """
 
     vocab_size: int
@@ -89,7 +90,7 @@ class _Stretch:
 
     @property
     def whole(self) -> int:
-        """Whole tiles of a row."""
+        """Number of whole tiles in a row."""
         return self.vocab_size // self.tile
 
     @property
@@ -98,7 +99,7 @@ class _Stretch:
 
     @property
     def layout(self) -> Any:
-        """Threads load 16 bytes each, where rows begin at a multiple of that."""
+        """Layout of a piece. A thread loads 16 bytes at a time if rows begin at multiples of 16 bytes."""
         wide = self.vocab_size % 4 == 0 and self.piece % (4 * _THREADS) == 0
         return plgpu.Layout.WG_STRIDED((self.piece,), vec_size=4 if wide else 1)
 
@@ -110,8 +111,8 @@ def _kernel(
     key0, key1, least = key0[row], key1[row], least[row]
     entries = lay(lax.iota(jnp.int32, stretch.piece))
 
-    def tile(index, start, pieces, counted, found):
-        """Takes `pieces` pieces from `start`, but for entries below `counted`, as tile `index`."""
+    def tile(index, start, pieces, counted, leader):
+        """Processes `pieces` pieces from `start` as tile `index`, without the entries below `counted`."""
         scaled = []
         for piece in range(pieces):
             first = start + piece * stretch.piece
@@ -127,56 +128,56 @@ def _kernel(
         total = jnp.zeros((stretch.piece,), jnp.float32)
         for first, x in scaled:
             if sampling.greedy:
-                look = functools.partial(_better, noisy=x, x=x, entries=entries + first)
-                found = lax.cond(top > found[0], look, _keep, found)
+                update = functools.partial(_better, noisy=x, x=x, entries=entries + first)
+                leader = lax.cond(top > leader[0], update, _keep, leader)
                 continue
             exponentials = jnp.exp2((x - away) * race.LOG2_E)
             total += exponentials
             words = token_words((entries + first).astype(jnp.uint32), key0, key1)
-            nearest = jnp.min(race.lead(words, exponentials, race.reach(away, found[0])))
+            nearest = jnp.min(race.lead(words, exponentials, race.reach(away, leader[0])))
 
-            def look(found, first=first, x=x, words=words):
-                return _better(found, x + gumbel_of_words(words, _log1p), x, entries + first)
+            def update(leader, first=first, x=x, words=words):
+                return _better(leader, x + gumbel_of_words(words, _log1p), x, entries + first)
 
-            found = lax.cond(nearest > 0, _keep, look, found)
+            leader = lax.cond(nearest > 0, _keep, update, leader)
         tops[row, index] = top
         sums[row, index] = jnp.sum(total)
-        return found
+        return leader
 
-    def whole_tile(index, found):
-        return tile(index, index * stretch.tile, stretch.pieces, None, found)
+    def whole_tile(index, leader):
+        return tile(index, index * stretch.tile, stretch.pieces, None, leader)
 
-    def rest(found):
+    def rest(leader):
         left = stretch.vocab_size - stretch.whole * stretch.tile
         pieces = -(-left // stretch.piece)
         start = stretch.vocab_size - pieces * stretch.piece
-        return tile(stretch.whole, start, pieces, stretch.whole * stretch.tile, found)
+        return tile(stretch.whole, start, pieces, stretch.whole * stretch.tile, leader)
 
-    found = (jnp.float32(-jnp.inf), jnp.int32(0), jnp.float32(-jnp.inf))
+    leader = (jnp.float32(-jnp.inf), jnp.int32(0), jnp.float32(-jnp.inf))
     begin = split * stretch.tiles_each
     end = jnp.minimum(begin + stretch.tiles_each, stretch.whole)
-    found = lax.fori_loop(begin, end, whole_tile, found)
+    leader = lax.fori_loop(begin, end, whole_tile, leader)
     if stretch.tiles > stretch.whole:
-        found = lax.cond(split == stretch.splits - 1, rest, _keep, found)
-    best[row, split], tokens[row, split], chosen[row, split] = found
+        leader = lax.cond(split == stretch.splits - 1, rest, _keep, leader)
+    best[row, split], tokens[row, split], chosen[row, split] = leader
 
 
 def _keep(x: Any) -> Any:
     return x
 
 
-def _better(found, noisy: Array, x: Array, entries: Array):
-    """(largest noisy entry, the first to have it, its x) of what was found before and a piece behind it."""
+def _better(leader, noisy: Array, x: Array, entries: Array):
+    """Updates the leader (largest noisy entry, its first index, its x) with a piece of later entries."""
     best = jnp.max(noisy)
     token = jnp.min(jnp.where(noisy == best, entries, jnp.iinfo(jnp.int32).max))
     chosen = jnp.max(jnp.where(entries == token, x, -jnp.inf))
-    better = best > found[0]
-    return tuple(jnp.where(better, new, old) for new, old in zip((best, token, chosen), found, strict=True))
+    better = best > leader[0]
+    return tuple(jnp.where(better, new, old) for new, old in zip((best, token, chosen), leader, strict=True))
 
 
 def _log1p(x: Array) -> Array:
     """log(1 + x), as precise near 0 as elsewhere (W. Kahan's; Goldberg, "What Every Computer Scientist Should
-    Know About Floating-Point Arithmetic", 1991, theorem 4). The compiler for the device has none.
+    Know About Floating-Point Arithmetic", 1991, theorem 4). The compiler for the device lacks log1p.
     """
     above = 1.0 + x
     return jnp.where(above == 1.0, x, jnp.log(above) * (x / (above - 1.0)))

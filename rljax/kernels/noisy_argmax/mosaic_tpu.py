@@ -1,7 +1,7 @@
-"""For TPUs: eight rows at a time, their vocabulary block after block, every lane for itself until the end.
+"""For TPUs: eight rows at a time, their vocabulary block by block, with separate lanes until the end.
 
-Nothing crosses lanes and nothing branches: a branch on what a vector holds would cost more than the noise
-that it might save.
+There are no operations across lanes and no branches: a branch on the contents of a vector would cost more
+than the noise that it could save.
 """
 
 import functools
@@ -19,7 +19,7 @@ from rljax.sampling.noise import gumbel_of_words, position_keys, token_words
 
 _LANES = 128
 _ROWS = 8
-_GROUP = 8 * _LANES  # entries with one largest among them, lane by lane
+_GROUP = 8 * _LANES  # entries that share one maximum per lane
 _BLOCK = 8 * _GROUP
 
 
@@ -77,8 +77,8 @@ def _kernel(
     lane = lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
     key0, key1, least = (jnp.broadcast_to(ref[...], (rows, _LANES)) for ref in (key0, key1, least))
 
-    def take(index, found):
-        best, token, chosen, top, total = found
+    def take(index, carry):
+        best, token, chosen, top, total = carry
         inside = pl.multiple_of(index * group, _LANES)
         first = step * block + inside
         parts = []
@@ -106,6 +106,6 @@ def _kernel(
         return best, token, chosen, top, total
 
     refs = (best, tokens, chosen, tops, sums)
-    found = lax.fori_loop(0, block // group, take, tuple(ref[...] for ref in refs))
-    for ref, value in zip(refs, found, strict=True):
+    results = lax.fori_loop(0, block // group, take, tuple(ref[...] for ref in refs))
+    for ref, value in zip(refs, results, strict=True):
         ref[...] = value

@@ -1,7 +1,8 @@
-"""Rows times a matrix in 8 or 4 bits: what a draft step of the quantized self-drafter consists of.
+"""Products of rows with a matrix in 8 or 4 bits, the bulk of a draft step of the quantized self-drafter.
 
-Few rows (a slot each) meet a matrix that is read once: the time is that of reading the matrix, so 4 bits a
-weight may be up to 3.7 times as fast as bfloat16. See docs/kernels/quantized_product.md.
+A few rows, one per slot, are multiplied with a matrix that is read once. The time is that of reading the
+matrix, so 4 bits per weight may be up to 3.7 times as fast as bfloat16. See
+docs/kernels/quantized_product.md.
 """
 
 from jax import Array
@@ -12,18 +13,18 @@ from rljax.numerics.quantized import QuantizedWeight
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, implementation: Implementation = None) -> Array:
-    """x [N, in] times `weight` [out, in]: float32 [N, out], summed in float32.
+    """Multiplies x [N, in] by `weight` [out, in]: float32 [N, out], summed in float32.
 
-    A row of the result depends on that row of x alone, whatever is beside it; a kernel's bits are the same
-    for every N that it takes.
+    A row of the result depends on that row of x alone; the bits of a kernel are the same for every N that it
+    supports.
 
     Args:
       x: float32 or bfloat16 [N, in].
-      weight: dequantized in x's type on its way (`activations="float"`), or multiplied with activations in 8
-        bits ("int8", which no kernel does).
+      weight: weights, dequantized to the type of x (`activations="float"`), or multiplied with activations in
+        8 bits ("int8", which no kernel supports).
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:
-      Refused: no backend that was asked for computes this type or shape.
+      Refused: no requested backend supports this type or shape.
     """
     return switch.call("quantized_product", implementation, weight.shape, x, weight)

@@ -126,7 +126,7 @@ def _partial_sums(
 
         def grid_of(step: Array) -> list[tuple[Array, Array | None]]:
             """Scale and zero + 128 [64] of the groups that a step is in, one a half."""
-            found = []
+            grids = []
             for half in range(halves):
                 start = (first_step + step) * (2 * columns) + half * (inputs // 2)
                 group = jnp.minimum(start // weight.group, groups - 1)
@@ -134,8 +134,8 @@ def _partial_sums(
                 zero = (
                     None if zero_ref is None else gpu_load(zero_ref.at[own_rows, group], _OF_ROWS, interpret)
                 )
-                found.append((scale, zero))
-            return found
+                grids.append((scale, zero))
+            return grids
 
         def step(indices: Any, words_smem: Any, planes_smem: Any, carry: Any) -> Any:
             total, grids = carry

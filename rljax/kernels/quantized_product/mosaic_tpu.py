@@ -1,10 +1,10 @@
 """The product with quantized weights on TPUs: packed weights are read once, and become integers in VMEM.
 
-A program has a block of outputs with their whole rows of weights; the next block is on its way meanwhile. It
-goes through the row in pieces: chunks of columns, as far as they are of one group. Inputs that are not of the
-group are zeros in the piece's activations, which makes any size of group and any number of inputs fit chunks
-of whole lanes. The matrix unit sums a piece in float32; the group's scale is applied to the sum, not to each
-weight, so that no weight is rounded: what is multiplied is an integer of few bits.
+A program computes a block of outputs from whole rows of weights, while the next block is loaded. It processes
+the rows in pieces: the parts of chunks of columns that belong to one group. Activations of a piece are 0 for
+inputs outside of the group, so that any size of group and any number of inputs fit chunks of whole lanes. The
+matrix unit sums a piece in float32. The group's scale is applied to the sum, not to the weights, so that no
+weight is rounded: the factors are integers of few bits.
 """
 
 import functools
@@ -27,7 +27,7 @@ _BLOCK_BYTES = 2**20  # of weights
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False) -> Array:
-    """x bfloat16 [N, in], N up to 64, times weight [out, in]: float32 [N, out]."""
+    """Multiplies x bfloat16 [N, in], N up to 64, by weight [out, in]: float32 [N, out]."""
     if weight.activations != "float":
         raise Refused("activations are rounded to int8, it multiplies bfloat16")
     if x.dtype != jnp.bfloat16:
@@ -40,7 +40,7 @@ def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False
     pieces = _activations(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))), weight, width, table)
     stored_columns = -(-columns // width) * width
     block = min(max(_BLOCK_BYTES // stored_columns // _LANES, 1) * _LANES, -(-outputs // _LANES) * _LANES)
-    # [groups, out] is how XLA stores them on a TPU anyway, as groups are few: nothing moves.
+    # XLA stores them as [groups, out] on a TPU, as groups are few, so the transpose is free.
     grids = [weight.scale.T] if weight.zero is None else [weight.scale.T, weight.zero.T]
     groups = weight.scale.shape[1]
     of_groups = pl.BlockSpec((groups, block), lambda i, _: (0, i))
@@ -66,35 +66,35 @@ def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False
 
 
 def _pieces(weight: QuantizedWeight) -> tuple[int, np.ndarray]:
-    """Columns of a chunk, and of every piece its chunk, group and half of the bytes: int32 [3, P]."""
+    """Returns the columns of a chunk, and each piece's chunk, group and half of the bytes, int32 [3, P]."""
     columns = weight.values.shape[1]
     fits = [_LANES * n for n in (4, 2) if columns % (_LANES * n) == 0 and weight.group % (_LANES * n) == 0]
     width = fits[0] if fits else _LANES
-    found = []
+    pieces = []
     for half in range(2 if weight.bits == 4 else 1):
         for chunk in range(-(-columns // width)):
             first = half * columns + chunk * width
             last = min(first + width, (half + 1) * columns, weight.inputs) - 1
             groups = range(first // weight.group, last // weight.group + 1) if last >= first else ()
-            found += [(chunk, group, half) for group in groups]
-    return width, np.array(found, np.int32).T
+            pieces += [(chunk, group, half) for group in groups]
+    return width, np.array(pieces, np.int32).T
 
 
 def _activations(x: Array, weight: QuantizedWeight, width: int, table: np.ndarray) -> Array:
-    """x [N, in] -> [P, N, width]: what every piece multiplies, 0 where an input is not of its group."""
+    """Returns activations of the pieces, [P, N, width], from x [N, in]: 0 for inputs outside of a group."""
     columns, halves = weight.values.shape[1], 2 if weight.bits == 4 else 1
     chunks = -(-columns // width)
     parts = jnp.pad(x, ((0, 0), (0, halves * columns - weight.inputs))).reshape(-1, halves, columns)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, chunks * width - columns)))
     parts = parts.reshape(-1, halves * chunks, width).transpose(1, 0, 2)
-    chunk, group, half = (each[:, None] for each in table)
+    chunk, group, half = (column[:, None] for column in table)
     inputs = half * columns + chunk * width + np.arange(width)
-    own = inputs // weight.group == group
-    return jnp.where(own[:, None, :], parts[(half * chunks + chunk)[:, 0]], 0)
+    in_group = inputs // weight.group == group
+    return jnp.where(in_group[:, None, :], parts[(half * chunks + chunk)[:, 0]], 0)
 
 
 def _kernel(table: Any, pieces: Any, packed: Any, *refs: Any, bits: int, width: int) -> None:
-    """One block of outputs: refs are scale and perhaps zero [G, block], the result, and zero in float32."""
+    """Computes one block of outputs; refs are scale and perhaps zero [G, block], the result, and zero in float32."""
     scale, *integer_zero, out = refs[: len(refs) // 2 + 1]
     zero = refs[-1] if integer_zero else None
     if zero is not None:

@@ -1,6 +1,7 @@
-"""A matrix rounded to 8 or 4 bits: what the quantized self-drafter does with all projections of a new policy.
+"""Rounding of a matrix to 8 or 4 bits, as the quantized self-drafter needs for all projections of a new
+policy.
 
-It takes as long as reading the matrix and writing half or a fourth of it, if that happens once. See
+At best it takes as long as reading the matrix once and writing a half or a fourth of it. See
 docs/kernels/round_to_nearest.md.
 """
 
@@ -13,16 +14,16 @@ from rljax.numerics.kernel_choice import Implementation
 def round_to_nearest(
     weight: Array, bits: int, group: int, implementation: Implementation = None
 ) -> tuple[Array, Array, Array | None]:
-    """`weight` [out, in] on a grid for each group of inputs: parts of a `QuantizedWeight`.
+    """Rounds `weight` [out, in] to a grid per group of inputs; returns the parts of a `QuantizedWeight`.
 
-    A group's grid spans its weights, and 0. A group with an entry that is infinite or not a number has an
-    infinite scale over zeros: what it stands for is not a number. All backends give the same bits on a device
-    that divides alike in all of them: a group's scale is inverted, no weight is divided.
+    A group's grid spans its weights and 0. A group with an infinite entry or NaN gets an infinite scale over
+    zeros, and so stands for NaN. All backends give the same bits on devices with the same division: they
+    invert the scale of a group, and divide no weight.
 
     Args:
       weight: float32 or bfloat16 [out, in]; computed in float32.
-      bits: 4 (with a zero in each group) or 8 (symmetric).
-      group: inputs that share a scale, the last group of a row possibly fewer; 0 for the whole row.
+      bits: bits per weight: 4 (with a zero per group) or 8 (symmetric).
+      group: number of inputs that share a scale; the last group may be smaller; 0 for the whole row.
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Returns:

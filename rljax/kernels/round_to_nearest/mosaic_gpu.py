@@ -67,13 +67,13 @@ def _tiles(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def _kernel(weight: Any, values: Any, *refs: Any, bits: int, group: int, step: int, interpret: bool) -> None:
-    """Some bytes of 64 rows, `step` at a time: refs are scale and perhaps zero [out, G], and in shared memory
-    the groups [1 or 2, 64, group], the bytes [64, width], and a barrier a group.
+    """Rounds some bytes of 64 rows, `step` at a time; refs are scale and perhaps zero [out, G], and in shared
+    memory the groups [1 or 2, 64, group], the bytes [64, width], and a barrier a group.
     """
     *of_groups, groups_smem, bytes_smem, here = refs
     parts, width = groups_smem.shape[0], bytes_smem.shape[1]
     chunk = lax.axis_index("chunk")
-    # The last tile overlaps the one before it rather than reach beyond the matrix: both write the same.
+    # The last tile overlaps the one before it, so as to end with the matrix; both write the same values.
     rows = pl.ds(jnp.minimum(lax.axis_index("tile") * _ROWS, weight.shape[0] - _ROWS), _ROWS)
     starts = [chunk * width + part * values.shape[1] for part in range(parts)]
 
@@ -97,12 +97,12 @@ def _kernel(weight: Any, values: Any, *refs: Any, bits: int, group: int, step: i
         return lax.broadcast_in_dim(of_rows, (_ROWS, step), (0,))
 
     for first in range(0, width, step):
-        found = jnp.float32(0)
+        packed = jnp.float32(0)
         for part, (inverse, zero) in enumerate(grids):
             x = load(groups_smem.at[part, :, pl.ds(lax.rem(starts[part], group) + first, step)])
             zero = over_columns(zero) if bits == 4 else 0.0
-            found = found + nearest(x, over_columns(inverse), zero, bits) * float(16**part)
-        bytes_smem.at[:, pl.ds(first, step)][...] = found.astype(jnp.int32).astype(values.dtype)
+            packed = packed + nearest(x, over_columns(inverse), zero, bits) * float(16**part)
+        bytes_smem.at[:, pl.ds(first, step)][...] = packed.astype(jnp.int32).astype(values.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(bytes_smem, values.at[rows, pl.ds(chunk * width, width)])
     plgpu.wait_smem_to_gmem(0)

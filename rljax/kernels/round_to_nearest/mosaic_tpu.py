@@ -1,8 +1,8 @@
-"""Rounding to nearest on a TPU: a block of whole rows is read once, and everything else happens in VMEM.
+"""Rounding to nearest on a TPU: a block of whole rows is read once, then processed in VMEM.
 
-128 inputs at a time: first for the range of each group, whose grid stays in VMEM, then for the integers. In
-4 bits a byte's two inputs are half a row apart, in lanes that may differ: they are rounded where they are,
-and the integers are shifted.
+128 inputs are processed at a time: first for the range of each group, whose grid stays in VMEM, then for the
+integers. In 4 bits the two inputs of a byte are half a row apart, and may be in different lanes: they are
+rounded in place, and the integers are shifted.
 """
 
 import functools
@@ -18,9 +18,9 @@ from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
 from rljax.numerics.kernel_choice import Refused
 
 _LANES = 128
-_ROWS = 32  # at a time: a tile of bytes
-_BLOCK_BYTES = 2**20  # of weights
-_MOST_BYTES = 12 * 2**20  # of VMEM, of which there are 16 MiB if nothing else is said
+_ROWS = 32  # rows at a time: a tile of bytes
+_BLOCK_BYTES = 2**20  # bytes of weights
+_MOST_BYTES = 12 * 2**20  # bytes of VMEM, whose default limit is 16 MiB
 
 
 def round_to_nearest(
@@ -64,15 +64,15 @@ def round_to_nearest(
 
 
 def _kernel(weight: Any, values: Any, *refs: Any, bits: int, inputs: int, per_group: int) -> None:
-    """One block of rows: refs are scale and perhaps zero [rows, G], and 1 / scale and zero of every group for
-    the rows at hand [G, 32, 128].
+    """Rounds one block of rows; refs are scale and perhaps zero [rows, G], and 1 / scale and zero of every
+    group for the current rows [G, 32, 128].
     """
     *of_groups, inverses, zeros = refs
     chunks, half = pl.cdiv(inputs, _LANES), -(-inputs // 2)
     lane = lax.broadcasted_iota(jnp.int32, (_ROWS, _LANES), 1)
 
     def some_rows(first: Array, _: None) -> None:
-        own = pl.ds(pl.multiple_of(first * _ROWS, _ROWS), _ROWS)
+        block_rows = pl.ds(pl.multiple_of(first * _ROWS, _ROWS), _ROWS)
 
         def lanes_of(index: Array) -> pl.Slice:
             return pl.ds(pl.multiple_of(index * _LANES, _LANES), _LANES)
@@ -81,13 +81,13 @@ def _kernel(weight: Any, values: Any, *refs: Any, bits: int, inputs: int, per_gr
             return jnp.where(lane + index * _LANES < inputs, x, 0.0) if inputs % _LANES else x
 
         def chunk(index: Array) -> Array:
-            return inside(index, weight[own, lanes_of(index)].astype(jnp.float32))
+            return inside(index, weight[block_rows, lanes_of(index)].astype(jnp.float32))
 
         def find_grid(group: Array, _: None) -> None:
-            def widen(part: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            def widen(part: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
                 part = jnp.minimum(group * per_group + part, chunks - 1)  # the last group may be shorter
                 x = for_range(chunk(part))
-                return jnp.minimum(found[0], x), jnp.maximum(found[1], x)
+                return jnp.minimum(bounds[0], x), jnp.maximum(bounds[1], x)
 
             nothing = jnp.zeros((_ROWS, _LANES), jnp.float32)
             low, high = lax.fori_loop(0, per_group, widen, (nothing, nothing))
@@ -97,23 +97,25 @@ def _kernel(weight: Any, values: Any, *refs: Any, bits: int, inputs: int, per_gr
             zeros[group] = jnp.broadcast_to(zero, nothing.shape)
             for ref, column in zip(of_groups, (scale, zero), strict=False):
                 there = lanes_of(lax.div(group, _LANES))
-                ref[own, there] = jnp.where(lane == lax.rem(group, _LANES), column, ref[own, there])
+                ref[block_rows, there] = jnp.where(
+                    lane == lax.rem(group, _LANES), column, ref[block_rows, there]
+                )
 
         def integers(index: Array) -> Array:
-            index = jnp.minimum(index, chunks - 1)  # what is behind it is not kept
+            index = jnp.minimum(index, chunks - 1)  # later chunks are not stored
             group = lax.div(index, per_group)
             x = nearest(chunk(index), inverses[group], zeros[group], bits)
             return inside(index, x).astype(jnp.int32)
 
         def store(index: Array, _: None) -> None:
-            found = integers(index)
+            packed = integers(index)
             if bits == 4:
                 high = integers(index + half // _LANES)
                 if shift := half % _LANES:
                     behind = integers(index + half // _LANES + 1)
                     high = jnp.concatenate([high[:, shift:], behind[:, :shift]], axis=1)
-                found |= high << 4
-            values[own, lanes_of(index)] = found.astype(values.dtype)
+                packed |= high << 4
+            values[block_rows, lanes_of(index)] = packed.astype(values.dtype)
 
         lax.fori_loop(0, inverses.shape[0], find_grid, None)
         lax.fori_loop(0, values.shape[1] // _LANES, store, None)

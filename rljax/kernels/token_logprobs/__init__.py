@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from rljax.kernels.switch import call
 from rljax.numerics.kernel_choice import Implementation
 
-if TYPE_CHECKING:  # which import this module
+if TYPE_CHECKING:  # these modules import this one
     from rljax.numerics.rows import Numerics
     from rljax.sampling.distribution import Responses, SamplingParams
 
@@ -29,28 +29,28 @@ def token_logprobs(
 
         logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
 
-    where x are the transformed logits of `lm_head @ hidden` (`sampling.penalized_logits`, then
-    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy only
-    where it is asked for.
+    where x denotes the transformed logits of `lm_head @ hidden` (`sampling.penalized_logits`, then
+    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy only with
+    `entropy_gradient`.
 
     Args:
       hidden: final states, [R, T, d] in the compute dtype.
-      lm_head: [V, d], of any float dtype; multiplied in hidden's.
+      lm_head: [V, d], any float dtype; multiplied in that of `hidden`.
       targets: int32 [R, T].
       sampling: the distribution.
       numerics: numerics of sums over the vocabulary.
-      chunk: tokens whose logits may exist at once; kernels need none of them.
+      chunk: number of tokens whose logits may exist at once; kernels never hold logits.
       mesh: devices that the R rows lie on; None for one.
       implementation: see `switch.KernelChoice`; the default depends on (V, d).
-      responses: responses to count tokens of, if the sampling penalizes; no kernel penalizes.
-      entropy_gradient: make the entropy differentiable too, at the price of its backward pass; no kernel
-      does.
+      responses: responses for penalties, if the sampling has any; not supported by kernels.
+      entropy_gradient: whether to make the entropy differentiable, at the cost of its backward pass; not
+        supported by kernels.
 
     Returns:
       logprobs float32 [R, T], -inf where a filter excludes the target, and entropies in nats, float32 [R, T].
 
     Raises:
-      Refused: by the implementation, for what it cannot compute.
+      Refused: the implementation does not support the arguments.
     """
     arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses, entropy_gradient)
     return call("token_logprobs", implementation, lm_head.shape, *arguments)

@@ -1,7 +1,7 @@
 """For Hopper: tiles of 256 tokens times 128 entries by wgmma, which a memory warp feeds through TMA.
 
-Blocks stay and take one tile after the other, so that the first loads of the next are under way while a
-tile's products are made into statistics, or errors.
+Blocks are persistent and take one tile after another, so that the first loads of the next tile overlap with
+the reduction of a tile's products to statistics or errors.
 """
 
 import functools
@@ -21,13 +21,13 @@ from rljax.kernels.token_logprobs.passes import Statistics
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import Responses, SamplingParams
 
-_WARPGROUPS = 2  # that compute; each has its own tokens of a tile
-_TILE = 128  # a side of what one of them computes
-_DEPTH = 64  # of hidden states in a step: 128 bytes, what a swizzled row of shared memory holds
+_WARPGROUPS = 2  # compute warpgroups, which share the tokens of a tile
+_TILE = 128  # rows and columns that a warpgroup computes
+_DEPTH = 64  # width of hidden states in a step: 128 bytes, a swizzled row of shared memory
 _SLICE = 32  # entries whose exponentials are in registers at once
 _BLOCKS = 132
 _TRANSFORMS = (plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(2 * _DEPTH))
-_BAND = 8  # tiles of tokens that are done with a part of the vocabulary before the next: what L2 holds
+_BAND = 8  # tiles of tokens for which a part of the vocabulary stays in L2
 
 
 def token_logprobs(
@@ -43,7 +43,7 @@ def token_logprobs(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
-    del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
+    del numerics, chunk, mesh, responses  # logits never exist; the caller has one device
     passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
@@ -55,8 +55,8 @@ def _statistics(
 
     def kernel(hidden, head, targets, top, total, weighted, chosen) -> None:
         def finish(accumulator, token, entry):
-            own = pl.ds(token, _TILE)
-            wanted = _per_token(targets, own, interpret)
+            tile_tokens = pl.ds(token, _TILE)
+            tile_targets = _per_token(targets, tile_tokens, interpret)
             x = accumulator[...] * scale
             columns = _columns(entry, interpret)
             if width % _TILE:
@@ -65,17 +65,17 @@ def _statistics(
             sums = products = hits = 0.0
             for start in range(0, _TILE, _SLICE):
                 part = slice(start, start + _SLICE)
-                hit = jnp.where(columns[:, part] == _across(wanted, _SLICE), x[:, part], 0.0)
+                hit = jnp.where(columns[:, part] == _across(tile_targets, _SLICE), x[:, part], 0.0)
                 hits += jnp.sum(hit, axis=1)
                 below = x[:, part] - _across(largest, _SLICE)
                 terms = jnp.exp2(below * LOG2_E)
                 sums += jnp.sum(terms, axis=1)
                 if width % _TILE:
-                    below = jnp.maximum(below, -1e30)  # times an exponential of 0
+                    below = jnp.maximum(below, -1e30)  # it is multiplied by an exponential of 0
                 products += jnp.sum(below * terms, axis=1)
             row = lax.div(entry, _TILE)
-            top[row, own], total[row, own] = largest, sums
-            weighted[row, own], chosen[row, own] = products, hits
+            top[row, tile_tokens], total[row, tile_tokens] = largest, sums
+            weighted[row, tile_tokens], chosen[row, tile_tokens] = products, hits
 
         _tiles(hidden, head, finish, ahead=4, turned=_turned(interpret))
 
@@ -95,30 +95,29 @@ def _errors(
 ) -> Array:
     def kernel(hidden, head, targets, log_totals, gradients, errors, staged) -> None:
         def finish(accumulator, token, entry):
-            own = pl.ds(token, _TILE)
-            wanted = _per_token(targets, own, interpret)
-            log_total = _per_token(log_totals, own, interpret)
-            gradient = _per_token(gradients, own, interpret)
+            tile_tokens = pl.ds(token, _TILE)
+            tile_targets = _per_token(targets, tile_tokens, interpret)
+            log_total = _per_token(log_totals, tile_tokens, interpret)
+            gradient = _per_token(gradients, tile_tokens, interpret)
             x = accumulator[...]
             columns = _columns(entry, interpret)
-            mine = staged.at[lax.axis_index("wg")]
+            own_stage = staged.at[lax.axis_index("wg")]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for start in range(0, _TILE, _DEPTH):
                 part = slice(start, start + _DEPTH)
                 probabilities = jnp.exp2((x[:, part] * scale - _across(log_total, _DEPTH)) * LOG2_E)
                 if width % _TILE:
                     probabilities = jnp.where(columns[:, part] < width, probabilities, 0.0)
-                error = jnp.where(columns[:, part] == _across(wanted, _DEPTH), 1.0, 0.0) - probabilities
-                mine[start // _DEPTH] = (_across(gradient, _DEPTH) * error).astype(errors.dtype)
+                error = jnp.where(columns[:, part] == _across(tile_targets, _DEPTH), 1.0, 0.0) - probabilities
+                own_stage[start // _DEPTH] = (_across(gradient, _DEPTH) * error).astype(errors.dtype)
             plgpu.commit_smem()
             for start in range(0, _TILE, _DEPTH):
                 plgpu.copy_smem_to_gmem(
-                    mine.at[start // _DEPTH], errors.at[own, pl.ds(entry + start, _DEPTH)]
+                    own_stage.at[start // _DEPTH], errors.at[tile_tokens, pl.ds(entry + start, _DEPTH)]
                 )
 
-        _tiles(
-            hidden, head, finish, ahead=3, turned=_turned(interpret)
-        )  # what is staged takes the memory of a fourth
+        # The staged errors take the memory of a fourth step.
+        _tiles(hidden, head, finish, ahead=3, turned=_turned(interpret))
         plgpu.wait_smem_to_gmem(0)
 
     out = jax.ShapeDtypeStruct((len(hidden), head.shape[0]), hidden.dtype)
@@ -129,7 +128,7 @@ def _errors(
 
 
 def _call(kernel, hidden: Array, head: Array, vectors: list[Array], out_type, scratch, interpret: bool):
-    """Runs a kernel in as many blocks as there is work for, with a value of each token in `vectors`."""
+    """Runs a kernel in as many blocks as have work; `vectors` have one value per token."""
     tiles = len(hidden) // (_WARPGROUPS * _TILE) * (head.shape[0] // _TILE)
     return plgpu.kernel(
         kernel,
@@ -145,7 +144,7 @@ def _call(kernel, hidden: Array, head: Array, vectors: list[Array], out_type, sc
 
 
 def _turned(interpret: bool) -> bool:
-    """Whether kernels get the LM head as [d, C]: JAX 0.10 interprets no product with a transposed tile."""
+    """Returns whether kernels get the LM head as [d, C]: JAX 0.10 cannot interpret transposed tiles."""
     return interpret and jax.__version_info__ < (0, 11)
 
 
@@ -153,10 +152,9 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int, turned: bool) 
     """Multiplies hidden states [N, d] with the LM head [C, d], in global memory, tile by tile.
 
     Args:
-      finish: what is done with a warpgroup's part: gets the accumulator, float32 [128, 128], and its first
-        token and entry.
-      ahead: steps that are loaded before they are needed.
-      turned: the LM head is [d, C].
+      finish: called with a warpgroup's accumulator, float32 [128, 128], and its first token and entry.
+      ahead: number of steps to load ahead.
+      turned: whether the LM head is [d, C].
     """
     depth = hidden.shape[1] // _DEPTH
     side = _WARPGROUPS * _TILE
@@ -196,9 +194,9 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int, turned: bool) 
                 pl.run_scoped(accumulated, plgpu.ACC((_TILE, _TILE), jnp.float32))
 
             def step(_, hidden_tile, head_tile, accumulator):
-                own = hidden_tile.at[pl.ds(group * _TILE, _TILE)]
-                plgpu.wgmma(accumulator, own, head_tile if turned else head_tile.transpose((1, 0)))
-                plgpu.wgmma_wait(0)  # behind it, the step's memory is loaded anew, also with the next tile
+                rows = hidden_tile.at[pl.ds(group * _TILE, _TILE)]
+                plgpu.wgmma(accumulator, rows, head_tile if turned else head_tile.transpose((1, 0)))
+                plgpu.wgmma_wait(0)  # after it, the memory of the step is reused, even by the next tile
                 return accumulator
 
             tokens, entries = pl.ds(row * side, side), pl.ds(column * _TILE, _TILE)
@@ -208,23 +206,23 @@ def _tiles(hidden, head, finish: Callable[..., None], ahead: int, turned: bool) 
     def nothing(*_):
         pass
 
-    # What the pipeline allocates does not depend on what it does.
+    # The allocations of the pipeline do not depend on its body.
     allocations = pipeline(nothing, nothing).get_allocations(hidden, head)
     pl.run_scoped(every_tile, allocations, collective_axes="wg")
 
 
 def _per_token(ref, tokens, interpret: bool) -> Array:
-    """Values of 128 tokens, as sums over the entries of a tile lie in registers."""
+    """Loads values of 128 tokens, in the register layout of sums over the entries of a tile."""
     return gpu_load(ref.at[tokens], plgpu.Layout.WGMMA.reduce(1), interpret)
 
 
 def _across(values: Array, entries: int) -> Array:
-    """[128] -> [128, entries]."""
+    """Broadcasts [128] to [128, entries]."""
     return lax.broadcast_in_dim(values, (_TILE, entries), (0,))
 
 
 def _columns(entry, interpret: bool) -> Array:
-    """The vocabulary's entries of a tile, int32 [128, 128]."""
+    """Returns the vocabulary entries of a tile's columns, int32 [128, 128]."""
     columns = lax.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1)
     columns = columns if interpret else plgpu.layout_cast(columns, plgpu.Layout.WGMMA)
     return columns + entry

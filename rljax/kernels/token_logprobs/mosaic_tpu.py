@@ -1,4 +1,4 @@
-"""For TPUs: tiles of tokens times entries, every lane with statistics of its own until the end of a chunk."""
+"""For TPUs: tiles of tokens times entries, with statistics per lane until the end of a chunk."""
 
 import functools
 
@@ -70,8 +70,8 @@ def _statistics(
     lanes = jax.ShapeDtypeStruct((len(hidden), _LANES), jnp.float32)
     spec = pl.BlockSpec((_ROWS, _LANES), lambda row, part: (row, 0))
     kernel = functools.partial(_statistics_kernel, scale=scale, width=width)
-    found = _call(kernel, hidden, head, [targets], [lanes] * 4, [spec] * 4, "arbitrary", interpret)
-    return Statistics(*(each.T for each in found))
+    outputs = _call(kernel, hidden, head, [targets], [lanes] * 4, [spec] * 4, "arbitrary", interpret)
+    return Statistics(*(output.T for output in outputs))
 
 
 def _statistics_kernel(hidden, head, targets, top, total, weighted, chosen, *, scale, width) -> None:

@@ -1,14 +1,14 @@
-"""The forward and the backward pass, of which a device computes the tiles.
+"""The forward and the backward pass over chunks of the vocabulary, with tiles computed by a device's kernels.
 
-The vocabulary is taken a chunk at a time; a kernel multiplies hidden states with a chunk of the LM head, and
-what leaves the chip are statistics of the products, not the products:
+A kernel multiplies hidden states with a chunk of the LM head, and writes only statistics of the products to
+memory:
 
     forward     a token's largest logit in a part of the chunk, sums of e^x and x e^x, its target's logit
     backward    e[n, v] = gradient[n] (1[v = target] - softmax(x)[v]) / temperature, of one chunk
 
 The backward pass then needs two ordinary products, d hidden += e lm_head and d lm_head = e^T hidden, which
-the compiler's library does well. So memory does not grow with tokens times vocabulary.
-(That the logits need not exist: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
+the compiler's library does well. So memory does not grow with tokens times vocabulary. (Losses without
+materialized logits: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from rljax.sampling.distribution import SamplingParams
 
 _CHUNK_ENTRIES = 2**26  # tokens times entries of a chunk: errors of 128 MiB
 _CHUNK_STEP = 1024
-_LARGEST_CHUNK = 8192  # entries whose part of the LM head is copied in the compute dtype: 64 MiB at d = 4096
+_LARGEST_CHUNK = 8192  # entries; bounds the copy of the LM head in the compute dtype: 64 MiB at d = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The kernels of one device, over N tokens and C entries of the vocabulary, multiples of its tiles.
+    """The kernels of one device, for N tokens and C entries of the vocabulary, multiples of its tiles.
 
     Attributes:
       statistics: (hidden [N, d], head [C, d], targets int32 [N], scale, width) -> `Statistics` of [T, N].
-        Logits are products times `scale`; entries from `width` on do not count; a target that is not in the
-        chunk counts nowhere.
+        Logits are products times `scale`; entries from `width` on are ignored, as are targets outside the
+        chunk.
       errors: (hidden, head, targets, log_totals [N], gradients [N], scale, width) -> [N, C] in the dtype of
         `hidden`: gradients (1[v = target] - e^(x - log_totals)) scale, and 0 from `width` on.
-      rows, columns: size of a tile.
+      rows, columns: size of a tile in tokens and entries.
     """
 
     statistics: Callable[..., "Statistics"]
@@ -51,8 +51,8 @@ class Device:
 )
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Reduces logits x, float32, to the largest, sum e^(x - top), sum (x - top) e^(x - top), and the
-    target's.
+    """Statistics of logits x, float32: the largest, sum e^(x - top), sum (x - top) e^(x - top), and the
+    target's logit.
     """
 
     top: Array
@@ -78,19 +78,19 @@ class Statistics:
         )
 
 
-def refuse_entropy_gradient(wanted: bool) -> None:
-    """Raises Refused: the backward pass is of the log-probabilities alone."""
-    if wanted:
+def refuse_entropy_gradient(requested: bool) -> None:
+    """Raises `Refused` if requested: the backward pass covers the log-probabilities only."""
+    if requested:
         raise Refused("its entropy has no gradient, which algorithm.entropy_coefficient needs")
 
 
 def differentiable(
     device: Device, hidden: Array, lm_head: Array, targets: Array, sampling: SamplingParams
 ) -> tuple[Array, Array]:
-    """`token_logprobs` of [R, T] tokens by a device's kernels.
+    """Computes `token_logprobs` of [R, T] tokens with a device's kernels.
 
     Raises:
-      Refused: for filters, temperature 0, or other types and widths than the kernels have.
+      Refused: sampling has filters, penalties or temperature 0, or the kernels lack the type or width.
     """
     width = hidden.shape[-1]
     if sampling.greedy or sampling.filters(lm_head.shape[0]) or sampling.penalizes:
@@ -112,32 +112,32 @@ def _differentiable(device: Device, scale: float) -> Callable[..., tuple[Array, 
 
     def forward(hidden, lm_head, targets):
         count = len(targets)
-        rows, wanted = _padded(device, hidden, targets)
+        rows, padded_targets = _padded(device, hidden, targets)
 
-        def more(found: Statistics, head: Array, start: Array | int, width: int) -> Statistics:
-            part = device.statistics(rows, head, wanted - start, scale, width).merged()
-            return jax.tree.map(lambda *both: jnp.stack(both), found, part).merged()
+        def add(statistics: Statistics, head: Array, start: Array | int, width: int) -> Statistics:
+            part = device.statistics(rows, head, padded_targets - start, scale, width).merged()
+            return jax.tree.map(lambda *parts: jnp.stack(parts), statistics, part).merged()
 
-        found = _over_chunks(device, len(rows), lm_head, rows.dtype, more, Statistics.none(len(rows)))
-        log_total = jnp.log(found.total)
-        normalizer = found.top + log_total
-        outputs = found.chosen - normalizer, log_total - found.weighted / found.total
-        return tuple(each[:count] for each in outputs), (hidden, lm_head, targets, normalizer)
+        statistics = _over_chunks(device, len(rows), lm_head, rows.dtype, add, Statistics.none(len(rows)))
+        log_total = jnp.log(statistics.total)
+        normalizer = statistics.top + log_total
+        outputs = statistics.chosen - normalizer, log_total - statistics.weighted / statistics.total
+        return tuple(output[:count] for output in outputs), (hidden, lm_head, targets, normalizer)
 
     def backward(kept, gradients):
         hidden, lm_head, targets, normalizer = kept
-        rows, wanted = _padded(device, hidden, targets)
+        rows, padded_targets = _padded(device, hidden, targets)
         gradient = jnp.pad(gradients[0], (0, len(rows) - len(targets)))
 
-        def more(found, head: Array, start: Array | int, width: int):
-            d_hidden, d_head = found
-            errors = device.errors(rows, head, wanted - start, normalizer, gradient, scale, width)
+        def add(gradients, head: Array, start: Array | int, width: int):
+            d_hidden, d_head = gradients
+            errors = device.errors(rows, head, padded_targets - start, normalizer, gradient, scale, width)
             d_hidden += _product(errors, head, 1, 0)
-            own = _product(errors, rows, 0, 0)[:width]
-            return d_hidden, lax.dynamic_update_slice(d_head, own, (start, 0))
+            head_part = _product(errors, rows, 0, 0)[:width]
+            return d_hidden, lax.dynamic_update_slice(d_head, head_part, (start, 0))
 
-        nothing = jnp.zeros(rows.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
-        d_hidden, d_head = _over_chunks(device, len(rows), lm_head, rows.dtype, more, nothing)
+        zeros = jnp.zeros(rows.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
+        d_hidden, d_head = _over_chunks(device, len(rows), lm_head, rows.dtype, add, zeros)
         return d_hidden[: len(targets)].astype(hidden.dtype), d_head.astype(lm_head.dtype), None
 
     score.defvjp(forward, backward)
@@ -150,27 +150,27 @@ def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 
 
 def _padded(device: Device, hidden: Array, targets: Array) -> tuple[Array, Array]:
-    """Tokens up to a multiple of the device's tiles; those added have no target."""
+    """Pads tokens to a multiple of the device's tiles; the padding has no target."""
     more = -len(targets) % device.rows
     return jnp.pad(hidden, ((0, more), (0, 0))), jnp.pad(targets, (0, more), constant_values=-1)
 
 
-def _over_chunks(device: Device, tokens: int, lm_head: Array, dtype: jnp.dtype, more, found):
-    """`found = more(found, head, start, width)` over the vocabulary: a chunk of the LM head, where it starts,
-    and how many of its rows count. The last one may be shorter, and is padded to the device's tiles.
+def _over_chunks(device: Device, tokens: int, lm_head: Array, dtype: jnp.dtype, add, carry):
+    """Runs `carry = add(carry, head, start, width)` over the vocabulary, with a chunk of the LM head, its
+    start, and its number of valid rows. The last chunk may be shorter, and is padded to the device's tiles.
     """
     vocab_size = lm_head.shape[0]
     step = max(_CHUNK_STEP, device.columns)
     size = min(max(_CHUNK_ENTRIES // tokens // step, 1) * step, _LARGEST_CHUNK)
     whole = vocab_size // size
 
-    def one(index, found):
+    def add_chunk(index, carry):
         head = lax.dynamic_slice_in_dim(lm_head, index * size, size).astype(dtype)
-        return more(found, head, index * size, size)
+        return add(carry, head, index * size, size)
 
-    found = lax.fori_loop(0, whole, one, found) if whole else found
+    carry = lax.fori_loop(0, whole, add_chunk, carry) if whole else carry
     left = vocab_size - whole * size
     if left:
         head = jnp.pad(lm_head[whole * size :].astype(dtype), ((0, -left % device.columns), (0, 0)))
-        found = more(found, head, whole * size, left)
-    return found
+        carry = add(carry, head, whole * size, left)
+    return carry

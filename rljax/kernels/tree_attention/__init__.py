@@ -19,30 +19,30 @@ def tree_attention(
     numerics: Numerics,
     implementation: switch.Implementation = None,
 ) -> Array:
-    """Every node sees the committed tokens of its slot, and its own ancestors.
+    """Computes attention of every node to the committed tokens of its slot and to its ancestors.
 
     Args:
       queries: [B, M, H, D], M up to 64; H is a multiple of Hk.
-      keys: the cache's, [B, Hk, S / 64, D, 64]: blocks of 64 positions, transposed.
-      values: the cache's, [B, Hk, S, D], of the same type.
-      lengths: int32 [B], committed tokens, 0 to S. What lies in the block of the last of them and behind it
-        may be any finite number; no block behind it is read by the kernels.
-      node_keys, node_values: [B, M, Hk, D], in the cache's type.
-      ancestors: bool [B, M, M], [b, i, j]: node j lies on the path to node i, i included. Parents precede
-        their children.
-      depth: int32 [B, M], 0 for the first node of a path: node i stands at position lengths + depth. `xla`
-        adds up where decoding would; kernels add up the nodes last.
-      numerics: see `Numerics`; kernels have an order of their own.
-      implementation: see `switch.KernelChoice`; the default depends on (H, Hk, D), alike for decoding.
+      keys: keys of the cache, [B, Hk, S / 64, D, 64]: blocks of 64 positions, transposed.
+      values: values of the cache, [B, Hk, S, D], of the same type.
+      lengths: int32 [B], number of committed tokens, 0 to S. In the block of the last of them, later
+        positions may hold any finite numbers; kernels read no block after it.
+      node_keys, node_values: [B, M, Hk, D], in the type of the cache.
+      ancestors: bool [B, M, M]; [b, i, j] is True if node j is on the path to node i, or i itself. Parents
+        precede their children.
+      depth: int32 [B, M], 0 for the first node of a path: node i is at position lengths + depth. `xla` adds
+        nodes in the order of decoding; kernels add them last.
+      numerics: see `Numerics`; kernels have another order of summation.
+      implementation: see `switch.KernelChoice`; the default depends on (H, Hk, D), as for decoding.
 
     Returns:
-      [B, M, H, D] in the queries' type: softmax(q k / sqrt(D)) v, summed in float32; zeros where a node sees
-      nothing.
+      [B, M, H, D] in the type of the queries: softmax(q k / sqrt(D)) v, summed in float32; zeros for a node
+      without visible keys.
 
     Raises:
       Refused: the implementation cannot compute this.
 
-    The split over the cache is flash-decoding's (Dao et al., 2023), the tree mask SpecInfer's (Miao et al.,
+    The split over the cache follows flash-decoding (Dao et al., 2023), the tree mask SpecInfer (Miao et al.,
     2024). See `docs/kernels/tree_attention.md`.
     """
     args = (queries, keys, values, lengths, node_keys, node_values, ancestors, depth, numerics)

@@ -1,13 +1,13 @@
 """Tree attention in plain JAX: the contract, with the bits of plain decoding along every path.
 
-Decoding adds up the softmax terms, and the values under them, chunk of keys after chunk of keys, and within a
-chunk one key after the other. So the nodes' terms are added where decoding would have added them:
+Decoding adds the softmax terms, and the weighted values, one chunk of keys after another, and within a chunk
+one key after another. So the terms of nodes are added in the order of decoding:
 
-- chunks of committed keys only, as in decoding;
-- the chunk where the tree begins: its committed keys, and behind them, in the same product, the nodes whose
-  positions lie in that chunk. Siblings in between weigh 0 and change nothing, and as parents precede
-  children, what is left adds up in the order of the positions;
-- the nodes whose positions lie in the next chunk, in a product of their own, last.
+- first the chunks with committed keys only, as in decoding;
+- then the chunk in which the tree begins: in one product, its committed keys, followed by the nodes whose
+  positions lie in the chunk. Siblings have terms of 0, which have no effect, and as parents precede children,
+  the other nodes are added in the order of their positions;
+- last, in a separate product, the nodes whose positions lie in the next chunk.
 """
 
 import functools
@@ -39,7 +39,7 @@ def tree_attention(
     numerics: Numerics,
     nodes_in_cache: bool = False,
 ) -> Array:
-    """See the package. `nodes_in_cache`: the one node's key and value stand in the cache, at `lengths`."""
+    """See the package. `nodes_in_cache`: key and value of the single node are in the cache, at `lengths`."""
     if nodes_in_cache:
         return _decode_attention(queries, keys, values, lengths, numerics)
     batch, nodes, num_heads, head_dim = queries.shape
@@ -47,8 +47,8 @@ def tree_attention(
     group = num_heads // num_kv_heads
     rows = group * nodes
     pad = KEY_BLOCK - nodes
-    # Beside a cache of one block, a block for the tree would be a computation of the same shape with the
-    # same queries: the compiler then adds up both in another order.
+    # With a cache of one block, a block for the tree would be a computation of the same shape with the same
+    # queries, and the compiler would add both in another order.
     blocks = 2 if capacity == KEY_BLOCK else 1
     tree_keys = jnp.pad(node_keys.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, pad)])[:, :, None]
     more = [(0, 0), (0, 0), (0, blocks - 1), (0, 0), (0, 0)]
@@ -78,7 +78,7 @@ def tree_attention(
 def _decode_attention(
     queries: Array, keys: Array, values: Array, positions: Array, numerics: Numerics
 ) -> Array:
-    """One token a slot, at `positions`: [B, 1, H, D] -> the same."""
+    """Computes attention of one token per slot, at `positions`: [B, 1, H, D] -> [B, 1, H, D]."""
     batch, _, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     scaled = scale_queries(queries).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -99,15 +99,15 @@ def _weighted_values(
     positions: Array,
     numerics: Numerics,
 ) -> Array:
-    """Like `numerics.attention.weighted_values`, with the terms of the tree at their positions.
+    """As `rljax.numerics.attention.weighted_values`, with the terms of the tree at their positions.
 
     Args:
       terms: float32 [B, Hk, R, S].
       values: [B, Hk, S, D].
       tree_terms: float32 [B, Hk, R, L].
       tree_values: [B, Hk, L, D].
-      lengths: int32 [B], committed tokens.
-      positions: int32 [B, M], of the nodes.
+      lengths: int32 [B], number of committed tokens.
+      positions: int32 [B, M], positions of the nodes.
 
     Returns:
       float32 [B, Hk, R, D].

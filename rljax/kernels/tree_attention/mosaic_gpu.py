@@ -1,13 +1,14 @@
 """Tree attention on Hopper: flash-decoding with the rows of a tree as one matrix.
 
-A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one slot and key head, a warpgroup
-each 64, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
+A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one slot and key head, 64 per
+warpgroup, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
 through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor cores multiply, softmax is
-online. The nodes are one more block, behind the cached ones, in the stretch that the slot's length lies in;
-stretches behind that are skipped, and no block is read that begins behind the length.
+online. The nodes are one more block, after the cached ones, in the stretch that contains the slot's length.
+Later stretches are skipped, and so are blocks that begin after the length.
 
-Stretches are merged by their log-sum-exp, in float32, one after the other. Their borders are fixed positions
-and what each adds up depends on its own slot alone, so results do not depend on batch or cache bucket.
+Stretches are merged by their log-sum-exp, in float32, one after another. Their borders are fixed positions
+and what each adds up depends on its tile_in_group slot alone, so results do not depend on batch or cache
+bucket.
 """
 
 import functools
@@ -26,8 +27,8 @@ from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.rows import Numerics
 
 SPLIT = 1024
-"""Positions of the cache that a block of threads adds up: few enough that 16 slots with 2 key heads fill 132
-multiprocessors at 4096 positions, and enough that partial results are little to what is read.
+"""Positions of the cache per block of threads: few enough that 16 slots with 2 key heads fill 132
+multiprocessors at 4096 positions, and enough that partial results are small beside the cache.
 """
 _TILE = 64  # rows of a warpgroup's matrix product
 _MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
@@ -50,7 +51,7 @@ def tree_attention(
     nodes_in_cache: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """See the package. Where a node stands, and whether it is in the cache as well, changes nothing here."""
+    """See the package. Positions of nodes, and whether a node is also in the cache, have no effect here."""
     del depth, numerics, nodes_in_cache
     batch, nodes, num_heads, head_dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
@@ -68,7 +69,7 @@ def tree_attention(
     tree_keys, tree_values = pack_nodes(node_keys, node_values)
     bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
 
-    kept_rows = num_rows + -num_rows % 8  # what is written of the padded rows
+    kept_rows = num_rows + -num_rows % 8  # padded rows that are written
     partial = (batch, kv_heads, splits, kept_rows, head_dim)
     stage_bytes = 2 * KEY_BLOCK * head_dim * 2
     query_bytes = in_group * _TILE * head_dim * 2
@@ -91,7 +92,7 @@ def tree_attention(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=in_group, num_barriers=stages),
-            # The interpreter multiplies only what is in shared memory.
+            # The interpreter multiplies only matrices in shared memory.
             *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=tiled)] * interpret,
         ),
         grid=(splits, batch * kv_heads, groups),
@@ -155,9 +156,9 @@ def _attend(
         lax.div(lax.axis_index("slot_head"), kv_heads),
         lax.rem(lax.axis_index("slot_head"), kv_heads),
     )
-    own = lax.axis_index("tile")
+    tile_in_group = lax.axis_index("tile")
     interpret = bool(terms_smem)
-    tile = lax.axis_index("group") * in_group + own
+    tile = lax.axis_index("group") * in_group + tile_in_group
     head_dim = queries_smem.shape[-1]
     length = lengths[slot]
     last_split = _last_split(length, splits)
@@ -186,17 +187,17 @@ def _attend(
 
     @pl.when(split <= last_split)
     def _():
-        own_queries = queries_smem.at[own]
+        own_queries = queries_smem.at[tile_in_group]
         rows = pl.ds(tile * _TILE, _TILE)
-        plgpu.copy_gmem_to_smem(queries.at[slot, head, rows], own_queries, queries_here.at[own])
+        plgpu.copy_gmem_to_smem(queries.at[slot, head, rows], own_queries, queries_here.at[tile_in_group])
 
-        @pl.when(own == 0)
+        @pl.when(tile_in_group == 0)
         def _():
             @pl.loop(0, jnp.minimum(steps, stages))
             def _(step):
                 fetch(step)
 
-        plgpu.barrier_wait(queries_here.at[own])
+        plgpu.barrier_wait(queries_here.at[tile_in_group])
         shape = (_TILE, KEY_BLOCK)
         columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
 
@@ -205,7 +206,7 @@ def _attend(
             weighted, top, total = carry
 
             # The stage of the step before is free as soon as all warpgroups are done with it.
-            @pl.when((own == 0) & (step > 0) & (step - 1 + stages < steps))
+            @pl.when((tile_in_group == 0) & (step > 0) & (step - 1 + stages < steps))
             def _():
                 plgpu.barrier_wait(free.at[lax.rem(step - 1, stages)])
                 fetch(step - 1 + stages)
@@ -229,14 +230,14 @@ def _attend(
             def multiply_values(accumulator):
                 left = rounded
                 for interpreted in terms_smem:
-                    interpreted[own] = rounded
-                    left = interpreted.at[own]
+                    interpreted[tile_in_group] = rounded
+                    left = interpreted.at[tile_in_group]
                 plgpu.wgmma(accumulator, left, values_smem.at[stage])
                 return accumulator[...]
 
             more = pl.run_scoped(multiply_values, plgpu.ACC(weighted.shape, jnp.float32))
 
-            @pl.when(step + stages < steps)  # else nobody waits for it
+            @pl.when(step + stages < steps)  # otherwise no step waits for it
             def _():
                 plgpu.barrier_arrive(free.at[stage])
 

@@ -128,13 +128,13 @@ def tree_attention(
 def fetched(
     slot: Array, head: Array, step: Array, lengths: Array, chunk: int, kv_heads: int
 ) -> tuple[Array, Array, Array]:
-    """Slot, head and chunk of the cache that a step of the grid fetches, all int32 []; lengths [B]."""
-    wanted = step * chunk < jnp.maximum(lengths[slot], 1)
+    """Returns slot, head and chunk of the cache that a grid step fetches, all int32 []; lengths [B]."""
+    in_use = step * chunk < jnp.maximum(lengths[slot], 1)
     last_head = head == kv_heads - 1
     next_slot = jnp.minimum(jnp.where(last_head, slot + 1, slot), lengths.shape[0] - 1)
     next_head = jnp.where(last_head, 0, head + 1)
     now, soon = (slot, head, step), (next_slot, next_head, 0)
-    return tuple(jnp.where(wanted, one, other) for one, other in zip(now, soon, strict=True))
+    return tuple(jnp.where(in_use, one, other) for one, other in zip(now, soon, strict=True))
 
 
 def _attend(
@@ -175,7 +175,7 @@ def _attend(
         weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
     def rescale(largest):
-        """The new maximum; what was added up under the old one shrinks."""
+        """Returns the new maximum, and scales the sums under the old one down."""
         new_top = jnp.maximum(top[...], largest)
         shrink = jnp.exp(top[...] - new_top)
         top[...] = new_top
