@@ -6,9 +6,8 @@ through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor 
 online. The nodes are one more block, after the cached ones, in the stretch that contains the slot's length.
 Later stretches are skipped, and so are blocks that begin after the length.
 
-Stretches are merged by their log-sum-exp, in float32, one after another. Their borders are fixed positions
-and what each adds up depends on its tile_in_group slot alone, so results do not depend on batch or cache
-bucket.
+Stretches are merged by their log-sum-exp, in float32, one after another. Their borders are fixed positions,
+and the sums of a stretch depend on its slot alone, so results do not depend on batch or cache bucket.
 """
 
 import functools
