@@ -1,4 +1,4 @@
-"""Pallas under both versions of JAX, and what JAX 0.10 does not interpret as something that it does."""
+"""Pallas under both versions of JAX, with replacements for operations that JAX 0.10 cannot interpret."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def gpu_iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) ->
 
 
 def gpu_load(ref: Any, layout: Any, interpret: bool) -> Array:
-    """`plgpu.load` of all that `ref` says, in registers of `layout`, in as many pieces as it takes."""
+    """As `plgpu.load` of the whole `ref`, in registers of `layout`, in as many pieces as needed."""
     if interpret:
         return ref[...]
     index = () if jax.__version_info__ >= (0, 11) else ((),)

@@ -1,7 +1,7 @@
 """Blocks of the cache that a path is written to, for both kernels.
 
-A path of P nodes reaches into at most `reach(P)` blocks of 64 positions. The j-th of them is the j-th behind
-and including the block that holds the slot's length.
+A path of P nodes reaches at most `reach(P)` blocks of 64 positions, counted from the block that contains the
+slot's length.
 """
 
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from rljax.numerics.attention import KEY_BLOCK
 
 
 def reach(most: int) -> int:
-    """Blocks that a path of `most` nodes may reach into."""
+    """Returns the largest number of blocks that a path of `most` nodes reaches."""
     return -(-(most + KEY_BLOCK - 1) // KEY_BLOCK)
 
 
 def fresh_blocks(entries: Array, path: Array, lengths: Array) -> Array:
-    """The path's keys or values [B, M, Hk, D] where they will stand in their blocks, any others elsewhere.
+    """Returns the path's keys or values [B, M, Hk, D] at their positions in the blocks, undefined elsewhere.
 
     Returns:
       [B, Hk, reach, 64, D].
@@ -34,11 +34,11 @@ def written(length: Array, count: Array, index: Array, in_cache: int) -> tuple[A
     """Returns the part of a path in the `index`-th block that it may reach; scalars int32.
 
     Args:
-      length, count: committed tokens of the slot, and nodes to write.
-      in_cache: blocks that the cache has.
+      length, count: number of committed tokens of the slot, and of nodes to write.
+      in_cache: number of blocks of the cache.
 
     Returns:
-      the block, and from where in it to where; nothing if the first is not below the second.
+      The block, and begin and end of the part in it, which is empty unless begin < end.
     """
     block = lax.div(length, KEY_BLOCK) + index
     begin = jnp.maximum(length - block * KEY_BLOCK, 0)

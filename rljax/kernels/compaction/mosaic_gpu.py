@@ -1,7 +1,7 @@
-"""Compaction on Hopper: a block of threads for every block of the cache that a path may reach into.
+"""Compaction on Hopper: one block of threads per block of the cache that a path may reach.
 
-It reads the block and the path's nodes at their places in it by bulk copies (TMA), picks, and copies back.
-The cache is a mutable array to the kernel, so the result is the same memory.
+It loads the block, and the path's nodes at their positions in it, by bulk copies (TMA), merges them, and
+copies the result back. The cache is a mutable array for the kernel, so the result is in the same memory.
 """
 
 import functools
@@ -58,7 +58,7 @@ def compaction(
 def _compact(
     keys, values, lengths, count, fresh_keys, fresh_values, *, kv_heads: int, in_cache: int, interpret: bool
 ) -> None:
-    """One block of one slot and head.
+    """Changes one block of one slot and head.
 
     Refs: keys [B, Hk, S / L, D, L] and values [B, Hk, S, D], changed; lengths and count [B]; fresh_keys
     [B, Hk, reach, D, L] and fresh_values [B, Hk, reach, L, D].

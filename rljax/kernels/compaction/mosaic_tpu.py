@@ -1,10 +1,10 @@
-"""Compaction on a TPU: the blocks that paths reach into, read, changed and written one behind the other.
+"""Compaction on a TPU: reads, changes and writes the blocks that paths reach, one after another.
 
 Heads are multiples of 128 wide: XLA then keeps keys and values in memory as [positions, D] each
 (`rljax/kernels/tree_attention/mosaic_tpu.py`), and transposing them for the kernel is free.
 
-The cache stays where it is, and the result is the same memory. A step changes one block of all heads of a
-slot, while the next step's block is on its way in and the last one's on its way out.
+The cache is changed in place. A step changes one block of all heads of a slot, while the next step's block is
+read and the previous one is written.
 """
 
 import functools
@@ -87,7 +87,7 @@ def _compact(
     per_slot: int,
     in_cache: int,
 ) -> None:
-    """One block of one slot.
+    """Changes one block of one slot.
 
     Refs: lengths and count [B]; fresh_keys and fresh_values [1, Hk, 1, L, D]; keys and values
     [B, Hk, S / L, L, D], in and out the same; scratch: two buffers for a block of each, and a semaphore for
@@ -96,7 +96,7 @@ def _compact(
     step, steps = pl.program_id(0) * per_slot + pl.program_id(1), batch * per_slot
 
     def on_its_way(of_step, begin: bool, back: bool):
-        """Begins, or waits for, the copy of a step's block into its buffer, or back."""
+        """Starts, or waits for, the copy of a step's block to its buffer, or back."""
         inside = jnp.clip(of_step, 0, steps - 1)
         slot, index = lax.div(inside, per_slot), lax.rem(inside, per_slot)
         block, first, end = written(lengths[slot], count[slot], index, in_cache)
@@ -115,7 +115,7 @@ def _compact(
     def _():
         on_its_way(step, begin=True, back=False)
 
-    on_its_way(step - 1, begin=False, back=True)  # its buffer is the next step's
+    on_its_way(step - 1, begin=False, back=True)  # the next step uses its buffer
     on_its_way(step + 1, begin=True, back=False)
     on_its_way(step, begin=False, back=False)
 

@@ -1,16 +1,17 @@
-"""The product with quantized weights on Hopper: from packed bytes to the tensor cores in registers.
+"""The product with quantized weights on Hopper: packed bytes become bfloat16 in registers for the tensor
+cores.
 
 Rows are few, so weights are the left operand and the result is out^T [out, N]: a warpgroup multiplies 64
-outputs with all rows. TMA brings packed weights and activations to shared memory some steps ahead; 16-bit
-words become bfloat16 integers by a shift, a mask and an exponent; wgmma takes them from registers and sums a
-group in float32; then the group's scale is applied to the sum, not to each weight. No weight is rounded to
+outputs with all rows. TMA loads packed weights and activations to shared memory some steps ahead. 16-bit
+words become bfloat16 integers by a shift, a mask and an exponent; wgmma reads them from registers and sums a
+group in float32. The group's scale is applied to the sum, not to the weights, so no weight is rounded to
 bfloat16: value - zero is an integer of few bits.
 
 A word holds two neighbouring bytes of a row. Its nibbles (or bytes) belong to inputs that are not neighbours,
-so activations are reordered to match (`_planes`), which costs nothing beside the weights.
+so activations are reordered to match (`_planes`), at a small cost beside that of the weights.
 
-Where there are too few tiles of outputs for the device, inputs are split among blocks, and what they sum is
-added in a fixed order. Tiles and splits depend on the matrix alone: a row's bits do not depend on N.
+If the device has room for more blocks than tiles of outputs, inputs are split among blocks, whose sums are
+added in a fixed order. Tiles and splits depend on the matrix alone, so a row's bits do not depend on N.
 """
 
 from typing import Any
@@ -33,14 +34,14 @@ _ROWS = 64  # of weights that a warpgroup multiplies: wgmma's M
 _WARPGROUPS = 2
 _TILE = _ROWS * _WARPGROUPS
 _ALIGNED = 8  # rows of weights that TMA copies together, from a multiple of as many on
-_MOST_ROWS = 64  # of activations
+_MOST_ROWS = 64  # rows of activations
 _STAGES = 4
 _PROCESSORS = 132
 _EXPONENT = 0x4300  # of bfloat16 128: an integer below 128 in the bits below it is added to that
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False) -> Array:
-    """x bfloat16 [N, in], N up to 64, times weight [out, in]: float32 [N, out]."""
+    """Multiplies x bfloat16 [N, in], N up to 64, by weight [out, in]: float32 [N, out]."""
     columns = _columns(x, weight)
     halves = 2 if weight.bits == 4 else 1
     rows = -(-x.shape[0] // 8) * 8
@@ -54,10 +55,10 @@ def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False
 
 
 def _columns(x: Array, weight: QuantizedWeight) -> int:
-    """Words of a step: as many as fill a swizzle, divide the row and do not leave a group.
+    """Returns the number of words per step, which fill a swizzle, divide the row and stay within a group.
 
     Raises:
-      Refused: there are none, or a type or size is not what the kernel is for.
+      Refused: there is no such number, or the kernel does not support a type or size.
     """
     outputs, inputs = weight.shape
     if weight.activations != "float":
@@ -82,8 +83,8 @@ def _columns(x: Array, weight: QuantizedWeight) -> int:
 
 
 def _planes(x: Array, halves: int) -> Array:
-    """x [N, in] -> [2 * halves * N, words]: plane byte * halves + half has the inputs of that byte, and in 4
-    bits of its low or high half, of every word.
+    """Reorders x [N, in] to [2 * halves * N, words]: plane byte * halves + half has the inputs of that byte
+    (in 4 bits, of its low or high half) of every word.
     """
     count = x.shape[0]
     parts = x.reshape(count, halves, -1, 2).transpose(3, 1, 0, 2)
@@ -91,7 +92,7 @@ def _planes(x: Array, halves: int) -> Array:
 
 
 def _splits(tiles: int, steps: int) -> int:
-    """Blocks that share a tile's steps, for the least time; a block takes two steps to get going."""
+    """Returns the number of blocks that share a tile's steps in the least time; starting takes two steps."""
 
     def time(splits: int) -> int:
         waves = -(-tiles * splits // _PROCESSORS)
@@ -103,7 +104,7 @@ def _splits(tiles: int, steps: int) -> int:
 def _partial_sums(
     planes: Array, words: Array, weight: QuantizedWeight, columns: int, interpret: bool
 ) -> Array:
-    """float32 [splits, out, N]."""
+    """Returns partial sums, float32 [splits, out, N]."""
     halves = 2 if weight.bits == 4 else 1
     outputs, inputs = weight.shape
     rows = planes.shape[0] // (2 * halves)
@@ -118,14 +119,14 @@ def _partial_sums(
         out_ref = refs[-1]
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
         warpgroup = lax.axis_index("warpgroup")
-        # The last tile overlaps the one before it rather than reach beyond the matrix: both write the same.
+        # The last tile overlaps the one before it, so as to end with the matrix; both write the same values.
         first_row = jnp.minimum(tile * _TILE, outputs - _TILE)
         own_rows = pl.ds(first_row + warpgroup * _ROWS, _ROWS)
         first_step = split * most_steps
         own_steps = jnp.minimum(most_steps, steps - first_step)
 
         def grid_of(step: Array) -> list[tuple[Array, Array | None]]:
-            """Scale and zero + 128 [64] of the groups that a step is in, one a half."""
+            """Returns scale and zero + 128 [64] of the groups of a step, one per half."""
             grids = []
             for half in range(halves):
                 start = (first_step + step) * (2 * columns) + half * (inputs // 2)
@@ -139,7 +140,7 @@ def _partial_sums(
 
         def step(indices: Any, words_smem: Any, planes_smem: Any, carry: Any) -> Any:
             total, grids = carry
-            following = grid_of(indices[0] + 1)  # on its way while this step is computed
+            following = grid_of(indices[0] + 1)  # loaded while this step is computed
             packed = gpu_load(words_smem.at[pl.ds(warpgroup * _ROWS, _ROWS)], plgpu.Layout.WGMMA, interpret)
 
             factors = [
@@ -158,7 +159,7 @@ def _partial_sums(
                 plgpu.wgmma_wait(0)
                 return [each[...] for each in sums]
 
-            if interpret:  # an interpreter's wgmma takes its left operand from shared memory only
+            if interpret:  # interpreted wgmma reads its left operand from shared memory only
                 sums = [jnp.zeros((_ROWS, rows), jnp.float32)] * halves
                 for half, left, plane in factors:
                     sums[half] += _dot(left, plane[...])
@@ -196,7 +197,7 @@ def _partial_sums(
         out_type=jax.ShapeDtypeStruct((splits, outputs, rows), jnp.float32),
         grid=(tiles, splits),
         grid_names=("tile", "split"),
-        num_threads=_WARPGROUPS + 1,  # one that copies
+        num_threads=_WARPGROUPS + 1,  # one warpgroup copies
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpreter() if interpret else None,
@@ -207,12 +208,12 @@ _OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """a [m, k] times b [n, k]: float32 [m, n]."""
+    """Multiplies a [m, k] by b [n, k]: float32 [m, n]."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _integers(packed: Array, byte: int, half: int, zero: Array | None, bits: int, interpret: bool) -> Array:
-    """value - zero, bfloat16 [64, columns], of one byte (in 4 bits, of one half of it) of every word."""
+    """Returns value - zero of one byte (in 4 bits, of one half) of every word, bfloat16 [64, columns]."""
     if bits == 4:
         values = _with_exponent(packed, 8 * byte + 4 * half, 15, interpret)
         offset = jnp.full((_ROWS,), 0, jnp.uint16) if zero is None else zero.astype(jnp.uint16)
@@ -228,12 +229,12 @@ def _integers(packed: Array, byte: int, half: int, zero: Array | None, bits: int
 
 
 def _with_exponent(words: Array, shift: int, mask: int, interpret: bool) -> Array:
-    """bfloat16 of the bits of uint16 [64, columns] behind `shift` and `mask`, with the exponent of 128."""
+    """Returns uint16 bits [64, columns] after `shift` and `mask`, with the exponent of bfloat16 128."""
     if interpret:
         bits = ((words >> jnp.uint16(shift)) & jnp.uint16(mask)) | jnp.uint16(_EXPONENT)
         return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
-    # The same for two words at once in a register: a compiler shifts 16-bit words one by one.
+    # Two words per register at once: the compiler would shift 16-bit words one at a time.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),

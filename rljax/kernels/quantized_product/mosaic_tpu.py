@@ -94,7 +94,7 @@ def _activations(x: Array, weight: QuantizedWeight, width: int, table: np.ndarra
 
 
 def _kernel(table: Any, pieces: Any, packed: Any, *refs: Any, bits: int, width: int) -> None:
-    """Computes a block of outputs; refs are scale and perhaps zero [G, block], the result, zero in float32."""
+    """Computes a block of outputs; refs: scale and perhaps zero [G, block], the result, zero in float32."""
     scale, *integer_zero, out = refs[: len(refs) // 2 + 1]
     zero = refs[-1] if integer_zero else None
     if zero is not None:

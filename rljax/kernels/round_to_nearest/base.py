@@ -14,8 +14,8 @@ def round_to_nearest(weight: Array, bits: int, group: int) -> tuple[Array, Array
 
 
 def grouped(weight: Array, group: int) -> Array:
-    """[out, in] -> float32 [out, G, group]; a last group with fewer inputs is filled up with zeros, which
-    every grid holds exactly, so that they change neither a range nor an error.
+    """Splits [out, in] into groups, float32 [out, G, group]. A smaller last group is padded with zeros, which
+    every grid represents exactly, so that they affect neither range nor error.
     """
     outputs, inputs = weight.shape
     size = group or inputs
@@ -24,7 +24,7 @@ def grouped(weight: Array, group: int) -> Array:
 
 
 def ranges(groups: Array) -> tuple[Array, Array]:
-    """Smallest and largest weight of each group, 0 between them: two of [out, G]."""
+    """Returns the smallest and the largest weight of each group, 0 included: two arrays [out, G]."""
     groups = for_range(groups)
     return jnp.minimum(groups.min(-1), 0.0), jnp.maximum(groups.max(-1), 0.0)
 
@@ -32,7 +32,7 @@ def ranges(groups: Array) -> tuple[Array, Array]:
 def on_grid(
     groups: Array, scale: Array, inverse: Array, zero: Array, inputs: int, bits: int
 ) -> tuple[Array, Array, Array | None]:
-    """Values, scale and zero of groups [out, G, group] on grids [out, G] that are given."""
+    """Returns values, scale and zero of groups [out, G, group] on grids [out, G]."""
     values = nearest(groups, inverse[..., None], zero[..., None], bits)
     values = values.reshape(values.shape[0], -1)[:, :inputs]
     if bits == 8:

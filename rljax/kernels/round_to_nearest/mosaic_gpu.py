@@ -1,9 +1,9 @@
-"""Rounding to nearest on Hopper: a block of threads has 64 rows of a group, or of the two that share bytes.
+"""Rounding to nearest on Hopper: a block of threads has 64 rows of one group, or of two that share bytes.
 
-The groups come to shared memory by bulk copies (TMA), are read there for their range and once more for their
-integers, and the bytes go back by a copy. Blocks are small, so that several on a processor wait for memory
-together. In 4 bits a byte's two inputs are half a row apart. Where that is half a group off, a block has half
-a group of bytes, and brings both groups whole for their ranges.
+Bulk copies (TMA) load the groups to shared memory, where they are read once for their range and once for
+their integers; another copy stores the bytes. Blocks are small, so that several on a processor wait for
+memory at the same time. In 4 bits the two inputs of a byte are half a row apart. If half a row is not a whole
+number of groups, a block has half a group of bytes, and loads both whole groups for their ranges.
 """
 
 import functools
@@ -21,9 +21,9 @@ from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
 from rljax.numerics.kernel_choice import Refused
 
 _ROWS = 64
-_ALIGNED = 8  # rows of a matrix that TMA copies together, from a multiple of as many on
+_ALIGNED = 8  # TMA copies rows of a matrix in multiples of this
 _GROUPS = (64, 128)
-_SWIZZLE = 128  # bytes, at most
+_SWIZZLE = 128  # largest number of bytes
 
 
 def round_to_nearest(
@@ -39,7 +39,7 @@ def round_to_nearest(
         )
     if outputs < _ROWS or outputs % _ALIGNED:
         raise Refused(f"{outputs} outputs, it needs a multiple of {_ALIGNED}, and at least {_ROWS}")
-    parts = 2 if bits == 4 else 1  # groups of a block
+    parts = 2 if bits == 4 else 1  # groups per block
     width = math.gcd(group, inputs // 2) if bits == 4 else group
     step = min(width, _SWIZZLE // weight.dtype.itemsize)
     columns = inputs // parts
@@ -68,7 +68,7 @@ def _tiles(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 def _kernel(weight: Any, values: Any, *refs: Any, bits: int, group: int, step: int, interpret: bool) -> None:
     """Rounds some bytes of 64 rows, `step` at a time; refs are scale and perhaps zero [out, G], and in shared
-    memory the groups [1 or 2, 64, group], the bytes [64, width], and a barrier a group.
+    memory the groups [1 or 2, 64, group], the bytes [64, width], and a barrier per group.
     """
     *of_groups, groups_smem, bytes_smem, here = refs
     parts, width = groups_smem.shape[0], bytes_smem.shape[1]

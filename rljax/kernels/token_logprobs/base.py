@@ -18,7 +18,7 @@ from rljax.sharding import activation_sharding, constrain
 
 
 def chunk_columns(rows: int, length: int, chunk: int) -> int:
-    """Columns of packed rows [rows, length] whose logits are computed together, at most `chunk` tokens."""
+    """Returns the number of columns of packed rows [rows, length] per chunk of at most `chunk` tokens."""
     chunks = -(-length // max(chunk // rows, -(-2 // rows)))
     return -(-length // chunks)
 
@@ -34,8 +34,8 @@ def token_logprobs(
     responses: Responses | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
-    """See the package's `token_logprobs`. In effect a chunk has at least R tokens, and at least 2: a lone row
-    would be multiplied by another kernel, with other bits.
+    """See the package's `token_logprobs`. A chunk has at least R tokens, and at least 2: a single row would
+    be multiplied by another kernel, with other bits.
     """
 
     every, vocab_size = targets, len(lm_head)
@@ -43,7 +43,8 @@ def token_logprobs(
     def score(hidden: Array, targets: Array, columns: Array) -> tuple[Array, Array]:
         logits = product(hidden, lm_head, numerics)
         if mesh is not None:
-            # The vocabulary whole: a chunk of logits is small, and its sums then need no communication.
+            # The vocabulary is not sharded: a chunk of logits is small, and its sums then need no
+            # communication.
             logits = constrain(logits, activation_sharding(mesh))
         if sampling.penalizes:
             counts = responses.counts(every, columns, vocab_size)
@@ -53,7 +54,7 @@ def token_logprobs(
         return logprobs, entropy(transformed, numerics, entropy_gradient)
 
     rows, length = targets.shape
-    # Chunks of columns, not of the flattened tokens: rows then stay on the devices that they are on.
+    # Chunks of columns, not of flattened tokens, so that rows stay on their devices.
     columns = chunk_columns(rows, length, chunk)
     chunks = -(-length // columns)
     if chunks == 1:

@@ -15,7 +15,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import Responses, SamplingParams
 
 _LANES = 128
-_ROWS = 512  # tokens of a tile: head tiles are read again for each, so many keep the matrix units busy
+_ROWS = 512  # tokens per tile: many, since every tile of tokens reads all tiles of the LM head
 _COLUMNS = 256
 _VMEM = 64 * 2**20
 
@@ -33,7 +33,7 @@ def token_logprobs(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
-    del numerics, chunk, mesh, responses  # no logits are held; the caller has one device
+    del numerics, chunk, mesh, responses  # logits never exist; the caller has one device
     passes.refuse_entropy_gradient(entropy_gradient)
     return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
 
@@ -41,7 +41,7 @@ def token_logprobs(
 def _call(
     kernel, hidden: Array, head: Array, columns: list[Array], out_shape, out_spec, last: str, interpret: bool
 ):
-    """Runs a kernel on every tile, the vocabulary's innermost, with a value of each token in `columns`."""
+    """Runs a kernel on every tile, with the vocabulary innermost; `columns` have one value per token."""
     tokens, width = hidden.shape
     column = pl.BlockSpec((_ROWS, 1), lambda row, part: (row, 0))
     return pl.pallas_call(

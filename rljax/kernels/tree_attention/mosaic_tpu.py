@@ -1,15 +1,14 @@
-"""Tree attention on a TPU: the cache streamed past a slot's queries, chunk after chunk.
+"""Tree attention on a TPU: streams the cache past the queries of a slot, one chunk after another.
 
-The grid goes over slots, key heads and chunks of the cache, one after the other, and Pallas fetches the next
-step's chunk during a step. A chunk that begins behind a slot's length is not fetched: its step asks for the
-chunk that the next head or slot will begin with, which then comes early instead. Softmax is online (Milakov
-and Gimelshein, 2018): the running maximum, sum and weighted values are in scratch memory. The nodes are one
-more block of keys, behind the last chunk.
+The grid has slots, key heads and chunks of the cache, in order, and Pallas fetches the next step's chunk
+during a step. A chunk that begins after a slot's length is not fetched: its step instead prefetches the first
+chunk of the next head or slot. Softmax is online (Milakov and Gimelshein, 2018): the running maximum, sum and
+weighted values are in scratch memory. The nodes are one more block of keys, after the last chunk.
 
-A kernel takes its arguments in row-major order, and the cache would be copied for it where XLA keeps it in
-another. XLA orders the axes of an array so that little is lost to tiles of 8 by 128 (seen in compiled
-programs): with heads of 128, keys are kept as [positions, D] after all, and with heads of 64, values as
-[D, positions]. The kernel asks for just that, so that transposing is free.
+A kernel takes its arguments in row-major order, and a cache that XLA stores in another order would be copied.
+XLA orders the axes of an array so that tiles of 8 by 128 waste little (seen in compiled programs): keys are
+stored as [positions, D] with heads of 128, and values as [D, positions] with heads of 64. The kernel takes
+these layouts, so that transposing is free.
 """
 
 import functools
@@ -155,7 +154,7 @@ def _attend(
     chunks: int,
     wide: bool,
 ) -> None:
-    """One chunk of one slot's cache; behind the last one, its nodes.
+    """Processes one chunk of one slot's cache, and after the last one its nodes.
 
     Refs: lengths [B]; queries [1, 1, R, D]; the chunk's keys and values, [1, 1, C, D] both where heads are
     `wide`, else [1, 1, C / L, D, L] and [1, 1, D, C]; the nodes' tree_keys [1, 1, D, L], tree_values
@@ -164,7 +163,7 @@ def _attend(
     """
     step = pl.program_id(2)
     begin = step * chunk
-    here = lengths[pl.program_id(0)] - begin  # positions of the chunk and behind it
+    here = lengths[pl.program_id(0)] - begin  # committed positions from the start of the chunk on
     used = jnp.clip(pl.cdiv(here, _LANES), 0, chunk // _LANES)
     scale = queries.shape[-1] ** -0.5
 
@@ -189,7 +188,7 @@ def _attend(
         weighted[...] += _product(terms.astype(its_values.dtype), its_values, transposed)
 
     def fill_scores(group):
-        """Scores of 128 positions."""
+        """Returns scores of 128 positions."""
         if wide:
             positions = pl.ds(pl.multiple_of(group * _LANES, _LANES), _LANES)
             scores[group] = _product(queries[0, 0], keys[0, 0, positions], True) * scale
@@ -200,7 +199,7 @@ def _attend(
                 scores[group, :, lanes] = _product(queries[0, 0], block_keys, False) * scale
 
     def read_values(group):
-        """Values of 128 positions, zeros behind the length: [128, D] where heads are wide, else [D, 128]."""
+        """Returns values of 128 positions, zeros after the length: [128, D] for wide heads, else [D, 128]."""
         positions = pl.ds(pl.multiple_of(group * _LANES, _LANES), _LANES)
         its_values = values[0, 0, positions] if wide else values[0, 0, :, positions]
         position = group * _LANES + lax.broadcasted_iota(jnp.int32, its_values.shape, 0 if wide else 1)
@@ -232,7 +231,7 @@ def _attend(
 
 
 def _product(a: Array, b: Array, transposed: bool) -> Array:
-    """[R, K] times [K, N], or [N, K] transposed, in float32 as exactly as the types allow."""
+    """Multiplies [R, K] by [K, N], or by [N, K] transposed, in float32, as exactly as the types allow."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, contracted, precision=exact, preferred_element_type=jnp.float32)
