@@ -157,7 +157,7 @@ def _partial_sums(
                 for half, left, plane in factors:
                     plgpu.wgmma(sums[half], left, plane.T)
                 plgpu.wgmma_wait(0)
-                return [each[...] for each in sums]
+                return [accumulator[...] for accumulator in sums]
 
             if interpret:  # interpreted wgmma reads its left operand from shared memory only
                 sums = [jnp.zeros((_ROWS, rows), jnp.float32)] * halves

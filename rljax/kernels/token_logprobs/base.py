@@ -68,5 +68,7 @@ def token_logprobs(
 
     parts = (split(hidden), split(targets), jnp.arange(chunks * columns).reshape(chunks, columns))
     scored = lax.map(lambda part: jax.checkpoint(score)(*part), parts)
-    logprobs, entropies = (each.swapaxes(0, 1).reshape(rows, chunks * columns)[:, :length] for each in scored)
+    logprobs, entropies = (
+        array.swapaxes(0, 1).reshape(rows, chunks * columns)[:, :length] for array in scored
+    )
     return logprobs, entropies

@@ -56,7 +56,7 @@ def _call(
         out_specs=out_spec,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", last), vmem_limit_bytes=_VMEM),
         interpret=interpret,
-    )(hidden, head, *(each[:, None] for each in columns))
+    )(hidden, head, *(vector[:, None] for vector in columns))
 
 
 def _logits(hidden, head, scale: float) -> Array:
