@@ -40,8 +40,8 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
     parser.add_argument(
         "--drafter",
-        help="who proposes tokens, by the run's arguments where it has this one; none decodes plainly [the"
-        " run's]",
+        help="what proposes tokens: a name, or a class of yours as module:Class, with the run's arguments"
+        " where the run uses it; none decodes without drafts [the run's]",
     )
 
 

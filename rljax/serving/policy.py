@@ -53,8 +53,8 @@ class Options:
       slots: responses decoded at a time.
       max_prompt_tokens: the longest prompt.
       max_tokens: the longest response.
-      drafter: by name, with the run's arguments where the run has it, else with its defaults; "none" decodes
-        plainly.
+      drafter: a name, or an import path, `module:Class` (`drafters/loading.py`), with the run's arguments
+        where the run uses this drafter, else with its defaults; "none" decodes without drafts.
     """
 
     step: int | None = None
@@ -136,7 +136,7 @@ def open_policy(
         enable_compilation_cache(config.engine.compilation_cache)
     mesh = make_mesh(config.mesh)
     pool = ExecutablePool(bool(config.engine.row_invariant), config.engine.compilation_cache)
-    drafters = make_drafters(config.speculation)
+    drafters = _drafters(config.speculation, options)
     numerics, invariance = make_numerics(config, saved.policy.config, mesh)
     say(numerics_line(config, invariance))
     scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
@@ -168,6 +168,15 @@ def open_policy(
     return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
 
 
+def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]:
+    try:
+        return make_drafters(config)
+    except ConfigError as error:  # names the config's key
+        if options.drafter is None:
+            raise
+        raise ConfigError(str(error).replace("speculation.drafter:", "--drafter:", 1)) from error
+
+
 def _tell_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
     for name, drafter in drafters.items():
         if isinstance(drafter, TrainedDrafter) and not drafter.trained:
@@ -186,9 +195,12 @@ def _check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
-    if options.drafter not in (None, "none") and options.drafter not in DRAFTERS:
-        known = known_names(options.drafter, [*DRAFTERS, "none"])
-        raise ConfigError(f"--drafter: unknown drafter {options.drafter!r}; {known}")
+    drafter = options.drafter
+    if drafter not in (None, "none", *DRAFTERS) and ":" not in drafter:
+        known = known_names(drafter, [*DRAFTERS, "none"])
+        raise ConfigError(
+            f"--drafter: unknown drafter {drafter!r}; {known}, or a class of yours as module:Class"
+        )
 
 
 def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say) -> ExperimentConfig:

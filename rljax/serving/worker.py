@@ -2,11 +2,12 @@
 
     worker = EngineWorker(engine, params, max_slots=8)
     worker.start()
-    worker.submit([Job(request, deliver)])     # deliver(piece) is called from the thread, again and again
-    worker.close()                             # finishes the jobs there are
+    worker.submit([Job(request, deliver)])     # the thread calls deliver(piece) for every new piece
+    worker.load_params(new_params, version=1)  # later tokens are sampled by the new weights
+    worker.close()                             # finishes the jobs that were submitted
 
-The decoding is `rljax/rollout/decode_loop.py`'s. The worker adds the thread, a bounded queue, the delivery of
-pieces as they are sampled, and an end for everybody if decoding fails.
+`rljax/rollout/decode_loop.py` decodes. The worker adds the thread, a bounded queue, the delivery of pieces as
+they are sampled, and an error for every job if decoding fails.
 """
 
 import collections
@@ -152,6 +153,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
         self._live: dict[LiveResponse, Job] = {}  # those that are decoded
+        self._new_params: tuple[Params, int] | None = None  # with their version; not yet in the loop
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._finished = _Finished(learned_together or {})
@@ -178,10 +180,7 @@ class EngineWorker:
         for job in jobs:
             check_request(job.request, self.engine.buckets)
         with self._changed:
-            if self.error is not None:
-                raise Closed(f"decoding has failed: {self.error}")
-            if self._closing:
-                raise Closed("the server is shutting down")
+            self._check_open()
             free = self.max_slots - self.active
             if len(self._waiting) + len(jobs) > self.max_waiting + free:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already")
@@ -193,6 +192,25 @@ class EngineWorker:
         with self._changed:
             for job in jobs:
                 job._cancelled = True
+            self._changed.notify()
+
+    def load_params(self, params: Params, version: int) -> None:
+        """Swaps the weights at the next host sync; does not wait for it.
+
+        Jobs submitted afterwards are decoded by the new weights alone. Responses under way continue with the
+        new weights, over keys and values of the old ones, and record the position (`job.response.versions`).
+        Of several swaps between two host syncs the last one counts.
+
+        Args:
+          params: weights from `engine.load_params`; with copy=True where a trainer donates its arrays.
+          version: number of the weights.
+
+        Raises:
+          Closed: the worker is closing or has failed.
+        """
+        with self._changed:
+            self._check_open()
+            self._new_params = params, version
             self._changed.notify()
 
     def close(self, drain: bool = True, timeout: float | None = None) -> bool:
@@ -232,6 +250,12 @@ class EngineWorker:
         """Jobs that wait for a slot."""
         return len(self._waiting)
 
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise Closed(f"decoding has failed: {self.error}")
+        if self._closing:
+            raise Closed("the server is shutting down")
+
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -249,10 +273,11 @@ class EngineWorker:
     def _take(self) -> bool:
         """Waits for something to do, and passes news on to the loop; False when all is done."""
         with self._changed:
-            while not self._waiting and not self._live:
+            while not (self._waiting or self._live or self._new_params):
                 if self._closing:
                     return False
                 self._changed.wait()
+            new_params, self._new_params = self._new_params, None
             dropped = [job for job in self._waiting if job._cancelled]
             jobs = [job for job in self._waiting if not job._cancelled]
             taken = jobs[: self.max_slots - len(self._live)]
@@ -261,6 +286,8 @@ class EngineWorker:
             self._live |= {job.response: job for job in taken}
         for job in dropped:
             self._end(job, [], [], "cancelled")
+        if new_params is not None:  # first: what is submitted below must not be prefilled by the old weights
+            self.loop.load_params(*new_params)
         if cancelled:
             self.loop.cancel(cancelled)
         if taken:
