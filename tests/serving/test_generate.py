@@ -237,5 +237,5 @@ def test_a_head_that_nobody_has_trained_is_told():
     members = {"train_below": 0} | {name: lambda *of: None for name in names}
     heads = {str(trained): type("Head", (), members | {"trained": trained})() for trained in (False, True)}
     said = []
-    serving_policy._tell_untrained({"srt": make_drafter("srt"), **heads}, said.append)
+    serving_policy._report_untrained({"srt": make_drafter("srt"), **heads}, said.append)
     assert len(said) == 1 and said[0].startswith("drafter False: ")
