@@ -43,7 +43,8 @@ def rollout_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
 
 
 def draw_lengths(axes: "Axes", runs: Sequence[RunData]) -> None:
-    """Draws percentiles of the response length by step; for several runs the median, and dashed the longest.
+    """Draws percentiles of the response length by step; for several runs the median, and dashed the
+    longest.
     """
     colors, named = colors_of(runs), set[str]()
     for run in runs:

@@ -132,7 +132,8 @@ def colors_of(runs: Sequence[RunData]) -> dict[str, str]:
 
 
 def differing_keys(runs: Sequence[RunData]) -> dict[str, list[Any]]:
-    """Returns the keys whose values differ between configs, with each run's value; None where it is missing.
+    """Returns the keys whose values differ between configs, with each run's value; None where it is
+    missing.
     """
     names = dict.fromkeys(name for run in runs for name in run.keys)
     values = {name: [run.keys.get(name) for run in runs] for name in names}

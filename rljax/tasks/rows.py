@@ -36,7 +36,8 @@ def read_file(path: str, key: str) -> Iterator[Row]:
 
 
 def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Row]:
-    """Reads the rows of a Hugging Face dataset, by its id on the hub or from a local directory of data files.
+    """Reads the rows of a Hugging Face dataset, by its id on the hub or from a local directory of data
+    files.
     """
     require_package(("datasets", "datasets"), key)
     import datasets

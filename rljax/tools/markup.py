@@ -89,7 +89,8 @@ class Markup:
         return min(calls)[1:] if calls else None
 
     def answer_ids(self, text: str) -> list[int]:
-        """Returns the tokens of an answer with its markers. Special tokens in the answer are ordinary text.
+        """Returns the tokens of an answer with its markers. Special tokens in the answer are ordinary
+        text.
         """
         opening, closing = self.answer
         if len(text) > self.max_answer_length:
