@@ -162,8 +162,8 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 1," in said
     assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
-    own = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
-    (path / "generation_config.json").write_text(json.dumps(own))
+    generation_config = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    (path / "generation_config.json").write_text(json.dumps(generation_config))
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 0.7, top_p 0.9" in said and "repetition_penalty 1.1 is left" in said
     assert text == generate(run, PROMPT, "--tokens", "--top-p", 0.9, *lengths)[1]

@@ -110,9 +110,9 @@ def endless(sample):
 def test_requests_that_come_together_get_their_own_tokens(make_worker, requests, expected):
     worker = make_worker()
     collected = [Collected(request) for request in requests]
-    worker.submit([each.job for each in collected])
-    for each, completion in zip(collected, expected, strict=True):
-        assert_same(each.result(), completion)
+    worker.submit([job_result.job for job_result in collected])
+    for job_result, completion in zip(collected, expected, strict=True):
+        assert_same(job_result.result(), completion)
     assert worker.active == worker.waiting == 0
     assert sum(worker.endings.values()) == len(requests)
     assert worker.statistics.tokens == sum(len(completion.response_ids) for completion in expected)
@@ -121,7 +121,7 @@ def test_requests_that_come_together_get_their_own_tokens(make_worker, requests,
 def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
     worker, joined = make_worker(), []
 
-    def join(_):  # from the worker's own thread: the next request comes with every piece
+    def join(_):  # from the worker's thread: the next request arrives with every piece
         if len(joined) < len(requests):
             joined.append(Collected(requests[len(joined)], on_piece=join))
             worker.submit([joined[-1].job])
