@@ -95,5 +95,5 @@ def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
             if f"<{tag}>" == tools.answer_opening:
                 yield (
                     f"tools.answer_opening: {tools.answer_opening!r} is where {where} looks for the policy's"
-                    " own answer; take another marker"
+                    " answer; take another marker"
                 )

@@ -202,7 +202,9 @@ class Evaluator:
         if not missing:
             return
         if stale := sum(key in log.lines for key in missing):
-            self.progress.message(f"the rewards or answers of {stale:,} responses have changed: judged anew")
+            self.progress.message(
+                f"the rewards or answers of {stale:,} responses have changed: judging again"
+            )
         done = len(all_keys) - len(missing)
         self.progress.stage("judge", len(all_keys), completed=done, sparse=True)
         with log:

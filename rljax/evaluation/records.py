@@ -100,7 +100,7 @@ class JsonLog:
 
 
 def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
-    return writing(path, UserError, "started again, it goes on where it was")
+    return writing(path, UserError, "started again, the evaluation continues where it was")
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -157,7 +157,7 @@ class EvaluationDirectory:
             recorded = json.loads(file.read_bytes())
             differing = [name for name in identity | recorded if recorded.get(name) != identity.get(name)]
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{file}: damaged; delete {self.path} to evaluate anew") from error
+            raise UserError(f"{file}: damaged; delete {self.path} to evaluate again") from error
         if differing:
             name = differing[0]
             if name == "policy":

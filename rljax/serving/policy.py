@@ -233,7 +233,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
         mesh = MeshConfig()
     speculation = _speculation(config.speculation, options.drafter)
     if config.tools is not None:
-        say("the run's tools are not called here: a response goes on behind its call")
+        say("the run's tools are not called here: a response continues after a call without its answer")
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     config = config.model_copy(update=parts)
     longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions

@@ -26,7 +26,7 @@ def text_ids(served: ServedPolicy, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON and command lines may contain
         raise PromptError(
-            f"the prompt is not Unicode text: {text[error.start : error.end]!a} is no character"
+            f"the prompt is not Unicode text: {text[error.start : error.end]!a} is not a character"
         ) from error
     return token_ids(served, served.tokenizer.encode(text))
 

@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"JetStream's interface cannot be imported ({error}): pip install 'rljax[jetstream]'; docs/serving.md"
-        " says what its 0.2.2 takes"
+        " describes the requirements of its 0.2.2"
     ) from error
 
 FIRST_TOKEN = typing.get_origin(typing.get_type_hints(engine_api.Engine.prefill).get("return")) is tuple

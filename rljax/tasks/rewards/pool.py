@@ -1,4 +1,4 @@
-"""The workers that compute a run's rewards: bounded in time, ended when they hang, started anew."""
+"""The workers that compute a run's rewards: bounded in time, ended when they hang, and restarted."""
 
 import concurrent.futures
 import json
