@@ -216,7 +216,8 @@ class AlgorithmConfig(Section):
         if not self.compares_groups and self.ratio == "sequence":
             raise ValueError(
                 "algorithm.ratio: sequence gives all tokens of a response one gradient, but"
-                f" advantage_baseline {self.advantage_baseline} gives every token a separate advantage; use token"
+                f" advantage_baseline {self.advantage_baseline} gives every token a separate advantage;"
+                " use token"
             )
         if self.compares_groups and self.discount != 1:
             raise ValueError(
