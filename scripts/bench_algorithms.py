@@ -44,7 +44,7 @@ class Learned:
     """Results of a finished run.
 
     Attributes:
-      run: its metrics.
+      run: metrics of the run.
       kl: KL(policy || start) of a response, in nats, on the held-out problems.
       settings: the algorithm, and where it is not its paper's.
     """
@@ -55,7 +55,7 @@ class Learned:
 
 
 def train(config: ExperimentConfig) -> Learned:
-    """Trains a run of which nothing, a part or all may be there already."""
+    """Trains a run, from where an earlier call stopped; returns the results of a finished run at once."""
     directory = RunDirectory(config.run_dir)
     finished = directory.path / "kl_from_start.json"
     with directory.locked(), Progress() as progress, StopRequest(progress.message, first=None) as stop:
@@ -83,7 +83,9 @@ def _settings(config: ExperimentConfig) -> str:
 
 
 def kl_from(start: Params, training: TrainingRun) -> float:
-    """KL(policy || start) of a response to a held-out problem: k3, summed over its tokens."""
+    """Returns the mean KL(policy || start) of a response to a held-out problem: k3, summed over its
+    tokens.
+    """
     trainer = training.trainer
     groups, _, _ = training.collector.collect(
         training.engine.load_params(training.state.params), "heldout", training.heldout, 1, EVALUATION, 0
@@ -100,8 +102,8 @@ def kl_from(start: Params, training: TrainingRun) -> float:
 
 
 def row_of(name: str, learned: Sequence[Learned]) -> Row:
-    """One algorithm over its seeds: the mean held-out reward after the run against that before."""
-    runs = [each.run for each in learned]
+    """Returns one algorithm's row over its seeds: mean held-out reward after the run, against before."""
+    runs = [result.run for result in learned]
     before, after = ([run.evaluations[i]["evaluation/reward"] for run in runs] for i in (0, -1))
     details: dict[str, Any] = {
         "settings": learned[0].settings,
@@ -113,14 +115,14 @@ def row_of(name: str, learned: Sequence[Learned]) -> Row:
         "reward_by_step": [run.column("reward/mean").tolist() for run in runs],
         "entropy_at_first": [float(run.column("entropy")[0]) for run in runs],
         "entropy_at_last": [float(run.column("entropy")[-1]) for run in runs],
-        "kl_from_start": [each.kl for each in learned],
+        "kl_from_start": [result.kl for result in learned],
         "clip_fraction": [
             run.mean("policy/clip_fraction_low") + run.mean("policy/clip_fraction_high") for run in runs
         ],
         "groups_sampled": [int(run.column("rollout/groups_sampled").sum()) for run in runs],
         "accepted_drafts": [int(run.column("speculation/accepted").sum()) for run in runs],
         "mismatch_logprob_abs_max": max(float(run.column("mismatch/logprob_abs_max").max()) for run in runs),
-        "commits": sorted({each["commit"] or "unknown" for run in runs for each in run.sessions}),
+        "commits": sorted({result["commit"] or "unknown" for run in runs for result in run.sessions}),
     }
     if runs[0].has("critic/explained_variance"):
         details["explained_variance_at_last"] = [
@@ -138,16 +140,16 @@ def row_of(name: str, learned: Sequence[Learned]) -> Row:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A panel for each algorithm: its reward by step, the others' in grey, held-out ones as dots."""
+    """Draws a panel per algorithm: its reward by step, the others in grey, held-out rewards as dots."""
     figure = new_figure("--plot", 10, 2.4 * -(-len(rows) // 4))
     axes = figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).ravel()
     curves = [_smoothed(np.asarray(row["reward_by_step"])) for row in rows]  # [seeds, steps] each
-    for number, (row, own) in enumerate(zip(rows, curves, strict=True)):
-        panel, steps = axes[number], SMOOTHING + np.arange(own.shape[1])
+    for number, (row, curve) in enumerate(zip(rows, curves, strict=True)):
+        panel, steps = axes[number], SMOOTHING + np.arange(curve.shape[1])
         for other in curves:
             panel.plot(steps[: other.shape[1]], other.mean(0)[: len(steps)], color="0.8", linewidth=0.8)
-        panel.fill_between(steps, own.min(0), own.max(0), color=COLORS[0], alpha=0.2, linewidth=0)
-        panel.plot(steps, own.mean(0), color=COLORS[0], linewidth=2)
+        panel.fill_between(steps, curve.min(0), curve.max(0), color=COLORS[0], alpha=0.2, linewidth=0)
+        panel.plot(steps, curve.mean(0), color=COLORS[0], linewidth=2)
         for step, heldout in ((0, row["before"]), (row["steps"], row["after"])):
             panel.plot([step] * len(heldout), heldout, "o", color=COLORS[1], markersize=4, clip_on=False)
         panel.set_title(row["name"].removeprefix("algorithms/"), fontsize=10)
@@ -160,7 +162,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _smoothed(rewards: np.ndarray) -> np.ndarray:
-    """The running mean over steps, [seeds, steps] to fewer."""
+    """Returns the running mean over steps, [seeds, steps - SMOOTHING + 1]."""
     return np.lib.stride_tricks.sliding_window_view(rewards, SMOOTHING, axis=1).mean(-1)
 
 
@@ -196,9 +198,9 @@ def _benchmark(config: str, overrides: Sequence[str], seeds: int) -> Benchmark:
     def rows(name: str) -> list[Row]:
         learned = []
         for seed in range(seeds):
-            own = load_config(config, [*overrides, f"algorithm.name={name}", f"seed={seed}"])
-            directory = f"{own.run_dir}/{name}-seed{seed}"
-            learned.append(train(own.model_copy(update={"run_dir": directory})))
+            run_config = load_config(config, [*overrides, f"algorithm.name={name}", f"seed={seed}"])
+            directory = f"{run_config.run_dir}/{name}-seed{seed}"
+            learned.append(train(run_config.model_copy(update={"run_dir": directory})))
         return [row_of(name, learned)]
 
     return Benchmark(

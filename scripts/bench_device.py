@@ -27,10 +27,10 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.warm_up import time_drafts, time_passes
 
-_NODES = 16  # of a verifying pass, with every slot's last token
+_NODES = 16  # of a verifying pass, including the last token of the slot
 _LENGTH = 512  # of a slot's cache
-_DRAFTS = 8  # at most, in a row
-_PASSES = 16  # between two host syncs, so that its part in their time is small
+_DRAFTS = 8  # most draft steps in sequence
+_PASSES = 16  # between two host syncs, so that a sync is a small part of the time
 _REPEATS = 9
 _SELF_DRAFT_BATCHES = (16, 1, 64)
 
@@ -63,7 +63,7 @@ TINY = qwen2(320, 128, 1, 2, 1, 256, tied=True)
 
 
 def random_params(config: ModelConfig) -> Params:
-    """Normal weights, made where they are used: bfloat16 matrices, norms of 1 and biases of 0."""
+    """Makes normally distributed weights on the device: bfloat16 matrices, norms of 1 and biases of 0."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -84,7 +84,7 @@ def _is_shape(node: object) -> bool:
 
 
 def read_bytes(params: Params) -> int:
-    """Of weights that a step reads: all, but of an untied input embedding."""
+    """Returns the bytes of weights that a step reads: all except an untied input embedding."""
     unread = params["embed"].nbytes if "lm_head" in params else 0
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - unread
 
@@ -106,11 +106,11 @@ def make_engine(config: ModelConfig, batch: int, kernels: KernelChoice, nodes: i
 
 
 class Policy:
-    """A policy of random weights, which are made when they are first needed.
+    """A policy with random weights, which are made at their first use.
 
     Args:
       name: name of the policy.
-      config: its shape.
+      config: shape of the policy.
       kernels: implementations of every operation, in the order in which they are tried; None for the default.
       quick: a small copy for the bandwidth, and every time taken once.
     """
@@ -126,18 +126,18 @@ class Policy:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes a second of a copy."""
+        """Bytes per second of a copy."""
         return copy_bandwidth(8 if self.quick else 2048)
 
     def decode_rows(self, batch: int, verified: bool) -> list[Row]:
-        """Decode steps of so many slots; with `verified`, verifying passes too."""
+        """Measures decode steps of `batch` slots; with `verified`, verifying passes too."""
         engine = make_engine(self.config, batch, self.kernels, _NODES if verified else 0)
         seconds = time_passes(engine, self.params, engine.buckets.batch[0], _LENGTH, self.repeats, _PASSES)
         rows = [_decode_row(self.label, batch, engine, self.params, seconds[0], self.bandwidth)]
         return [*rows, _verify_row(self.label, batch, engine, seconds)] if _NODES in seconds else rows
 
     def draft_rows(self, batch: int) -> list[Row]:
-        """Steps of the quantized self-drafter, against the same with the policy's own weights."""
+        """Measures steps of the quantized self-drafter, against the same steps with the policy's weights."""
         engine = make_engine(self.config, batch, self.kernels)
         return _self_draft_rows(self.label, batch, engine, self.params, self.repeats)
 
@@ -192,7 +192,7 @@ def _verify_row(label: str, batch: int, engine: DecodeEngine, seconds: dict[int,
 
 def _self_draft_rows(label: str, batch: int, engine: DecodeEngine, params: Params, repeats: int) -> list[Row]:
     bucket, rows = engine.buckets.batch[0], []
-    own = time_drafts(engine, params, bucket, _LENGTH, repeats)
+    policy_times = time_drafts(engine, params, bucket, _LENGTH, repeats)
     for bits in (4, 8):
         fmt = dataclasses.replace(default_format(bits), activations="float")
         # Hopper's kernel rounds no whole rows, which W8 is made of.
@@ -204,7 +204,7 @@ def _self_draft_rows(label: str, batch: int, engine: DecodeEngine, params: Param
         except Refused as refusal:
             print(f"self_draft/{label}, W{bits}, batch {batch} left out: {refusal}")
             continue
-        timing = compare(ours, own)
+        timing = compare(ours, policy_times)
         rows.append(
             Row(
                 f"self_draft/{label}/batch {batch}/W{bits}",
@@ -230,7 +230,7 @@ def _self_draft_rows(label: str, batch: int, engine: DecodeEngine, params: Param
 def measurements(
     name: str, policy: Policy, batches: Sequence[int], drafts: Sequence[int]
 ) -> list[Measurement]:
-    """Of one policy, what matters most first; the first batch's passes are verified too."""
+    """Returns the measurements of one policy, the most important first; verifying passes for one batch."""
     first, *others = batches
     return [
         _measurement(name, f"batch {first}", policy.decode_rows, first, True),

@@ -1,7 +1,7 @@
 """Training EAGLE heads: `python scripts/bench_drafters.py [--config FILE] [key=value ...]`.
 
-Heads of the config's policy, after its warm start, trained on its own rollouts. `docs/eagle.md` says what
-each row means.
+Trains heads for the config's policy, after its warm start, on the policy's rollouts. `docs/eagle.md` explains
+the rows.
 """
 
 import sys

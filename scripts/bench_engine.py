@@ -1,7 +1,7 @@
 """Speed of the plain engine and of the update: `python scripts/bench_engine.py [--quick] [--only SECTIONS]`.
 
 Both sides run in one process, in alternation, on the same float32 weights and sequences, and are checked to
-compute the same thing before anything is timed. `docs/benchmarks.md` says what each row means.
+compute the same results before anything is timed. `docs/benchmarks.md` explains the rows.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def quick_measurements() -> list[Measurement]:
 
 
 def prepare(sections: Sequence[str]) -> None:
-    """Refuses what could not be compared, before minutes of measurements that could."""
+    """Raises an error for an impossible comparison, before minutes of measurements."""
     if jax.default_backend() != "cpu":
         raise UserError(
             f"JAX runs on {jax.default_backend()}, PyTorch on the CPU: set JAX_PLATFORMS=cpu to compare them"

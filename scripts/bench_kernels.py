@@ -1,8 +1,8 @@
 """Speed of the kernels: `python scripts/bench_kernels.py [--op OPS] [--implementation NAMES] [--quick]`.
 
-Every operation of `rljax/kernels` at shapes of real policies: seconds a call, and what share of the copy
-bandwidth and matrix rate of the device, measured in the same run, that amounts to. Each row compares one way
-to compute with plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interpreted there.
+Every operation of `rljax/kernels` at shapes of real policies: seconds per call, and the achieved share of the
+device's copy bandwidth and matrix rate, measured in the same run. Each row compares one implementation with
+plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interpreted there.
 """
 
 import functools
@@ -51,14 +51,14 @@ def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) 
 
 
 def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | None = None) -> list[Row]:
-    """Rows of one operation: of so many of its first cases, of all without a number."""
+    """Returns the rows of one operation, for its first `cases` cases or for all."""
     chosen = op_cases(op, quick)[:cases]
     return [row for case in chosen for row in case_rows(op, case, implementations, quick)]
 
 
 @functools.cache
 def _ceilings(quick: bool) -> tuple[float, float]:
-    """Bytes, and floating-point operations, a second."""
+    """Returns the device's bytes and floating-point operations per second."""
     return copy_bandwidth(8 if quick else 2048), matrix_rate(128 if quick else 8192)
 
 
@@ -105,7 +105,7 @@ def benchmark(implementations: Sequence[str]) -> Benchmark:
     """Returns everything that this script measures, in order.
 
     Args:
-      implementations: which; operations that have none of them are left out. Empty for all.
+      implementations: implementations to measure; empty for all. Operations without any are left out.
 
     Raises:
       UserError: no operation has such an implementation.

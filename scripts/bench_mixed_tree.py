@@ -2,9 +2,9 @@
 
 `merge`: microseconds to merge the trees of a batch, against the definition in Python dictionaries of paths.
 
-`worth`: how well the probability of nodes that several drafters propose is predicted, where they know
-independent things, where one of them knows, and where all know the same. What is sampled depends on three
-features. Each drafter sees one of them and says exactly what that tells it, so each alone is calibrated.
+`worth`: how well the acceptance of nodes proposed by several drafters is predicted, if the drafters have
+independent knowledge, if one of them has it all, and if all have the same. The sampled token depends on three
+features. Each drafter sees one of them and predicts the exact conditional distribution, so it is calibrated.
 """
 
 import sys
@@ -18,9 +18,9 @@ from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, paired
 
 DRAFTERS = 3
-FEATURES, VOCABULARY, SPREAD = 12, 24, 2.5  # values of a feature; of the logits
-_CALLS = 100  # of ours in a timed round: one is too short
-CANDIDATES, BUDGET = 3, 2  # tokens that a drafter proposes; nodes that are verified
+FEATURES, VOCABULARY, SPREAD = 12, 24, 2.5  # values of a feature; tokens; standard deviation of the logits
+_CALLS = 100  # of our implementation in a timed round, since one call is too short to time
+CANDIDATES, BUDGET = 3, 2  # tokens proposed by a drafter; nodes that are verified
 
 # --- merging ---------------------------------------------------------------------------------------------
 
@@ -28,7 +28,9 @@ CANDIDATES, BUDGET = 3, 2  # tokens that a drafter proposes; nodes that are veri
 def random_drafts(
     rng: np.random.Generator, queries: int, nodes: int, tokens: int
 ) -> tuple[Drafts, np.ndarray]:
-    """Random trees, a node continuing any before it, and the probabilities of their nodes."""
+    """Returns random trees, whose nodes have random earlier nodes as parents, and the nodes'
+    probabilities.
+    """
     parents = np.asarray(
         [[rng.integers(-1, node) if node else -1 for node in range(nodes)] for _ in range(queries)]
     )
@@ -48,21 +50,21 @@ def random_drafts(
 def merged_in_python(
     proposals: list[Drafts], probabilities: list[np.ndarray], query: int, nodes: int
 ) -> list:
-    """The likeliest paths of a query, drafters taken for independent."""
+    """Returns the likeliest paths of a query, under the assumption that drafters are independent."""
     total: dict[tuple, float] = {(): 1.0}
-    said: dict[tuple, dict[int, float]] = {(): dict.fromkeys(range(len(proposals)), 1.0)}
+    by_path: dict[tuple, dict[int, float]] = {(): dict.fromkeys(range(len(proposals)), 1.0)}
     for drafter, drafts in enumerate(proposals):
         paths = []
         for node in range(drafts.counts[query]):
             parent = drafts.parents[query, node]
             path = (*(paths[parent] if parent >= 0 else ()), drafts.tokens[query, node])
             paths.append(path)
-            own = said.setdefault(path, {})
-            own[drafter] = max(own.get(drafter, 0.0), probabilities[drafter][query, node])
-    for path in sorted(said, key=len)[1:]:
+            by_drafter = by_path.setdefault(path, {})
+            by_drafter[drafter] = max(by_drafter.get(drafter, 0.0), probabilities[drafter][query, node])
+    for path in sorted(by_path, key=len)[1:]:
         missed = 1.0
-        for drafter, own in said[path].items():
-            missed *= 1.0 - own / said[path[:-1]][drafter]
+        for drafter, by_drafter in by_path[path].items():
+            missed *= 1.0 - by_drafter / by_path[path[:-1]][drafter]
         total[path] = total[path[:-1]] * (1.0 - missed)
     return sorted(total, key=total.get, reverse=True)[1 : nodes + 1]
 
@@ -108,7 +110,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def world(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """What is sampled by the three features, [F, F, F, V], and what each drafter says, [3, F, F, F, V]."""
+    """Returns the sampling distributions given the three features, [F, F, F, V], and each drafter's
+    predictions, [3, F, F, F, V].
+    """
     logits = SPREAD * rng.normal(size=(DRAFTERS, FEATURES, VOCABULARY))
     views = [logits[0][:, None, None], logits[1][None, :, None], logits[2][None, None, :]]
     if kind == "independent":
@@ -123,13 +127,13 @@ def world(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return sampled, np.stack(said)
 
 
-def proposals_of(said: np.ndarray) -> tuple[list[Drafts], list[np.ndarray]]:
-    """The likeliest tokens of each drafter, [3, n, V]."""
-    queries = said.shape[1]
+def proposals_of(predictions: np.ndarray) -> tuple[list[Drafts], list[np.ndarray]]:
+    """Returns drafts of the likeliest tokens of each drafter, from its predictions [3, n, V]."""
+    queries = predictions.shape[1]
     drafts, probabilities = [], []
-    for own in said:
-        tokens = np.argsort(-own, axis=1)[:, :CANDIDATES].astype(np.int32)
-        likely = np.take_along_axis(own, tokens, axis=1)
+    for prediction in predictions:
+        tokens = np.argsort(-prediction, axis=1)[:, :CANDIDATES].astype(np.int32)
+        likely = np.take_along_axis(prediction, tokens, axis=1)
         counts = np.full(queries, CANDIDATES, np.int32)
         drafts.append(Drafts(tokens, np.full_like(tokens, -1), np.log(likely).astype(np.float32), counts))
         probabilities.append(likely)
@@ -158,7 +162,7 @@ def worth_rows(rounds: int, queries: int) -> list[Row]:
             mixture = mixed(DRAFTERS * CANDIDATES, agreement.independence)
             judged = mixture.origins > 0
             accepted = judged & (mixture.drafts.tokens == token[:, None])
-            if number >= rounds // 2:  # it has learned
+            if number >= rounds // 2:  # the mixture has learned by then
                 agreed = judged & (mixture.origins & (mixture.origins - 1) != 0)
                 several.append(agreed.sum())
                 right.append(accepted[agreed])

@@ -1,8 +1,8 @@
 """Rollouts with and without drafts: `python scripts/bench_rollout.py [--config FILE] [key=value ...]`.
 
-Trains as the config says, with real updates, and rolls every step out several times with the same weights and
+Trains as the config says, with real updates, and repeats the rollout of every step with the same weights and
 noise: plainly, and with every drafter. All of them must sample the same tokens and logprobs, or the benchmark
-fails. `docs/benchmarks.md` says what each row means.
+fails. `docs/benchmarks.md` explains the rows.
 """
 
 import sys

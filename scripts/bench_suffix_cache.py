@@ -2,8 +2,8 @@
 
 Microseconds per token inserted and per query and bytes per token, against the C++ suffix tree of
 arctic-inference on the same traces, both sides in one process and in alternation. arctic-inference builds
-from source (`pip install arctic-inference`; it wants CMake, a C++ compiler, nanobind and PyTorch while it
-builds); where it is not installed, its rows carry our values alone.
+from source (`pip install arctic-inference`; the build needs CMake, a C++ compiler, nanobind and PyTorch).
+Without it, its rows hold only our values.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def insert_whole(groups: Sequence[np.ndarray]) -> SuffixForest:
 
 
 def insert_stepwise(responses: np.ndarray) -> SuffixForest:
-    """One token of every response a call, as they are sampled."""
+    """Inserts one token of every response per call, as in sampling."""
     forest = SuffixForest(DEPTH)
     sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
     ones = np.ones(len(responses), np.int32)
@@ -83,7 +83,7 @@ def insert_stepwise(responses: np.ndarray) -> SuffixForest:
 
 
 def arctic_cache(responses: np.ndarray, stepwise: bool = False) -> "SuffixDecodingCache":
-    """Its product: a tree of all responses, and a tree for every request (with an empty prompt)."""
+    """Fills arctic's cache: one tree of all responses, and one per request (with an empty prompt)."""
     cache = SuffixDecodingCache(max_tree_depth=DEPTH)
     for request in range(len(responses)):
         cache.start_request(request, np.empty(0, np.int32))
@@ -94,7 +94,7 @@ def arctic_cache(responses: np.ndarray, stepwise: bool = False) -> "SuffixDecodi
 
 
 def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["SuffixTree"]:
-    """Its C++ core alone: one tree a prompt."""
+    """Fills arctic's C++ trees directly, one per prompt."""
     trees = []
     for responses in groups:
         tree = SuffixTree(DEPTH)
@@ -112,7 +112,7 @@ def _steps(responses: np.ndarray, stepwise: bool) -> list[slice]:
 
 @dataclasses.dataclass
 class Queries:
-    """What all sides are asked: drafts for held-out responses, every few tokens.
+    """Queries for all implementations: drafts for held-out responses, every few tokens.
 
     Attributes:
       responses: int32 [B, T].
@@ -130,7 +130,9 @@ class Queries:
         return len(self.responses) * len(self.positions)
 
     def ask_ours(self, forest: SuffixForest, tree: bool) -> list[Proposals]:
-        """Following the responses is part of it: arctic matches its context anew for every query."""
+        """Asks our forest. This includes following the responses, since arctic matches the context per
+        query.
+        """
         batch = len(self.responses)
         sequences = forest.track(np.zeros(batch, np.int32))
         steps, budgets = np.full(batch, TOKENS_PER_STEP, np.int32), np.full(batch, BUDGET, np.int32)
@@ -146,7 +148,7 @@ class Queries:
         return drafts
 
     def ask_cache(self, cache: "SuffixDecodingCache", tree: bool) -> list:
-        """Of a cache where the held-out responses are requests "0", "1", ... with an empty prompt."""
+        """Asks a cache in which the held-out responses are requests "0", "1", ... with an empty prompt."""
         names = [str(row) for row in range(len(self.responses))]
         return [
             cache.speculate(
@@ -178,7 +180,7 @@ class Queries:
         return self._quality(((draft.token_ids, draft.parents) for draft in drafts), "baseline_")
 
     def _quality(self, drafts, prefix: str) -> dict[str, float]:
-        """Draft tokens a query, and how many of them the response really goes on with."""
+        """Returns the draft tokens per query, and the number of them with which the response continues."""
         proposed = accepted = 0
         where = ((response, position) for position in self.positions for response in self.responses)
         for (tokens, parents), (response, position) in zip(drafts, where, strict=True):
@@ -198,7 +200,7 @@ class Queries:
 
 
 def alternate(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every action in every round, without the time it takes to free what it returned."""
+    """Returns the seconds of every action in every round, without the time of freeing its result."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(-1, repeats):  # the first round warms up
         for name in reversed(actions) if repeat % 2 else actions:
@@ -216,12 +218,12 @@ def timed_rows(
     name: str, actions: Mapping[str, Callable[[], object]], amount: int, repeats: int,
     details: Mapping[str, Mapping[str, object]] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """A row for every baseline; with none, one that compares ours with itself.
+    """Returns a row for every baseline; without any, one row that compares ours with itself.
 
     Args:
-      name: the rows', which add "against BASELINE".
-      actions: by name, ours first.
-      amount: number of tokens or queries; the rows are microseconds of one.
+      name: name of the rows, to which "against BASELINE" is added.
+      actions: actions by name, ours first.
+      amount: number of tokens or queries; a row has the microseconds of one.
       repeats: timed rounds.
       details: by the name of the baseline.
     """
@@ -252,7 +254,7 @@ def timed_rows(
 
 
 def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row]:
-    """Microseconds per token: whole responses, a token of each at a time, and many prompts."""
+    """Measures microseconds per token: whole responses, token by token, and many prompts."""
     responses = rl_like_responses(0, count, length)
     small = [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)]
     whole: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole([responses])}
@@ -273,7 +275,7 @@ def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row
 
 
 def query_rows(count: int, length: int, repeats: int) -> list[Row]:
-    """Microseconds per query of held-out responses, `count` of them in a batch."""
+    """Measures microseconds per query of held-out responses in batches of `count`."""
     responses = rl_like_responses(0, 2 * count, length)
     stored, queries = responses[:count], Queries.along(responses[count:, :2048])
     forest = insert_whole([stored])
@@ -298,7 +300,7 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
 
 
 def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
-    """Bytes per token allocated, and what the published scale costs."""
+    """Measures the allocated bytes per token, and computes those of the published scale."""
     groups = {
         f"{count} x {length}": [rl_like_responses(0, count, length)],
         f"{prompts} prompts x 8 x 256": [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
@@ -309,18 +311,18 @@ def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
     for size, traces in groups.items():
         forests[size] = forest = insert_whole(traces)
         tokens = sum(trace.size for trace in traces)
-        theirs = None
+        arctic_bytes = None
         if SuffixTree is not None:
-            theirs = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
+            arctic_bytes = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
         value = forest.nbytes / tokens
         rows.append(
             Row(
                 name=f"memory/{size}",
                 value=value,
                 unit="bytes/token",
-                baseline=MISSING if theirs is None else TREE,
-                baseline_value=value if theirs is None else theirs,
-                ratio=1.0 if theirs is None else theirs / value,
+                baseline=MISSING if arctic_bytes is None else TREE,
+                baseline_value=value if arctic_bytes is None else arctic_bytes,
+                ratio=1.0 if arctic_bytes is None else arctic_bytes / value,
                 details={"used": forest.used_bytes / tokens},
             )
         )
@@ -328,7 +330,7 @@ def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
 
 
 def scale_rows(bytes_per_token: float, active_prompts: int = 1024) -> list[Row]:
-    """The published scale by measured bytes: everything as automata, or as tokens with few automata."""
+    """Computes the memory of the published scale from measured bytes: all as automata, or mostly tokens."""
     gigabyte = 1e9
     tokens = PUBLISHED_PROMPTS * PUBLISHED_TOKENS
     automata, raw = tokens * bytes_per_token / gigabyte, tokens * 4 / gigabyte
@@ -349,7 +351,7 @@ def scale_rows(bytes_per_token: float, active_prompts: int = 1024) -> list[Row]:
 
 
 def thread_rows(count: int, length: int, repeats: int) -> list[Row]:
-    """Two forests filled, or one asked by halves of the batch, in two threads and in one."""
+    """Measures filling two forests, and halves of a batch asking one, in two threads and in one."""
     halves = [rl_like_responses(seed, count // 2, length) for seed in range(2)]
     forest = insert_whole(halves[:1])
     queries = [Queries.along(half[:, :2048]) for half in halves]
@@ -361,23 +363,23 @@ def thread_rows(count: int, length: int, repeats: int) -> list[Row]:
         rows = timed_rows("threads/two forests filled", fill, 2 * halves[0].size, repeats)
         # Following a response changes the forest, proposing does not: each thread asks where it stands.
         sequences = [forest.track(np.zeros(count // 2, np.int32)) for _ in halves]
-        for own, half in zip(sequences, halves, strict=True):
-            forest.advance(own, half, np.full(count // 2, 64, np.int32))
+        for part, half in zip(sequences, halves, strict=True):
+            forest.advance(part, half, np.full(count // 2, 64, np.int32))
 
-        def ask(own: np.ndarray) -> None:
+        def ask(part: np.ndarray) -> None:
             for _ in range(len(queries[0].positions)):
-                forest.propose(own, np.full(len(own), BUDGET, np.int32), BUDGET)
+                forest.propose(part, np.full(len(part), BUDGET, np.int32), BUDGET)
 
         asked = {
             "ours": lambda: list(threads.map(ask, sequences)),
-            "one thread": lambda: [ask(own) for own in sequences],
+            "one thread": lambda: [ask(part) for part in sequences],
         }
         amount = count * len(queries[0].positions)
         return [*rows, *timed_rows("threads/one forest asked", asked, amount, repeats)]
 
 
 def announce(sections: Sequence[str]) -> None:
-    """Says what is missing before minutes of measurements."""
+    """Prints a line about a missing baseline, before minutes of measurements."""
     if SuffixTree is None and {"insert", "query", "memory"} & set(sections):
         print("arctic-inference is not installed: rows that compare with it carry our values alone")
 

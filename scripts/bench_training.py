@@ -22,7 +22,7 @@ from training_benchmarks.policies import POLICIES
 
 
 def memory_rows() -> list[Row]:
-    """At the default chunk, and at a small one where logits are nearly all there is."""
+    """Measures memory at the default chunk, and at a small one, where logits dominate."""
     shape, chunk = (4, 768), TrainingConfig().logprob_chunk
     return [
         logits_row("25M", POLICIES["25M"], shape, chunk),
@@ -52,7 +52,7 @@ def measurements() -> list[Measurement]:
 
 
 def prepare(sections: Sequence[str]) -> None:
-    """Refuses an accelerator, whatever the sections."""
+    """Raises an error on an accelerator, for any sections."""
     if jax.default_backend() != "cpu":
         raise UserError(
             f"JAX runs on {jax.default_backend()}, the figures are a CPU's: set JAX_PLATFORMS=cpu"

@@ -67,14 +67,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def calibrate_config(config: ExperimentConfig, arguments: argparse.Namespace) -> None:
-    """Measures, unless the cache knows already; prints, and writes what was measured."""
+    """Measures the constants unless they are cached; prints and writes the results."""
     for name in ("rounds", "repeats"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name}: {getattr(arguments, name)} is too few; use at least 1")
     console, fmt = results_console(), draft_format(config)
     directory = config.speculation.calibration_dir if arguments.cache is None else arguments.cache
-    # Times depend neither on what the weights are, so that none are trained first, nor on who drafts; and
-    # `choice: roofline` would ask for the very constants that are measured here.
+    # Times depend neither on the values of the weights, so none are trained first, nor on the drafter; and
+    # `choice: roofline` would need the constants that are measured here.
     bare = config.model_copy(update={"warm_start": None, "speculation": SpeculationConfig()})
     with open_run(bare) as (run, progress):
         key = calibration_key(run.engine.config, run.engine.numerics, fmt, config.mesh.num_devices)
@@ -109,8 +109,8 @@ def calibrate_config(config: ExperimentConfig, arguments: argparse.Namespace) ->
 
 
 def draft_format(config: ExperimentConfig) -> WeightFormat:
-    """How the self-drafter's weights are stored: as the config says if it drafts with them, else as suits the
-    device.
+    """Returns the format of the self-drafter's weights: the config's if it uses them, else the device's
+    default.
     """
     bits = config.speculation.args.get("bits") if config.speculation.drafter == "quantized" else None
     return default_format(bits or (8 if jax.default_backend() == "cpu" else 4))
@@ -146,7 +146,7 @@ def calibration_engine(config: ExperimentConfig, engine: DecodeEngine) -> Decode
 def _rows(
     calibration: Calibration, interference: float | None = None, measurements: int | None = None
 ) -> list[Row]:
-    """A row a point, measured against predicted, and a row a gate."""
+    """Returns one row per point, measured against predicted, and one row per gate."""
     roofline, rows = calibration.roofline, []
     _, kept = held_out(calibration.points)
     for point in calibration.points:

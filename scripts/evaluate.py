@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="task and sampling, for a Hugging Face directory or in the place of a run's own",
+        help="task and sampling, for a Hugging Face directory or in place of a run's",
     )
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
     parser.add_argument(
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     try:
         config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
-        # JAX takes seconds to import: not before the config is known to be right.
+        # JAX takes seconds to import, so the config is checked first.
         from rich.console import Console
 
         from rljax.evaluation.evaluator import Evaluator

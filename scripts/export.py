@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        # JAX takes seconds to import: not for --help.
+        # JAX takes seconds to import, and --help should be instant.
         from rljax.training.export import check_destination, export_head, export_policy
         from rljax.training.saved_policy import load_saved_policy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rljax.errors import ConfigError, UserError
 
-_MOST_SLOTS = 64  # of `-n`, decoded at a time
+_MOST_SLOTS = 64  # samples of `-n` decoded at a time
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `rljax.serving.policy.Options`."""
+    """Adds the options of `rljax.serving.policy.Options`."""
     parser.add_argument("--step", type=int, help="of a run, which checkpoint [the newest]")
     parser.add_argument("--temperature", type=float, help="0 is greedy [the run's]")
     parser.add_argument("--top-p", type=float, help="[the run's]")
@@ -40,8 +40,8 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
     parser.add_argument(
         "--drafter",
-        help="who proposes tokens, by the run's arguments where it has this one; none decodes plainly [the"
-        " run's]",
+        help="what proposes tokens: a name, or a class of yours as module:Class, with the run's arguments"
+        " where the run uses it; none decodes without drafts [the run's]",
     )
 
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as by `| head -n 1`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at the end
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
         return 141
     return 0
 
@@ -82,7 +82,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = _prompt(arguments)
     if arguments.n < 1:
         raise ConfigError(f"-n: {arguments.n}, expected at least 1")
-    # JAX takes seconds to import: not before the command line is known to be right.
+    # JAX takes seconds to import, so the command line is checked first.
     from rljax.serving.policy import Options, open_policy
     from rljax.serving.prompts import chat_ids, text_ids
     from rljax.serving.text import TextStream
@@ -118,12 +118,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     try:
         served.worker.submit(jobs)
         endings = []
-        for sample, own in enumerate(pieces):
+        for sample, sample_pieces in enumerate(pieces):
             if arguments.n > 1:
                 print(f"--- {sample + 1} of {arguments.n}", flush=True)
             stream, ending = TextStream(served.tokenizer.decode, strings), None
             while ending is None:
-                piece = own.get()
+                piece = sample_pieces.get()
                 if isinstance(piece, BaseException):
                     raise piece
                 ending = piece.ending

@@ -1,8 +1,8 @@
 """What training did, for one run or several: `python scripts/report.py RUN_DIR ... [--html FILE]`.
 
-Writes report.html (docs/reports.md), and prints the held-out reward before and after, where a step's time
-went, and whose drafts its tokens came from. `--json` writes the figures of the table, `--plot` draws reward
-and response lengths over the steps, `--decisions` what the rollout manager decided (docs/managers.md).
+Writes report.html (docs/reports.md), and prints the held-out reward before and after, the parts of a step's
+time, and the drafters of its tokens. `--json` writes the numbers of the table, `--plot` draws reward and
+response lengths over the steps, `--decisions` draws the rollout manager's decisions (docs/managers.md).
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(run: RunData) -> list[Row]:
-    """The held-out reward against that before RL, if there are both; and seconds a step."""
+    """Returns the held-out reward against the one before RL, if both exist; and the seconds per step."""
     rows = []
     if len(run.evaluations) > 1:
         before, after = (run.evaluations[i]["evaluation/reward"] for i in (0, -1))
@@ -72,7 +72,7 @@ def rows_of(run: RunData) -> list[Row]:
 
 
 def _as_json(row: Row) -> Row:
-    """JSON has no NaN and no infinity: what a run lacks, or has no number for, is null."""
+    """Replaces NaN and infinity by null, since JSON has neither."""
 
     def known(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -68,7 +68,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
     listener = _bind(arguments.host, arguments.port)  # before minutes of compiling
-    # JAX takes seconds to import: not before the command line is known to be right.
+    # JAX takes seconds to import, so the command line is checked first.
     from rljax.serving.app import make_app
     from rljax.serving.policy import Options, open_policy
 
@@ -116,7 +116,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _leave_with(worker: "EngineWorker", server: "uvicorn.Server") -> None:
-    """The server does not outlive what decodes for it."""
+    """Ends the server when its worker ends."""
     error = worker.wait()
     if error is not None:
         if not isinstance(error, UserError):
@@ -125,7 +125,7 @@ def _leave_with(worker: "EngineWorker", server: "uvicorn.Server") -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A port that is kept, and does not take connections yet."""
+    """Binds a port without accepting connections yet."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return 0
         run_dir = config.run_dir
-        # JAX takes seconds to import: not before the config is known to be right.
+        # JAX takes seconds to import, so the config is checked first.
         from rljax.training.session import run
 
         run(config, **({"allow_changes": True} if arguments.allow_changes else {}))
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the exit status tells it, too, where nobody reads on
+    with contextlib.suppress(OSError):  # a closed pipe does not matter: the exit status tells the same
         print(text, file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ from rljax.errors import Interrupted, UserError
 
 # By argument of `speculation.args`, where the same may be said for a run.
 _OBJECTIVE = {
-    "unrolled_steps": "times the head is applied, from the second one on to its own output (1, 3, 7)",
+    "unrolled_steps": "times the head is applied, from the second one on to its previous output (1, 3, 7)",
     "hidden_weight": "smooth L1 distance of hidden states (1, 1, none)",
     "cross_entropy_weight": "cross entropy with the policy (0.1, 0.1, 1)",
     "reverse_kl_weight": "reverse KL divergence (0)",
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
         help="eagle is the fastest to train, eagle3 reads three layers (default: eagle3, as in"
         " speculation.args)",
     )
-    objective = parser.add_argument_group("objective", "losses by weight; the defaults are the variant's own")
+    objective = parser.add_argument_group(
+        "objective", "losses by weight; the defaults are those of the variant"
+    )
     for name, help_ in _OBJECTIVE.items():
         number = int if name == "unrolled_steps" else float
         objective.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=help_)
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        # JAX takes seconds to import: not before the config is known to be right.
+        # JAX takes seconds to import, so the config is checked first.
         from drafters.eagle.objective import head_training
         from rljax.training.drafter_warm_up import WarmUp, warm_up
 

@@ -58,17 +58,17 @@ def test_a_section_is_written(tmp_path, capsys, monkeypatch):
 def test_how_the_policy_is_trained_is_an_option(tmp_path, monkeypatch, capsys):
     path = str(tmp_path / "config.yaml")
     write_config(tmp_path)
-    given = []
+    calls = []
 
     def rows(config, settings, rl_steps, learning_rate, slices):
-        given.append((rl_steps, learning_rate))
+        calls.append((rl_steps, learning_rate))
         return [Row("rl/step 0/frozen head", 50.0, "% right", "first step", 50.0, 1.0)]
 
     monkeypatch.setattr(bench_drafters, "rl_rows", rows)
     arguments = ["--config", path, "--only", "rl", "--output", str(tmp_path / "results.json")]
     assert bench_drafters.main(arguments) == 0
     assert bench_drafters.main([*arguments, "--updates", "25", "--learning-rate", "1e-4"]) == 0
-    assert given == [(8, 5e-4), (25, 1e-4)]
+    assert calls == [(8, 5e-4), (25, 1e-4)]
     capsys.readouterr()
     assert bench_drafters.main([*arguments, "--updates", "0"]) == 2
     assert capsys.readouterr().err.startswith("error: --updates is at least 1")
@@ -103,11 +103,11 @@ def test_padded_batches_hold_every_sequence():
     sequences = [
         HeadSequence(np.full(n, n, np.int32), np.zeros((n, 1, 2)), np.ones(n, bool), step=0) for n in lengths
     ]
-    own = list(packing.padded(sequences, 2))
-    assert [batch.tokens.shape for batch in own] == [(2, 128), (2, 192), (2, 64)]
+    by_batch = list(packing.padded(sequences, 2))
+    assert [batch.tokens.shape for batch in by_batch] == [(2, 128), (2, 192), (2, 64)]
     whole = list(packing.padded(sequences, 2, 130))
     assert [batch.tokens.shape for batch in whole] == [(2, 130)] * 3
-    for batches in (own, whole):
+    for batches in (by_batch, whole):
         assert sum(int((batch.segment_ids > 0).sum()) for batch in batches) == sum(lengths)
         assert sum(int((batch.tokens == 9).sum()) for batch in batches) == 9
 
@@ -173,12 +173,12 @@ def test_self_drafts_by_a_plain_loop():
         states = np.eye(4, dtype=np.float32)[np.arange(length) % 4][:, None]
         response = np.arange(length) >= prompt
         target.append((np.zeros(length, np.int32), states, response))
-        own = states.copy()
+        drafted_states = states.copy()
         if wrong is not None:
-            own[wrong] = np.roll(own[wrong], 1)
-        drafted.append((np.zeros(length, np.int32), own, response))
-    found = rl.self_drafts({"embed": embed}, policy, target, drafted, (1, 2))
+            drafted_states[wrong] = np.roll(drafted_states[wrong], 1)
+        drafted.append((np.zeros(length, np.int32), drafted_states, response))
+    acceptance = rl.self_drafts({"embed": embed}, policy, target, drafted, (1, 2))
     # Tokens behind 1, 2 and 3 in the first, the last one wrong; behind 0, 1 and 2 in the second.
-    assert found.by_length[1] == pytest.approx(np.mean([2, 2, 1, 2, 2, 2]))
-    assert found.by_length[2] == pytest.approx(np.mean([3, 2, 1, 3, 3, 2]))
-    assert found.entropy == pytest.approx(0, abs=1e-6)
+    assert acceptance.by_length[1] == pytest.approx(np.mean([2, 2, 1, 2, 2, 2]))
+    assert acceptance.by_length[2] == pytest.approx(np.mean([3, 2, 1, 3, 3, 2]))
+    assert acceptance.entropy == pytest.approx(0, abs=1e-6)

@@ -25,9 +25,9 @@ def test_each_drafter_is_calibrated(kind):
     """What it says is the mean over all that it cannot tell apart."""
     sampled, said = bench.world(kind, np.random.default_rng(0))
     np.testing.assert_allclose(sampled.sum(axis=-1), 1.0)
-    for own in said:
-        for value in np.unique(own[..., 0]):
-            np.testing.assert_allclose(sampled[own[..., 0] == value][:, 0].mean(), value)
+    for prediction in said:
+        for value in np.unique(prediction[..., 0]):
+            np.testing.assert_allclose(sampled[prediction[..., 0] == value][:, 0].mean(), value)
 
 
 def test_rows():

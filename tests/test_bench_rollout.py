@@ -77,13 +77,13 @@ def test_rows_of_epochs(config, monkeypatch):
         f"rollout/epoch {epoch}/{name}" for epoch in (1, 2) for name in names
     ]
     for row in rows:
-        own = row.details
+        details = row.details
         assert row.ratio == pytest.approx(row.value / row.baseline_value)
-        plain = own["baseline_seconds"] + own["update_seconds"]
-        whole = own["seconds"] + own["learn_seconds"] + own["update_seconds"]
-        assert own["step_ratio"] == pytest.approx(plain / whole)
-        assert 0 < own["busy_slots"] <= 1
-        assert own["length_p75"] <= own["length_max"] <= 48
+        plain = details["baseline_seconds"] + details["update_seconds"]
+        whole = details["seconds"] + details["learn_seconds"] + details["update_seconds"]
+        assert details["step_ratio"] == pytest.approx(plain / whole)
+        assert 0 < details["busy_slots"] <= 1
+        assert details["length_p75"] <= details["length_max"] <= 48
     assert len({row.details["tokens"] for row in rows[: len(names)]}) == 1  # of the same responses
     first, second = rows[: len(names)], rows[len(names) :]
     assert second[0].details["accept_length"] > 1  # what came before is accepted again
@@ -103,7 +103,7 @@ def test_rows_of_epochs(config, monkeypatch):
 def test_a_row_is_of_an_epoch_or_of_prompts_that_never_come_back(tmp_path, overrides, names):
     config = load_config(write_config(tmp_path), overrides)
     steps = range(config.training.steps)
-    assert {name: list(steps[own]) for name, own in rollout.stretches(config).items()} == names
+    assert {name: list(steps[stretch]) for name, stretch in rollout.stretches(config).items()} == names
 
 
 @pytest.mark.slow

@@ -95,8 +95,10 @@ def test_the_clocks_of_the_system_are_read():
     deadline = time.process_time() + 0.1
     while time.process_time() < deadline:
         pass
-    busy, own, total = (after - start for start, after in zip(before, Interference._clocks(), strict=True))
-    assert own >= 0.08
+    busy, process, total = (
+        after - start for start, after in zip(before, Interference._clocks(), strict=True)
+    )
+    assert process >= 0.08
     assert -0.001 < busy < total + 0.001  # sums of ticks, as floats
 
 

@@ -65,8 +65,8 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
 
     config = load_config(arguments[1], []).model_copy(update={"warm_start": None})
     with variants.open_run(config) as (run, _):
-        found = run.speculator.manager._toggle.roofline
-    assert found.as_json() == constants
+        roofline = run.speculator.manager._toggle.roofline
+    assert roofline.as_json() == constants
 
     def measure(*args):
         raise AssertionError("measured again")

@@ -360,7 +360,7 @@ def test_files_that_are_none(tmp_path):
     path.write_text("seed: \x00\n")
     assert refusal(path).startswith(f"{path}: not valid YAML: ")
     path.write_text("# nothing\n")
-    assert refusal(path).startswith("run_dir: must be set. Where config, metrics")
+    assert refusal(path).startswith("run_dir: must be set. Directory of config, metrics")
     path.write_text(MINIMAL + "1: x\n")
     assert refusal(path).startswith("1: ")
 

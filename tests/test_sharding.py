@@ -1,7 +1,7 @@
 """The same numbers on 1 and on 8 devices, for trainer and engine; and arrays that are really split.
 
 Eight devices are forced on the host platform, which must happen before JAX starts: the checks run in one
-process of their own, and the tests here read what it found.
+separate process, and the tests here read its results.
 """
 
 import json
@@ -35,7 +35,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer
 
-found = {"devices": jax.device_count()}
+results = {"devices": jax.device_count()}
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 config = ModelConfig("qwen2", 30, 32, 2, 4, 2, 16, 48, attention_bias=True, max_positions=512)
 params = jax.tree.map(lambda leaf: leaf * 3.0 if leaf.ndim > 1 else leaf, init_params(config, 0))
@@ -83,17 +83,17 @@ def train(mesh):
     for _ in range(2):
         state, each = trainer.update(state, batches, logprobs)
         metrics.append(each)
-    found["compiled_late"] = trainer.pool.compilations - compiled
+    results["compiled_late"] = trainer.pool.compilations - compiled
     return logprobs, gradients, metrics, state
 
 logprobs, gradients, metrics, state = train(None)
 sharded_logprobs, sharded_gradients, sharded_metrics, sharded = train(mesh)
-found["logprobs"] = largest_difference(logprobs, sharded_logprobs)
-found["gradients"] = largest_difference(gradients, sharded_gradients)
-found["params"] = largest_difference(state.params, sharded.params)
-found["metrics"] = [metrics, sharded_metrics]
-found["shapes"] = shapes(sharded.params)
-found["moment_shapes"] = [
+results["logprobs"] = largest_difference(logprobs, sharded_logprobs)
+results["gradients"] = largest_difference(gradients, sharded_gradients)
+results["params"] = largest_difference(state.params, sharded.params)
+results["metrics"] = [metrics, sharded_metrics]
+results["shapes"] = shapes(sharded.params)
+results["moment_shapes"] = [
     shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
 ]
 
@@ -103,23 +103,23 @@ def decode(mesh):
     weights = engine.load_params(params)
     engine.warm_up(weights, 8, 64)
     compiled = engine.pool.compilations
-    found["decoding_shapes"] = shapes(weights)
+    results["decoding_shapes"] = shapes(weights)
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]
     prefix = engine.prefill(weights, prompts)
     assignments = [Assignment(i, 6 - i, request_key(0, i), 30 if i < 4 else 70) for i in range(5)]
     state = engine.bulk_insert(prefix, engine.init_state(8, 64), assignments)
-    found["cache_shapes"] = []
+    results["cache_shapes"] = []
     order = np.arange(8)
     tokens, logprobs = [], []
     while True:
         state, result = engine.generate(weights, state, max_steps=16)
-        found["cache_shapes"].append(state.cache.keys[0].addressable_shards[0].data.shape)
+        results["cache_shapes"].append(state.cache.keys[0].addressable_shards[0].data.shape)
         for into, part, empty in ((tokens, result.tokens, -1), (logprobs, result.logprobs, 0)):
             whole = np.full((8, result.steps), empty, part.dtype)
             whole[order[:len(part)]] = part
             into.append(whole)
         if not result.active.any():
-            found["compiled_late_decoding"] = engine.pool.compilations - compiled
+            results["compiled_late_decoding"] = engine.pool.compilations - compiled
             return np.concatenate(tokens, 1), np.concatenate(logprobs, 1)
         active = np.flatnonzero(result.active)
         if len(active) <= 4 < state.batch:
@@ -131,9 +131,9 @@ def decode(mesh):
 
 tokens, token_logprobs = decode(None)
 sharded_tokens, sharded_token_logprobs = decode(mesh)
-found["num_tokens"] = int((tokens >= 0).sum())
-found["tokens_equal"] = bool(np.array_equal(tokens, sharded_tokens))
-found["token_logprobs"] = largest_difference([token_logprobs], [sharded_token_logprobs])
+results["num_tokens"] = int((tokens >= 0).sum())
+results["tokens_equal"] = bool(np.array_equal(tokens, sharded_tokens))
+results["token_logprobs"] = largest_difference([token_logprobs], [sharded_token_logprobs])
 
 def refused(mesh_config, **changes):
     changed = ModelConfig(**{**vars(config), **changes})
@@ -143,27 +143,27 @@ def refused(mesh_config, **changes):
     except ConfigError as error:
         return str(error)
 
-found["wide_tensor"] = refused(MeshConfig(tensor=4))
+results["wide_tensor"] = refused(MeshConfig(tensor=4))
 odd_vocab = ModelConfig(**{**vars(config), "vocab_size": 31})
-found["odd_vocab"] = tuple(param_shardings(odd_vocab, mesh)["embed"].spec)
-found["heads"] = refused(MeshConfig(tensor=8))
-found["fsdp"] = refused(MeshConfig(fsdp=8), hidden_size=36)
-found["mlp"] = refused(MeshConfig(tensor=4), mlp_size=50)
+results["odd_vocab"] = tuple(param_shardings(odd_vocab, mesh)["embed"].spec)
+results["heads"] = refused(MeshConfig(tensor=8))
+results["fsdp"] = refused(MeshConfig(fsdp=8), hidden_size=36)
+results["mlp"] = refused(MeshConfig(tensor=4), mlp_size=50)
 try:
     Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), TrainingConfig(rows_per_microbatch=6),
             optimizer, ExecutablePool(), mesh)
 except ConfigError as error:
-    found["rows"] = str(error)
+    results["rows"] = str(error)
 try:
     make_buckets(8, 64, True, (2, 8), None, row_multiple(mesh))
 except ConfigError as error:
-    found["slots"] = str(error)
-print("FOUND" + json.dumps(found))
+    results["slots"] = str(error)
+print("RESULTS" + json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
@@ -172,57 +172,57 @@ def found():
     }
     done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("FOUND")[1])
+    return json.loads(done.stdout.split("RESULTS")[1])
 
 
 @pytest.mark.slow
-def test_training_does_not_depend_on_the_mesh(found):
-    assert found["devices"] == 8
-    assert found["logprobs"][0] < 1e-5, found["logprobs"]
-    assert found["gradients"][0] < 1e-5, found["gradients"]
-    assert found["params"][0] < 1e-5, found["params"]
-    one, eight = found["metrics"]
+def test_training_does_not_depend_on_the_mesh(results):
+    assert results["devices"] == 8
+    assert results["logprobs"][0] < 1e-5, results["logprobs"]
+    assert results["gradients"][0] < 1e-5, results["gradients"]
+    assert results["params"][0] < 1e-5, results["params"]
+    one, eight = results["metrics"]
     assert len(one) == 2
     for step, sharded_step in zip(one, eight, strict=True):
         assert step == pytest.approx(sharded_step, rel=1e-4, abs=1e-5)
-    assert found["compiled_late"] == 0
+    assert results["compiled_late"] == 0
 
 
 @pytest.mark.slow
-def test_weights_and_moments_are_really_split(found):
-    shapes = found["shapes"]
+def test_weights_and_moments_are_really_split(results):
+    shapes = results["shapes"]
     assert shapes["embed"] == [15, 16] and shapes["lm_head"] == [15, 16]
     assert shapes["layers.1.q"] == [32, 16] and shapes["layers.1.k"] == [16, 16]
     assert shapes["layers.1.o"] == [16, 32] and shapes["layers.1.q_bias"] == [32]
     assert shapes["layers.1.gate"] == [24, 16] and shapes["layers.1.down"] == [16, 24]
     assert shapes["final_norm"] == [32]
-    assert found["moment_shapes"] == [shapes, shapes]
+    assert results["moment_shapes"] == [shapes, shapes]
 
 
 @pytest.mark.slow
-def test_decoding_does_not_depend_on_the_mesh(found):
-    assert found["num_tokens"] > 50
-    assert found["tokens_equal"]
-    assert found["token_logprobs"][0] < 1e-5
-    shapes = found["decoding_shapes"]
+def test_decoding_does_not_depend_on_the_mesh(results):
+    assert results["num_tokens"] > 50
+    assert results["tokens_equal"]
+    assert results["token_logprobs"][0] < 1e-5
+    shapes = results["decoding_shapes"]
     assert shapes["lm_head"] == [30, 32]
     assert shapes["layers.1.q"] == [32, 32] and shapes["layers.1.down"] == [32, 24]
-    cache_shapes = [tuple(shape[:3]) for shape in found["cache_shapes"]]
+    cache_shapes = [tuple(shape[:3]) for shape in results["cache_shapes"]]
     assert cache_shapes[0] == (2, 1, 1), "slots over data and fsdp, key/value heads over tensor"
     assert cache_shapes[-1] == (1, 1, 2), "still so in fewer slots and a longer cache"
-    assert found["compiled_late_decoding"] == 0
+    assert results["compiled_late_decoding"] == 0
 
 
 @pytest.mark.slow
-def test_what_does_not_divide(found):
-    assert found["wide_tensor"]["k"] == [None, "fsdp"]
-    assert found["wide_tensor"]["q"] == ["tensor", "fsdp"]
-    assert found["odd_vocab"] == [None, "fsdp"]
-    assert found["heads"].startswith("mesh.tensor: 8 devices cannot split the policy's num_heads 4")
-    assert found["fsdp"].startswith("mesh.fsdp: 8 devices cannot split the policy's hidden_size 36")
-    assert found["mlp"].startswith("mesh.tensor: 4 devices cannot split the policy's mlp_size 50")
-    assert found["rows"].startswith("training.rows_per_microbatch: 6 rows")
-    assert found["slots"].startswith("engine.batch_buckets: 2 slots cannot be split evenly")
+def test_what_does_not_divide(results):
+    assert results["wide_tensor"]["k"] == [None, "fsdp"]
+    assert results["wide_tensor"]["q"] == ["tensor", "fsdp"]
+    assert results["odd_vocab"] == [None, "fsdp"]
+    assert results["heads"].startswith("mesh.tensor: 8 devices cannot split the policy's num_heads 4")
+    assert results["fsdp"].startswith("mesh.fsdp: 8 devices cannot split the policy's hidden_size 36")
+    assert results["mlp"].startswith("mesh.tensor: 4 devices cannot split the policy's mlp_size 50")
+    assert results["rows"].startswith("training.rows_per_microbatch: 6 rows")
+    assert results["slots"].startswith("engine.batch_buckets: 2 slots cannot be split evenly")
 
 
 def test_one_device_has_no_mesh():

@@ -124,11 +124,11 @@ def test_a_killed_run_goes_on_from_the_last_round(world, tmp_path, monkeypatch):
 
 def test_a_run_and_a_warm_up_make_the_same_head():
     """Without arguments, and with the same ones."""
-    given = ["--config", "c", "--output", "o"]
-    assert train_drafter._parser().parse_args(given).variant == EagleArguments().variant
+    required = ["--config", "c", "--output", "o"]
+    assert train_drafter._parser().parse_args(required).variant == EagleArguments().variant
     objective = {"unrolled_steps": 2, "cross_entropy_weight": 0.0, "reverse_kl_weight": 0.5, "lk_weight": 1.0}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in objective.items()]
-    parsed = vars(train_drafter._parser().parse_args([*given, *options]))
+    parsed = vars(train_drafter._parser().parse_args([*required, *options]))
     assert {name: parsed[name] for name in train_drafter._OBJECTIVE} == {"hidden_weight": None} | objective
     training = EagleArguments(**objective).training
     assert training == HeadTraining(2, 0.8, 0.0, 0.0, 0.5, 1.0)

@@ -1,21 +1,21 @@
 """The experiment: one YAML file plus `key=value` overrides, typed and validated before anything is compiled.
 
-Every key says in its description why one would change it; `describe_keys` prints them for `--help`. What
-cannot work (an unknown key, a wrong type, two keys that contradict each other) is a `ConfigError` of one line
-that names the dotted key. Nothing here imports JAX, so that help and errors are instant.
+The description of every key says why one would change it; `describe_keys` prints them for `--help`. An
+invalid config (an unknown key, a wrong type, two keys that contradict each other) raises a `ConfigError` of
+one line that names the dotted key. Nothing here imports JAX, so that help and errors are instant.
 
-    schema.py        the experiment: its sections, and what cannot go together: read this one
-    policy.py        the keys of the policy and its warm start
-    tools.py         the keys of tools
-    decoding.py      those of sampling, the engine, kernels and speculation
-    task.py          those of the task, its rewards and their sandbox
-    algorithm.py     those of the algorithm and its critic
-    learning.py      those of the optimizer and the update
-    tracking.py      those of what others see of a run
-    section.py       what every section is made of
-    loading.py       from a file and overrides to an ExperimentConfig, and back
-    keys.py          the schema as a list of keys; which one a misspelt key was meant to be
-    yaml_dialect.py  YAML as the config reads it
+    schema.py        the experiment: its sections, and keys that exclude each other; read this one first
+    policy.py        keys of the policy and its warm start
+    tools.py         keys of tools
+    decoding.py      keys of sampling, the engine, kernels and speculation
+    task.py          keys of the task, its rewards and their sandbox
+    algorithm.py     keys of the algorithm and its critic
+    learning.py      keys of the optimizer and the update
+    tracking.py      keys of trackers and reports
+    section.py       base class and types of all sections
+    loading.py       reads an ExperimentConfig from a file and overrides, and writes one
+    keys.py          the schema as a list of keys; suggests the nearest key for a misspelt one
+    yaml_dialect.py  the YAML dialect of configs
     help.py          the text of --help
 """
 

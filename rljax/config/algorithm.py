@@ -1,4 +1,4 @@
-"""Keys of the algorithm: its name chooses the defaults of the rest (`rljax/algorithms/registry.py`)."""
+"""Keys of the algorithm: `name` chooses the defaults of the other keys (`rljax/algorithms/registry.py`)."""
 
 from typing import Any, Literal
 
@@ -21,52 +21,55 @@ class CriticConfig(OptimizerConfig):
     learning_rate: float = Field(
         1e-5,
         gt=0,
-        description="Peak learning rate of the critic. Higher than the policy's: its value head starts at 0.",
+        description="Peak learning rate of the critic. Set it higher than the policy's, because the value"
+        " head starts at 0.",
     )
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="How far an update may profit from moving a value. Raise it where returns are larger"
-        " than 1.",
+        description="Range within which an update may profit from moving a value. Raise it where returns are"
+        " larger than 1.",
     )
 
 
 class AlgorithmConfig(Section):
-    """The policy gradient. The name only chooses defaults for the keys below it; a key that is set wins."""
+    """The policy gradient. The name chooses the defaults of the other keys; a key that is set wins."""
 
     name: Literal[tuple(ALGORITHMS)] = Field(
         "grpo",
-        description="Which paper's settings are the defaults; docs/algorithms.md compares them. dapo adds"
-        " clip-higher, token mean and dynamic sampling; ppo trains a critic.",
+        description="The paper whose settings are the defaults; docs/algorithms.md compares them. Choose dapo"
+        " for clip-higher, token mean and dynamic sampling, ppo for a critic.",
     )
     advantage_baseline: Literal["group", "leave_one_out", "none", "critic"] = _preset_field(
         "advantage_baseline",
-        description="What a reward is compared with: the group's mean, that of its siblings only (unbiased),"
-        " nothing, or a critic's values per token (costs a second model).",
+        description="Baseline of a reward: the mean of the group, the mean of the other samples only"
+        " (unbiased), none, or a critic's value of every token (costs a second model). Change it"
+        " to reduce variance.",
     )
     advantage_normalization: Literal["std", "batch", "none"] = _preset_field(
         "advantage_normalization",
-        description="Divide advantages by the standard deviation of their group, whiten them over the step's"
-        " tokens, or neither (Dr. GRPO): none keeps easy and hard prompts from weighing too much.",
+        description="Divide advantages by the standard deviation of their group, whiten them over the"
+        " tokens of the step, or neither (Dr. GRPO). Set none where easy and hard prompts weigh"
+        " too much.",
     )
     discount: float = _preset_field(
         "discount",
         gt=0,
         le=1,
-        description="Gamma: what a reward is worth a token earlier, with baseline none or critic. Below 1,"
-        " early tokens learn less from the end.",
+        description="Gamma: the factor that a reward loses with every earlier token, with baseline none or"
+        " critic. Lower it to let early tokens learn less from the end.",
     )
     gae_lambda: float = _preset_field(
         "gae_lambda",
         ge=0,
         le=1,
-        description="How far advantages look before they trust the critic. Lower is less noisy and more"
-        " biased; 1 suits long responses with one reward at the end.",
+        description="Lambda of generalized advantage estimation. Lower it to rely more on the critic, with"
+        " less noise and more bias; 1 suits long responses with one reward at the end.",
     )
     ratio: Literal["token", "sequence"] = _preset_field(
         "ratio",
-        description="Clip the ratio of each token, or the mean one of the whole response (GSPO); sequence"
-        " wants a clip range of about 1e-4.",
+        description="Clip the ratio of each token, or the mean ratio of a whole response (GSPO). Set"
+        " sequence, with a clip range of about 1e-4, where token ratios are noisy.",
     )
     clip_low: float = _preset_field(
         "clip_low",
@@ -82,8 +85,9 @@ class AlgorithmConfig(Section):
     )
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = _preset_field(
         "aggregation",
-        description="Every token of the batch weighs the same, or every response does. token_mean lets"
-        " long ones count; constant divides by max_response_length, whatever was sampled (Dr. GRPO).",
+        description="Weights of the tokens in the loss. token_mean gives all tokens of the batch the same"
+        " weight, so that long responses count more; sequence_mean does so for responses; constant divides by"
+        " max_response_length, independent of the sampled lengths (Dr. GRPO).",
     )
     entropy_coefficient: float = _preset_field(
         "entropy_coefficient",
@@ -94,92 +98,97 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = _preset_field(
         "kl_coefficient",
         ge=0,
-        description="Weight of the KL penalty towards the policy as it was before RL; 0 keeps no reference"
-        " and saves a pass.",
+        description="Weight of the KL penalty towards the policy before RL. Raise it when the policy drifts"
+        " too far; 0 keeps no reference policy and saves a forward pass.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = _preset_field(
         "kl_estimator",
-        description="k1 is unbiased and noisy, k2 biased with the right gradient, k3 unbiased and positive.",
+        description="Estimator of the KL divergence: k1 is unbiased and noisy, k2 biased with the right"
+        " gradient, k3 unbiased and positive. Use k1 in the reward, k2 or k3 in the loss.",
     )
     kl_in: Literal["loss", "reward"] = _preset_field(
         "kl_in",
-        description="Where the KL penalty goes: a term of the loss, or taken from the reward (token by token"
-        " with baseline none or critic), where k1 does what it should.",
+        description="Place of the KL penalty: a term of the loss, or subtracted from the reward (token by"
+        " token with baseline none or critic). Set reward to use k1.",
     )
     correction_cap: float | None = _preset_field(
         "correction_cap",
         gt=0,
-        description="Weigh tokens by training over rollout probability, at most this (truncated importance"
-        " sampling); 2 is usual. null trusts the rollout, which on a CPU is exact.",
+        description="Largest importance weight of a token, the ratio of training to rollout probability"
+        " (truncated importance sampling); 2 is usual. Set it where engine and training compute different"
+        " probabilities; null applies no weights, which is exact on a CPU.",
     )
     correction_mask: Literal["none", "token", "sequence"] = _preset_field(
         "correction_mask",
-        description="Leave out tokens, or whole responses by their mean ratio, where training and rollout"
-        " disagree by more than correction_low and correction_high allow.",
+        description="Leave out tokens, or whole responses by their mean ratio, whose ratio of training to"
+        " rollout probability is outside correction_low to correction_high. Set it where"
+        " outliers spoil updates.",
     )
     correction_low: float = _preset_field(
         "correction_low",
         ge=0,
         le=1,
-        description="Smallest ratio that correction_mask lets pass. sequence wants it near 1, such as 0.99.",
+        description="Smallest ratio that correction_mask accepts. Set it near 1, such as 0.99, for sequence.",
     )
     correction_high: float = _preset_field(
         "correction_high",
         ge=1,
-        description="Largest ratio that correction_mask lets pass. sequence wants it near 1, such as 1.01.",
+        description="Largest ratio that correction_mask accepts. Set it near 1, such as 1.01, for sequence.",
     )
     overlong_buffer: CountOrOff = _preset_field(
         "overlong_buffer",
-        description="The last this many tokens before max_response_length cost reward, linearly; 0 is off."
-        " Set when cut-off responses make rewards noisy.",
+        description="Number of last tokens before max_response_length that cost reward, linearly; 0 is off."
+        " Set it when truncated responses make rewards noisy.",
     )
     overlong_penalty: float = _preset_field(
         "overlong_penalty",
         ge=0,
-        description="Reward lost at the full length. Match it to the size of the task's reward.",
+        description="Reward that a response of the full length loses. Match it to the size of the task's"
+        " reward.",
     )
     dynamic_sampling: bool = _preset_field(
         "dynamic_sampling",
-        description="Replace groups whose rewards are all equal (no gradient) with fresh ones until the"
-        " batch is full. Costs rollouts, and pays when many groups are too easy or too hard.",
+        description="Replace groups whose rewards are all equal (no gradient) by new groups until the batch"
+        " is full. Set it, at the cost of further rollouts, when many groups are too easy or too"
+        " hard.",
     )
     dynamic_sampling_max_rounds: Count = _preset_field(
         "dynamic_sampling_max_rounds",
-        description="Rounds of rollouts before dynamic sampling gives up with an error. Raise for very"
+        description="Most rounds of rollouts before dynamic sampling stops with an error. Raise it for very"
         " hard or very easy tasks.",
     )
     skip_zero_advantages: bool = Field(
         True,
-        description="Leave responses whose advantage is 0 (all of a group right, or all wrong) out of"
-        " updates: they have no gradient. Set false to measure entropy and mismatch on them too.",
+        description="Leave responses with advantage 0 (all of a group right, or all wrong) out of updates,"
+        " because they have no gradient. Set it to false to measure entropy and mismatch on them too.",
     )
     critic: CriticConfig = CriticConfig()
 
     @property
     def compares_groups(self) -> bool:
-        """Whether a response is judged by its siblings, so that a group of one teaches nothing."""
+        """Whether rewards are compared within a group, so that a group of one has no gradient."""
         return self.advantage_baseline in ("group", "leave_one_out")
 
     @property
     def corrects_rollout(self) -> bool:
-        """Whether the training pass scores the responses before the first update, to correct them."""
+        """Whether the training pass computes logprobs before the first update, to correct the rollout's."""
         return self.correction_cap is not None or self.correction_mask != "none"
 
     @property
     def advantages_alone(self) -> bool:
-        """Whether a response without advantage has no gradient: neither KL nor entropy is in the loss, and no
-        critic learns from the responses.
+        """Whether a response with advantage 0 has no gradient: neither KL nor entropy is in the loss, and no
+        critic is trained.
         """
         kl_in_loss = self.kl_coefficient > 0 and self.kl_in == "loss"
         return not kl_in_loss and self.entropy_coefficient == 0 and self.advantage_baseline != "critic"
 
     @property
     def skips_responses(self) -> bool:
-        """Whether updates leave out responses whose advantage is 0."""
+        """Whether updates leave out responses with advantage 0."""
         return self.skip_zero_advantages and self.advantages_alone
 
     def describe(self, max_response_length: int) -> str:
-        """The name, and where the settings are not its paper's for responses of up to so many tokens."""
+        """Returns the name, and the settings that differ from the paper's for this longest response."""
         preset = {**_GRPO, **ALGORITHMS[self.name].settings}
         if self.name == "dapo":
             preset["overlong_buffer"] = overlong_buffer(max_response_length)
@@ -207,7 +216,8 @@ class AlgorithmConfig(Section):
         if not self.compares_groups and self.ratio == "sequence":
             raise ValueError(
                 "algorithm.ratio: sequence gives all tokens of a response one gradient, but"
-                f" advantage_baseline {self.advantage_baseline} gives each an advantage of its own; use token"
+                f" advantage_baseline {self.advantage_baseline} gives every token a separate advantage;"
+                " use token"
             )
         if self.compares_groups and self.discount != 1:
             raise ValueError(

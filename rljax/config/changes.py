@@ -1,7 +1,7 @@
-"""What differs between the config of a run and the one that it is to go on with, and which of it matters.
+"""Compares the config of a run with the config that it is resumed with, and classifies the differences.
 
-A run may go on for longer, be saved, evaluated or shown on another rhythm, have been moved, and decode in
-other batches or with other drafts, where these change no token. Everything else is another experiment.
+A resumed run may have more steps, other intervals of saving, evaluation and tracking, another directory, and
+other batches or drafts where these change no token. Any other difference makes it another experiment.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from rljax.config import ExperimentConfig
 _HARMLESS = (
     "run_dir",
     "training.steps",
-    "algorithm.dynamic_sampling_max_rounds",  # a run that got through has the same numbers with more
+    "algorithm.dynamic_sampling_max_rounds",  # changes no numbers of a run that did not fail
     "checkpoint",
     "evaluation",
     "tracking",
@@ -36,7 +36,7 @@ class Change:
 
     Attributes:
       name: the dotted key.
-      old, new: its values; None also where the key is not there.
+      old, new: values of the key; None also where the key is missing.
       harmless: whether the run stays the same experiment.
     """
 
@@ -50,11 +50,11 @@ class Change:
 
 
 def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]:
-    """All keys that differ, in the order of the config."""
+    """Returns all keys that differ, in the order of the config."""
     harmless = _HARMLESS
     if new.engine.row_invariant:
         harmless += _IF_ROW_INVARIANT
-        if new.engine.verification == "coupled":  # else a pass of more rows may flip near-ties
+        if new.engine.verification == "coupled":  # otherwise a pass with more rows may flip near-ties
             harmless += _IF_COUPLED
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
     return [

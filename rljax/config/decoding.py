@@ -1,4 +1,4 @@
-"""Keys of decoding: what is sampled, how the engine computes it, and how speculation speeds it up."""
+"""Keys of decoding: sampling, the decode engine, its kernels, and speculation."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,71 +6,77 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 
-MAX_NODES = 64  # of a verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
+MAX_NODES = 64  # per request and verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
 
 class RolloutConfig(Section):
     """Sampling of responses."""
 
     prompts_per_step: Count = Field(
-        32, description="Prompts a step (P). Raise for steadier gradients at proportional cost."
+        32, description="Prompts per step (P). Raise it for less noisy gradients at proportional cost."
     )
     samples_per_prompt: Count = Field(
         8,
-        description="Responses to each prompt, the group (G). Raise when groups are often all right or all"
+        description="Responses to each prompt, the group (G). Raise it when groups are often all right or all"
         " wrong.",
     )
     temperature: float = Field(
         1.0,
         gt=0,
-        description="Of the sampling distribution, which is also the one trained. Lower explores less.",
+        description="Temperature of the sampling distribution, which is the one trained. Lower it to explore"
+        " less.",
     )
     top_k: CountOrOff = Field(
-        0, description="Sample among the k likeliest tokens; 0 is off. Filters make training narrower."
+        0,
+        description="Sample among the k likeliest tokens; 0 is off. Set it against very unlikely tokens, at"
+        " the cost of exploration.",
     )
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Sample inside the smallest set with this probability; 1.0 is off. Cuts nonsense tails.",
+        description="Sample from the smallest set of tokens with this probability; 1.0 is off. Lower it"
+        " against nonsense tokens in the tail.",
     )
     min_p: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Drop tokens less likely than this times the likeliest; 0 is off. Follows confidence.",
+        description="Drop tokens less likely than this times the likeliest; 0 is off. Set it for a filter"
+        " that is stricter where the policy is confident.",
     )
     repetition_penalty: float = Field(
         1.0,
         gt=0,
-        description="Divide positive logits of tokens that the response has, multiply negative ones; 1.0 is"
-        " off. Raise (1.05) when responses run into loops.",
+        description="Divide the positive logits of tokens that occur in the response by this, and multiply"
+        " the negative ones; 1.0 is off. Raise it (1.05) when responses run into loops.",
     )
     frequency_penalty: float = Field(
         0.0,
         ge=-2,
         le=2,
-        description="What a token's logit loses for every time that the response has it; 0 is off. Grows"
-        " with a loop.",
+        description="Amount subtracted from a token's logit for every occurrence in the response; 0 is off."
+        " Raise it when responses run into loops: the penalty grows with each round.",
     )
     presence_penalty: float = Field(
         0.0,
         ge=-2,
         le=2,
-        description="What a token's logit loses once the response has it; 0 is off. Asks for other words.",
+        description="Amount subtracted from a token's logit once it occurs in the response; 0 is off. Raise"
+        " it for more varied words.",
     )
     max_prompt_length: Count = Field(
-        512, description="Longest prompt in tokens; raise when the task's prompts do not fit."
+        512, description="Most tokens of a prompt. Raise it when the task's prompts do not fit."
     )
     max_response_length: Count = Field(
         1024,
-        description="Longest response in tokens. Raise when many are cut off; the long tail sets the time"
-        " of a step.",
+        description="Most tokens of a response. Raise it when many responses are truncated; lower it for"
+        " faster steps, since the longest responses determine their time.",
     )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         (),
-        description="Texts that end a response besides the end-of-sequence tokens; for policies that do"
-        " not stop by themselves.",
+        description="Texts that end a response besides the end-of-sequence tokens. Set them for policies"
+        " that do not stop by themselves.",
     )
 
     @model_validator(mode="after")
@@ -88,24 +94,25 @@ class EngineConfig(Section):
 
     max_slots: Count = Field(
         64,
-        description="Responses decoded at once. Raise for throughput until memory or arithmetic is full;"
-        " the rest wait.",
+        description="Most responses decoded at once; further ones wait. Raise it for throughput until"
+        " memory or arithmetic is the limit.",
     )
     row_invariant: bool | Literal["warn"] = Field(
         True,
-        description="Make a request's tokens and logprobs the same bits whatever else is in the batch. It is"
-        " measured at the start; true refuses a processor where it does not hold, warn goes on there and"
-        " counts what differs (mismatch/tokens). false is fastest where near-ties may flip.",
+        description="Make the tokens and logprobs of a request independent of the batch, bit for bit. A"
+        " measurement at the start checks this; where it fails, true stops the run, and warn"
+        " continues and counts differences (mismatch/tokens). Set false for the most speed where"
+        " near-ties may flip.",
     )
     batch_buckets: Buckets | None = Field(
         None,
-        description="Batch sizes that are compiled, ascending; null is powers of two. Fewer compile"
-        " faster, more waste less in the long tail.",
+        description="Compiled batch sizes, ascending; null is powers of two. Set fewer to compile faster,"
+        " more to waste less in the long tail.",
     )
     cache_buckets: Buckets | None = Field(
         None,
-        description="KV cache lengths that are compiled, ascending; null grows by a half. Set to fit"
-        " known lengths.",
+        description="Compiled KV cache lengths, ascending; null grows by a half. Set them to fit known"
+        " lengths.",
     )
     decode_steps_per_sync: Count = Field(
         16,
@@ -114,144 +121,156 @@ class EngineConfig(Section):
     )
     verification: Literal["coupled", "rejection", "target_only"] = Field(
         "coupled",
-        description="How drafts are verified. coupled samples the tokens of plain decoding, bit for bit; the"
-        " others sample from the same distribution by other rules, for comparison.",
+        description="Rule by which drafts are verified. coupled samples the tokens of plain decoding, bit for"
+        " bit. Set another rule, which samples from the same distribution, for comparison.",
     )
     compilation_cache: str | None = Field(
         "cache/compilation",
-        description="Directory that keeps compiled programs for the next process; null compiles anew every"
-        " time.",
+        description="Directory that keeps compiled programs for the next process; null compiles every time."
+        " Move it to share the programs between runs.",
     )
 
 
 Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]
 
 
-def _several(given: Any) -> Any:
-    """A name alone is a list of one, and a list of none leaves the choice open."""
-    return (given,) if isinstance(given, str) else None if given == [] else given
+def _several(names: Any) -> Any:
+    """Returns a single name as a list of one, and an empty list as None."""
+    return (names,) if isinstance(names, str) else None if names == [] else names
 
 
 Kernels = Annotated[Annotated[tuple[Kernel, ...], Field(strict=False)] | None, BeforeValidator(_several)]
 
 
 class KernelsConfig(Section):
-    """Who computes the operations that decide the speed on an accelerator (docs/kernels.md): xla, a Pallas
-    kernel (mosaic_gpu, mosaic_tpu; interpret_... runs one on a CPU, for tests), several in the order in which
-    they are tried, or null for what is known of device and policy."""
+    """Implementations of the operations that determine the speed on an accelerator (docs/kernels.md): xla, a
+    Pallas kernel (mosaic_gpu, mosaic_tpu; interpret_... runs one on a CPU, for tests), several in the order
+    in which they are tried, or null for a default that depends on device and policy."""
 
     noisy_argmax: Kernels = Field(
-        None, description="The sampled token. Name one to measure it, or to rule a kernel out as a cause."
+        None,
+        description="Implementation of sampling a token. Name one to measure it, or to rule out a kernel as"
+        " the cause of a problem.",
     )
     token_logprobs: Kernels = Field(
         None,
-        description="Log-probabilities and entropy in training. A kernel needs no memory for logits: set it"
-        " where a large vocabulary leaves none.",
+        description="Implementation of log-probabilities and entropy in training. Set a kernel, which needs"
+        " no memory for logits, for large vocabularies.",
     )
     tree_attention: Kernels = Field(
         None,
-        description="Attention of decoding and verification. A kernel reads no further than each slot's"
-        " length: set it for long responses of uneven length.",
+        description="Implementation of attention in decoding and verification. Set a kernel, which reads no"
+        " further than the length of each slot, for long responses of uneven length.",
     )
     quantized_product: Kernels = Field(
-        None, description="Products of the quantized self-drafter: how much it saves depends on them."
+        None,
+        description="Implementation of the quantized self-drafter's matrix products. Name one to measure how"
+        " much the drafter saves with it.",
     )
     round_to_nearest: Kernels = Field(
         None,
-        description="Rounding the policy for the quantized self-drafter, once a step. Name one where"
-        " speculation/refresh_seconds shows; with speculation.args.quantizer: rtn.",
+        description="Implementation of rounding the policy for the quantized self-drafter, once per step,"
+        " with speculation.args.quantizer: rtn. Name one where speculation/refresh_seconds is"
+        " noticeable.",
     )
     compaction: Kernels = Field(
-        None, description="Accepted paths into the KV cache. Name one to measure it, or to rule it out."
+        None,
+        description="Implementation of moving accepted paths in the KV cache. Name one to measure it, or to"
+        " rule it out.",
     )
 
 
 class SpeculationConfig(Section):
-    """Speculative decoding. It changes how long rollouts take, and (with engine.verification: coupled) no
-    token.
-    """
+    """Speculative decoding. It shortens rollouts and, with engine.verification: coupled, changes no token."""
 
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Who proposes tokens: prompt_lookup, srt, histospec, suffix_decoding, quantized, eagle,"
-        " small_model, or a class of yours as module:Class; null decodes plainly. srt suits prompts that come"
-        " back and groups of samples; quantized, eagle and small_model also new prompts: the policy in fewer"
-        " bits, a head trained beside it, a smaller model.",
+        description="Drafter that proposes tokens: prompt_lookup, srt, histospec, suffix_decoding,"
+        " quantized, eagle, small_model, or a class of yours as module:Class; null decodes"
+        " without drafts. Set srt for prompts that return and groups of samples; quantized (the"
+        " policy in fewer bits), eagle (a head trained beside it) or small_model (a smaller"
+        " model) also for new prompts.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."
     )
     others: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="More drafters, each with its arguments; before every pass the one that promises most"
-        " drafts. Add eagle or quantized to srt where some prompts are new and others come back.",
+        description="Further drafters by name, with their arguments; before every pass the manager chooses"
+        " one. Add eagle or quantized to srt where some prompts are new and others return.",
     )
     choice: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = Field(
         "expected",
-        description="How it is decided who drafts, and how far: before every pass, by the tokens per second"
-        " that acceptance and times so far promise; by a bandit over strategies (TLT's BEG-MAB); with the"
-        " quantized drafter, by EfficientRollout's roofline and patience ladder; by SpecActor's draft ladder,"
-        " for a rollout and anew for its stragglers; or not at all (fixed): the one strategy of"
-        " speculation.strategies, always, to see what deciding is worth.",
+        description="How the manager chooses drafter and draft length: expected, before every pass, by the"
+        " tokens per second predicted from acceptance and times so far; bandit, by a bandit over"
+        " strategies (TLT's BEG-MAB); roofline, with the quantized drafter, by"
+        " EfficientRollout's roofline and draft length schedule; ladder, by SpecActor's draft"
+        " ladder, once per rollout and again for its stragglers; fixed, always the one strategy"
+        " of speculation.strategies. Set fixed to measure the worth of choosing.",
     )
     calibration_dir: str = Field(
         "cache/calibration",
         min_length=1,
-        description="With choice: roofline, where scripts/calibrate.py keeps the device's constants.",
+        description="Directory of the device's constants from scripts/calibrate.py, for choice: roofline."
+        " Move it where several machines share a directory.",
     )
     mix: bool = Field(
         False,
         description="Verify drafts of several drafters as one tree: with choice: expected wherever several"
-        " have drafted, with choice: bandit as further strategies. Pays where they fail in different places"
-        " and verification is cheap.",
+        " have drafted, with choice: bandit as further strategies. Set it where drafters fail at"
+        " different tokens and verification is cheap.",
     )
     strategies: list[dict[str, Any]] = Field(
         default_factory=list,
-        description="With choice: bandit, what it may choose from, each {drafter, depth, top_k, nodes}, where"
-        " drafter: srt+eagle mixes their trees; empty takes a few sizes of every drafter. With choice: fixed,"
-        " the one.",
+        description="Strategies of choice: bandit, as a list of {drafter, depth, top_k, nodes}; drafter:"
+        " srt+eagle mixes their trees, and an empty list takes a few sizes of every drafter."
+        " With choice: fixed, the one strategy. Set it to restrict the bandit to promising ones.",
     )
     epsilon: float = Field(
-        0.1, ge=0, le=1, description="How often the bandit tries any strategy. Raise it where much changes."
+        0.1,
+        ge=0,
+        le=1,
+        description="Probability that the bandit tries a random strategy. Raise it where conditions change"
+        " often.",
     )
     window: Count = Field(
-        32, description="Uses of a strategy that the bandit remembers. Lower it to forget sooner."
+        32, description="Number of uses of a strategy that the bandit remembers. Lower it to adapt faster."
     )
     verify_buckets: Buckets = Field(
         (8, 16, 32, 64, 128),
-        description="Tokens of a verifying pass over all responses that are compiled, ascending; before every"
-        " pass the size that promises most is chosen. Larger ones pay where memory, not arithmetic, is the"
-        " limit.",
+        description="Compiled sizes of a verifying pass, in tokens over all responses, ascending; before"
+        " every pass the best predicted size is chosen. Add larger ones where memory bandwidth,"
+        " not arithmetic, is the limit.",
     )
     max_drafts: Count = Field(
         15,
-        description="Most draft tokens of one response in a pass. Raise it where drafts are right for long"
-        " stretches; attention is computed for that many.",
+        description="Most draft tokens of one response in a pass. Raise it where long drafts are accepted;"
+        " attention is always computed for this many.",
     )
     max_batch: Count = Field(
         16,
-        description="Larger batches decode plainly. Raise it on devices where verifying many responses at"
-        " once still costs little; every batch bucket up to it compiles more programs.",
+        description="Largest batch that is decoded with drafts. Raise it on devices where verifying many"
+        " responses at once is cheap; every batch bucket up to it compiles more programs.",
     )
     overlap: bool = Field(
         False,
-        description="Draft for one half of the responses while the device verifies the other. Pays where"
-        " drafting takes a good part of a pass (speculation/idle_share); where reading weights is what a pass"
-        " costs, two half passes cost nearly two whole ones.",
+        description="Draft for one half of the responses while the device verifies the other half. Set it"
+        " where drafting takes much of a pass (speculation/idle_share), but not where reading"
+        " the weights dominates: two half passes then cost nearly two whole ones.",
     )
     run_ahead_below: CountOrOff = Field(
         0,
-        description="Once no more than this many responses are still running, idle slots sample the next"
-        " step's requests under their own noise, into drafts only; 0 is off. Pays where prompts are new and"
-        " updates are small.",
+        description="Number of running responses from which on idle slots sample requests of the next step,"
+        " with the noise of these requests, as drafts only; 0 is off. Set it where prompts are"
+        " new and updates small.",
     )
     run_ahead_share: float = Field(
         0.05,
         gt=0,
         le=1,
-        description="Most of a rollout's time that putting such requests into slots may take. Lower it when"
-        " the tail gets longer by it.",
+        description="Largest share of a rollout's time for inserting such requests into slots. Lower it"
+        " when it lengthens the tail of rollouts.",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The schema as a list of dotted keys, and which of them a misspelt one was meant to be."""
+"""The schema as a list of dotted keys, and suggestions for misspelt keys."""
 
 import dataclasses
 import difflib
@@ -17,10 +17,10 @@ class Key:
     """One key or section of the config.
 
     Attributes:
-      name: dotted, as in an override.
-      field: its pydantic field.
-      section: the class of the section, or None for a key that holds a value.
-      items: the class of the sections in a list of them, else None.
+      name: dotted name, as in an override.
+      field: the pydantic field.
+      section: class of the section; None for a key that holds a value.
+      items: class of the sections in a list of sections, else None.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Key:
 
     @property
     def free_form(self) -> bool:
-        """Whether it is a mapping whose keys the config does not know."""
+        """Whether the key holds a mapping with arbitrary keys."""
         return typing.get_origin(self.field.annotation) is dict
 
     @property
     def optional(self) -> bool:
-        """Whether null is a value of its own."""
+        """Whether null is a valid value."""
         return type(None) in typing.get_args(self.field.annotation)
 
 
@@ -56,24 +56,24 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        found = _section_of(field.annotation)
+        inner = _section_of(field.annotation)
         in_list = typing.get_origin(field.annotation) is tuple
-        key = Key(prefix + name, field, None if in_list else found, found if in_list else None)
+        key = Key(prefix + name, field, None if in_list else inner, inner if in_list else None)
         yield key
-        if found is not None:
-            yield from _walk(found, f"{key.name}.")
+        if inner is not None:
+            yield from _walk(inner, f"{key.name}.")
 
 
 KEYS: dict[str, Key] = {key.name: key for key in _walk(ExperimentConfig)}
 
 
 def without_numbers(name: str) -> str:
-    """The key of an item in a list of sections: "task.rewards.name" for "task.rewards.0.name"."""
+    """Returns the key of an item in a list of sections: "task.rewards.name" for "task.rewards.0.name"."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 def unknown_key(name: str) -> str:
-    """One line about a key that does not exist, with the nearest one that does."""
+    """Returns one line about an unknown key, with the nearest known key."""
     parent, _, leaf = without_numbers(name).rpartition(".")
     if parent in KEYS and KEYS[parent].section is None and KEYS[parent].items is None:
         return f"{name}: unknown key; the nearest is {parent}, which holds a value"
@@ -81,10 +81,10 @@ def unknown_key(name: str) -> str:
     same_leaf = [key.name for key in KEYS.values() if key.leaf == leaf]
 
     def nearest(candidates: dict[str, str], text: str, cutoff: float) -> str | None:
-        found = difflib.get_close_matches(text, candidates, n=1, cutoff=cutoff)
-        return candidates[found[0]] if found else None
+        matches = difflib.get_close_matches(text, candidates, n=1, cutoff=cutoff)
+        return candidates[matches[0]] if matches else None
 
-    # The leaf alone is compared among siblings: with the prefix they share, any two of them would look close.
+    # Among siblings only the leaves are compared: their common prefix would make any two of them similar.
     guess = (
         nearest({known: known for known in same_leaf}, name, 0.0)
         or nearest({key.leaf: key.name for key in siblings}, leaf, 0.6)

@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to an `ExperimentConfig`, and back."""
+"""Reads an `ExperimentConfig` from a YAML file and `key=value` overrides, and writes one."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from rljax.errors import ConfigError
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """The experiment in a YAML file, with `dotted.key=value` overrides (values are YAML) applied in order.
+    """Reads the experiment in a YAML file, with `dotted.key=value` overrides (values are YAML) in order.
 
     Raises:
-      ConfigError: one line that names the key or the file, and what would be right.
+      ConfigError: an invalid config; one line that names the key or the file, and the remedy.
     """
     return make_config(read_mapping(path), overrides, str(path))
 
@@ -42,7 +42,7 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def make_config(data: dict[str, Any], overrides: Sequence[str], source: str) -> ExperimentConfig:
-    """The experiment in a mapping, which this changes, with overrides; `source` is what errors call it."""
+    """Makes the experiment of a mapping with overrides. Changes the mapping; errors name it by `source`."""
     for override in overrides:
         _apply_override(data, override, source)
     _open_empty_sections(data)
@@ -91,7 +91,7 @@ def _apply_override(data: dict[str, Any], override: str, source: str) -> None:
 
 
 def _open_empty_sections(data: dict[Any, Any], prefix: str = "") -> None:
-    """A section with all keys commented out is null in YAML; it means the defaults, unless it is optional."""
+    """Replaces null by an empty section, unless null is valid: YAML reads a section without keys as null."""
     for name, value in data.items():
         key = KEYS.get(f"{prefix}{name}")
         if key is None:
@@ -116,17 +116,17 @@ _EXPECTED = {
 
 
 def _shown(value: Any) -> str:
-    """A value in YAML's spelling, on one line and not too long."""
+    """Returns a value in YAML's notation on one line, shortened."""
     if value is None:
         return "nothing (null)"
     return textwrap.shorten(json.dumps(value, default=str, ensure_ascii=False), 80, placeholder=" ...")
 
 
 def _explain(error: ValidationError) -> str:
-    """The most telling of a validation's errors, as one line."""
-    found = error.errors(include_url=False)
-    # A misspelt required key is both unknown and missing: the unknown one says what to mend.
-    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+    """Returns the most useful error of a validation as one line."""
+    errors = error.errors(include_url=False)
+    # A misspelt required key is both unknown and missing; the error about the unknown key shows the typo.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     name = ".".join(str(part) for part in first["loc"])
     match first["type"]:
         case "extra_forbidden":
@@ -143,5 +143,5 @@ def _explain(error: ValidationError) -> str:
 
 
 def to_yaml(config: ExperimentConfig) -> str:
-    """The whole config, defaults included; `load_config` reads the same config back."""
+    """Returns the whole config as YAML, defaults included; `load_config` reads the same config back."""
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -1,4 +1,4 @@
-"""Keys of the policy: its architecture or checkpoint, how it is grown, and what it learns before RL."""
+"""Keys of the policy: its architecture or checkpoint, its growth, and its training before RL."""
 
 import datetime
 from typing import Annotated, Any, Literal
@@ -12,38 +12,47 @@ class ShapeConfig(Section):
     """Architecture of a policy made from scratch."""
 
     hidden_size: Count = Field(
-        description="Width of the residual stream. Raise for capacity; cost grows with its square."
+        description="Width of the residual stream. Raise it for capacity; the cost grows with its square."
     )
     num_layers: Count = Field(
-        description="Decoder layers. Raise for longer chains of reasoning; decoding time grows in step."
+        description="Number of decoder layers. Raise it for longer chains of reasoning; decoding time grows"
+        " in proportion."
     )
-    num_heads: Count = Field(description="Query heads; a multiple of num_kv_heads.")
+    num_heads: Count = Field(
+        description="Number of query heads, a multiple of num_kv_heads. Raise it with hidden_size."
+    )
     num_kv_heads: Count = Field(
-        description="Key/value heads. Fewer make the KV cache, and so long decodes, cheaper."
+        description="Number of key/value heads. Lower it for a smaller KV cache and faster long decodes."
     )
     head_dim: Count = Field(
-        description="Size of a head, even; num_heads * head_dim may differ from hidden_size."
+        description="Size of a head, even; 64 or 128 is usual. num_heads * head_dim may differ from"
+        " hidden_size."
     )
     mlp_size: Count = Field(
-        description="Width of the SwiGLU layer, where most weights are; about 2.7 times hidden_size is usual."
+        description="Width of the SwiGLU layers, which hold most weights. Raise it for capacity; about 2.7"
+        " times hidden_size is usual."
     )
     rope_theta: float = Field(
         10_000.0,
         gt=0,
-        description="Base of the rotary frequencies. Raise for contexts of many thousand tokens.",
+        description="Base of the rotary frequencies. Raise it for contexts of many thousand tokens.",
     )
     tie_embeddings: bool = Field(
-        True, description="Use the embedding as the LM head. Turn off for large models with weights to spare."
+        True, description="Use the embedding as the LM head. Turn it off for large models."
     )
     qk_norm: bool = Field(
         True,
-        description="Normalise queries and keys (Qwen3); steadier at high learning rates. Off makes a Llama.",
+        description="Normalise queries and keys (Qwen3), for stability at high learning rates. Turn it off"
+        " for Llama's architecture.",
     )
     attention_bias: bool = Field(
-        False, description="Bias on the query, key and value projections (Qwen2); excludes qk_norm."
+        False,
+        description="Add a bias to the query, key and value projections. Set it for Qwen2's architecture; it"
+        " excludes qk_norm.",
     )
     max_positions: Count = Field(
-        4096, description="Longest sequence the policy is made for; raise when prompt and response need more."
+        4096,
+        description="Most tokens of a sequence. Raise it when prompt and response together need more.",
     )
 
     @model_validator(mode="after")
@@ -68,13 +77,20 @@ class ShapeConfig(Section):
 
 
 class GrowthConfig(Section):
-    """Make the policy larger after its warm start without changing what it computes: new channels, neurons
-    and layers write zeros. For benchmarks: the cost of a large policy with the behaviour of a small one.
+    """Enlarges the policy after its warm start without changing its outputs: new channels, neurons and layers
+    write zeros. For benchmarks: the cost of a large policy with the behaviour of a small one.
     """
 
-    hidden_size: Count = Field(description="Width of the residual stream; products get wider with it.")
-    mlp_size: Count = Field(description="Width of the SwiGLU layers; most of the weights that are added.")
-    num_layers: Count = Field(description="Decoder layers; each adds the latency of a layer.")
+    hidden_size: Count = Field(
+        description="Width of the residual stream after growth. Raise it for the cost of wider matrix"
+        " products."
+    )
+    mlp_size: Count = Field(
+        description="Width of the SwiGLU layers after growth. Raise it to add weights: most are here."
+    )
+    num_layers: Count = Field(
+        description="Number of decoder layers after growth. Raise it for more latency per token."
+    )
 
 
 def _date(text: str) -> str:
@@ -85,34 +101,36 @@ def _date(text: str) -> str:
 
 
 class PolicyConfig(Section):
-    """The model to be trained: a Hugging Face directory, or a new one of a given shape."""
+    """The model to train: from a Hugging Face directory, or a new one."""
 
     path: str | None = Field(
         None,
         min_length=1,
-        description="Hugging Face directory to start from. Set this or policy.shape, not both.",
+        description="Hugging Face directory of the model to train. Set either this or policy.shape.",
     )
     shape: ShapeConfig | None = Field(
-        None, description="Architecture of a policy made on the spot; set this or policy.path."
+        None, description="Architecture of a policy made from scratch. Set either this or policy.path."
     )
     growth: GrowthConfig | None = Field(
-        None, description="Grow the policy to a size worth measuring; null trains it as it is."
+        None, description="Size to which the policy is grown, for benchmarks; null keeps its size."
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Type of activations and of the weights while they are used; master weights are always"
-        " float32. bfloat16 halves memory and is fast on TPU and GPU; float32 is the faster one on most"
-        " CPUs.",
+        description="Type of activations and of the weights in computation; master weights are always"
+        " float32. Set bfloat16 on TPU and GPU, where it is fast and halves memory; on most CPUs"
+        " float32 is faster.",
     )
 
     chat_date: Annotated[str, AfterValidator(_date)] = Field(
         "2024-07-26",
-        description="Today, for chat templates that write the date into prompts (Llama 3.x). Fixed, so that a"
-        " run does not change from day to day; set the day on which a run begins for one that is to know it.",
+        description="Date for chat templates that write today's date into prompts (Llama 3.x). It is fixed,"
+        " so that a run does not change from day to day; set the start of the run where the"
+        " policy needs the date.",
     )
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Variables of the chat template, by name, such as {enable_thinking: false} for Qwen3.",
+        description="Variables of the chat template, by name. Set them for options of a template, such as"
+        " {enable_thinking: false} for Qwen3.",
     )
 
     @model_validator(mode="after")
@@ -135,18 +153,18 @@ class WarmStartConfig(Section):
 
     steps: Count = Field(
         500,
-        description="Updates. Too few and no sample is ever right, so RL has no signal; too many leave RL"
-        " nothing to gain.",
+        description="Number of updates. Raise it when no sample is ever right, so that RL has no signal;"
+        " lower it when RL has nothing left to gain.",
     )
     learning_rate: float = Field(
         1e-3, gt=0, description="Peak learning rate. Lower it for a pretrained policy (1e-5)."
     )
     tokens_per_step: Count = Field(
-        8192, description="Tokens in an update's batch. Raise when the loss is noisy and time allows."
+        8192, description="Tokens of an update's batch. Raise it when the loss is noisy and time allows."
     )
     cache_dir: str = Field(
         "cache/warm_start",
         min_length=1,
-        description="Where the warmed-up policy is kept for the next run with the same settings; delete it"
-        " to start over.",
+        description="Directory that keeps the warmed-up policy for the next run with the same settings."
+        " Delete it to train again.",
     )

@@ -1,4 +1,4 @@
-"""The experiment: all sections together, the small ones, and what cannot go together."""
+"""The experiment: its sections, the small ones in full, and the checks across sections."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,21 +25,25 @@ from rljax.errors import ConfigError
 
 
 class MeshConfig(Section):
-    """Devices along each axis of the mesh; the product may not exceed the devices there are."""
+    """Devices along each axis of the mesh; the product may not exceed the number of devices."""
 
     data: Count = Field(
-        1, description="Replicas, each with its share of the batch. The cheapest way to use more devices."
+        1,
+        description="Number of replicas; each computes a share of the batch. Raise it first to use more"
+        " devices.",
     )
     fsdp: Count = Field(
-        1, description="Devices that share the weights and optimizer state. Raise when these do not fit."
+        1,
+        description="Devices over which the weights and the optimizer state are sharded. Raise it when they"
+        " do not fit.",
     )
     tensor: Count = Field(
-        1, description="Devices that split every layer. Raise to decode faster where links are fast."
+        1, description="Devices that split every layer. Raise it to decode faster where links are fast."
     )
 
     @property
     def num_devices(self) -> int:
-        """Devices that the mesh takes."""
+        """Number of devices of the mesh."""
         return self.data * self.fsdp * self.tensor
 
 
@@ -48,27 +52,27 @@ class CheckpointConfig(Section):
 
     every: CountOrOff = Field(
         10,
-        description="Steps between checkpoints; 0 saves only at the end. Lower where machines are taken"
-        " away.",
+        description="Steps between checkpoints; 0 saves only at the end. Lower it on preemptible machines.",
     )
     keep: Count = Field(
-        2, description="Newest checkpoints kept. Raise to have more to go back to when a disk fails."
+        2, description="Number of newest checkpoints to keep. Raise it against damaged checkpoints."
     )
     keep_every: CountOrOff = Field(
         0,
-        description="Keep checkpoints of every so many steps for good, where checkpoint.every makes one; 0 is"
-        " none. Set it to compare policies along the run.",
+        description="Interval in steps of checkpoints that are kept for good, among those of"
+        " checkpoint.every; 0 keeps none. Set it to compare policies along the run.",
     )
     keep_best: CountOrOff = Field(
         0,
-        description="Keep so many with the highest held-out reward, and make one at every evaluation; 0 is"
-        " none. Set it where long runs get worse in the end.",
+        description="Number of checkpoints with the highest held-out reward to keep; every evaluation then"
+        " saves one. 0 keeps none. Set it where long runs get worse at the end.",
     )
     on_failure: Literal["stop", "go_on"] = Field(
         "stop",
-        description="When a checkpoint cannot be written, on a full disk for example: stop with an error, or"
-        " warn, go on, and try again when the next is due. go_on where others fill the disk for a while:"
-        " lines of metrics wait in memory, too. What is killed meanwhile loses more.",
+        description="Reaction when a checkpoint cannot be written, for example on a full disk: stop with an"
+        " error, or warn, continue, and try again at the next checkpoint. Set go_on where a disk"
+        " is full for a while: lines of metrics wait in memory as well, and a kill meanwhile"
+        " loses more.",
     )
 
 
@@ -77,30 +81,33 @@ class EvaluationConfig(Section):
 
     every: CountOrOff = Field(
         0,
-        description="Steps between evaluations; 0 is only before and after. More show the curve, and cost"
-        " time.",
+        description="Steps between evaluations; 0 evaluates only before and after training. Lower it for a"
+        " finer curve at the cost of time.",
     )
     problems: CountOrOff = Field(
         128,
-        description="Held-out problems each time; 0 turns evaluation off. The error of the mean falls with"
-        " the root.",
+        description="Held-out problems per evaluation; 0 turns evaluation off. Raise it for a smaller error"
+        " of the mean, which falls with the square root.",
     )
     samples: Annotated[int, Field(ge=1, le=1000)] = Field(
         1,
-        description="Responses to each, n. Raise for pass@k and maj@k, or where single ones say little.",
+        description="Responses to each problem, n. Raise it for pass@k and maj@k, or where single responses"
+        " are too noisy.",
     )
     pass_at: Buckets = Field(
         (),
-        description="The k of pass@k and maj@k, ascending, at most samples; empty is powers of two up to it.",
+        description="Values of k for pass@k and maj@k, ascending, at most evaluation.samples; empty is"
+        " powers of two up to it. Set them to compare with published numbers.",
     )
     success: str | None = Field(
         None,
         min_length=1,
-        description="Part of the task's reward that is 1 where a response passes; null is correct, where"
-        " there is such a part, else the whole reward.",
+        description="Part of the task's reward that is 1 where a response passes; null is the part named"
+        " correct where the task has it, else the whole reward. Set it where a reward combines"
+        " several parts.",
     )
     by_difficulty: bool = Field(
-        False, description="Report every group of difficulty as well, to see where a policy gains."
+        False, description="Report every difficulty group as well. Set it to see where a policy gains."
     )
 
     @model_validator(mode="after")
@@ -121,12 +128,12 @@ class ExperimentConfig(Section):
         0,
         ge=0,
         lt=2**31,
-        description="All randomness derives from it. Change it to repeat an experiment independently.",
+        description="Seed of all randomness. Change it to repeat an experiment independently.",
     )
     run_dir: str = Field(
         min_length=1,
-        description="Where config, metrics and checkpoints go; starting again with the same one resumes"
-        " the run.",
+        description="Directory of config, metrics and checkpoints. Change it to start a new run; with the"
+        " same directory a run resumes.",
     )
     policy: PolicyConfig
     warm_start: WarmStartConfig | None = None
@@ -147,7 +154,7 @@ class ExperimentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _scale_overlong_buffer(cls, data: Any) -> Any:
-        """DAPO's buffer follows the response length, which the algorithm section does not know."""
+        """Sets DAPO's buffer from the response length, which the algorithm section does not know."""
         if not isinstance(data, dict) or not isinstance(data.get("algorithm"), dict):
             return data
         algorithm, rollout = data["algorithm"], data.get("rollout", {})
@@ -155,7 +162,7 @@ class ExperimentConfig(Section):
             return data
         length = rollout.get("max_response_length", RolloutConfig().max_response_length)
         if not isinstance(length, int):
-            return data  # the type error is reported where it is
+            return data  # validation of the rollout section reports the type error
         return {**data, "algorithm": {**algorithm, "overlong_buffer": overlong_buffer(length)}}
 
     @model_validator(mode="after")
@@ -167,7 +174,7 @@ class ExperimentConfig(Section):
 
 
 def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
-    """One line for each pair of keys in different sections that cannot hold together."""
+    """Yields one line for each contradiction between keys of different sections."""
     rollout, engine, algorithm, training = config.rollout, config.engine, config.algorithm, config.training
     group, num_samples = rollout.samples_per_prompt, rollout.prompts_per_step * rollout.samples_per_prompt
     length = rollout.max_prompt_length + rollout.max_response_length
@@ -250,7 +257,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
 
 
 def check_devices(mesh: MeshConfig, num_devices: int) -> None:
-    """Raises a ConfigError if the mesh needs more devices than there are; called once they are known."""
+    """Raises a ConfigError if the mesh needs more than `num_devices` devices."""
     if mesh.num_devices > num_devices:
         raise ConfigError(
             f"mesh: data {mesh.data} * fsdp {mesh.fsdp} * tensor {mesh.tensor} = {mesh.num_devices} devices,"

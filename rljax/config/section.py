@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Keys that belong together: immutable, none unknown, none converted silently (but 1 will do for 1.0)."""
+    """Base of sections: immutable, without unknown keys or silent conversions (except 1 for 1.0)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""The keys of the task: what is to be learned, and what is rewarded."""
+"""Keys of the task: its problems, its rewards and their sandbox."""
 
 import bisect
 import itertools
@@ -11,24 +11,22 @@ from rljax.config.section import Count, CountOrOff, Section
 
 
 class RewardConfig(Section):
-    """One reward; a response gets the sum of all, each times its weight."""
+    """One reward; a response gets the weighted sum of all rewards."""
 
     name: str = Field(
         min_length=1,
-        description="A registered reward, such as exact or math (docs/tasks.md lists them), `task` for the"
-        " task's own, or a function of yours as module:function.",
+        description="Name of a registered reward, such as exact or math (docs/tasks.md lists them), `task`"
+        " for the task's reward, or a function of yours as module:function.",
     )
-    weight: float = Field(
-        1.0, description="Factor in the sum. Make it negative for what the policy should stop doing."
-    )
+    weight: float = Field(1.0, description="Factor in the sum. Set a negative one to discourage a behaviour.")
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the reward, by name; see docs/tasks.md."
     )
     label: str | None = Field(
         None,
         min_length=1,
-        description="Name of its metric, reward/LABEL; null takes the reward's. Needed where one is used"
-        " twice.",
+        description="Name of the metric, reward/LABEL; null takes the name of the reward. Set it where a"
+        " reward is used twice.",
     )
 
     @property
@@ -38,51 +36,63 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Bounds of programs that come from responses, and of checkers that evaluate their formulas."""
+    """Limits of programs from responses, and of checkers that evaluate formulas of responses."""
 
     memory_mb: Count = Field(
-        512, description="Memory of each process, in MiB. Raise for code that handles large data."
+        512, description="Memory of each process, in MiB. Raise it for code that handles large data."
     )
-    processes: Count = Field(8, description="Processes and threads at once. Raise for code that starts some.")
-    file_mb: CountOrOff = Field(16, description="The largest file that may be written, in MiB.")
+    processes: Count = Field(
+        8, description="Most processes and threads at once. Raise it for code that starts some."
+    )
+    file_mb: CountOrOff = Field(
+        16, description="Largest file that a program may write, in MiB. Raise it for code that writes data."
+    )
     allow_weak: bool = Field(
         False,
-        description="Run under resource limits alone where the system has no user namespaces. Then code can"
-        " read your files and use the network: only for responses that you trust.",
+        description="Run programs under resource limits alone where the system has no user namespaces. They"
+        " can then read your files and use the network: set it only for responses that you"
+        " trust.",
     )
 
 
 class MixtureConfig(Section):
     """One task of a mixture."""
 
-    name: str = Field(min_length=1, description="A registered task.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Its arguments, as in task.args.")
+    name: str = Field(min_length=1, description="Name of a registered task.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task, as in task.args.")
     label: str | None = Field(
         None,
         min_length=1,
-        description="Begins the names of its problems; null takes the task's name. Needed where one is used"
-        " twice.",
+        description="Prefix of the names of its problems; null takes the task's name. Set it where a task is"
+        " used twice.",
     )
-    weight: float = Field(1.0, ge=0, description="Its share of the problems, against the other weights.")
+    weight: float = Field(
+        1.0,
+        ge=0,
+        description="Share of the problems, relative to the other weights. Raise it for more of them.",
+    )
     schedule: Annotated[
         tuple[Annotated[tuple[CountOrOff, Annotated[float, Field(ge=0)]], Field(strict=False)], ...],
         Field(strict=False),
     ] = Field(
         (),
-        description="A curriculum: [[position, weight], ...], where a position is a number of training"
-        " problems; on straight lines between, constant outside. Replaces the weight.",
+        description="A curriculum that replaces the weight: [[position, weight], ...], interpolated"
+        " linearly and constant outside; a position is a number of training problems. Set it to"
+        " change the mixture over time.",
     )
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = Field(
-        (), description="As task.rewards, for its problems only; empty takes task.rewards."
+        (),
+        description="Rewards of this task's problems, as in task.rewards; empty takes task.rewards. Set it"
+        " where tasks need different rewards.",
     )
 
     @property
     def prefix(self) -> str:
-        """Prefix of its problems' ids."""
+        """Prefix of the ids of its problems."""
         return self.label or self.name
 
     def weight_at(self, position: int) -> float:
-        """Its weight when so many training problems have been given out."""
+        """Returns the weight at a position in the training problems."""
         if not self.schedule:
             return self.weight
         after = bisect.bisect_right([place for place, _ in self.schedule], position)
@@ -93,39 +103,43 @@ class MixtureConfig(Section):
 
 
 class TaskConfig(Section):
-    """The task: prompts and a reward that a program can check."""
+    """The task: prompts, and a reward that a program can check."""
 
-    name: str = Field(min_length=1, description="Which registered task to train on.")
+    name: str = Field(min_length=1, description="Name of a registered task, or mixture; see docs/tasks.md.")
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the task, by name, such as its difficulty; see docs/tasks.md.",
     )
     problems: CountOrOff = Field(
         0,
-        description="Train on this many problems, which come back epoch after epoch; 0 never repeats one."
-        " Set it to see what history is worth to a drafter.",
+        description="Number of training problems, repeated epoch after epoch; 0 never repeats a problem."
+        " Set it to measure the worth of history to a drafter.",
     )
     mixture: Annotated[tuple[MixtureConfig, ...], Field(strict=False)] = Field(
         (),
-        description="Tasks whose problems are mixed, with task.name: mixture; the list replaces task.args.",
+        description="Tasks whose problems are mixed, with task.name: mixture; the list replaces task.args."
+        " Set it to train on several tasks at once.",
     )
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = Field(
         (),
-        description="What a response is rewarded for, as a list of {name, weight, args, label}; empty leaves"
-        " it to the task's own reward.",
+        description="Rewards of a response, as a list of {name, weight, args, label}; empty takes the task's"
+        " reward. Set it to combine rewards, or for a dataset.",
     )
     reward_timeout: float = Field(
         10.0,
         gt=0,
-        description="Seconds that one reward of one response may take in a worker. Raise for slow checkers.",
+        description="Most seconds for one reward of one response in a worker. Raise it for slow checkers.",
     )
     reward_errors: Literal["stop", "zero"] = Field(
         "stop",
-        description="What a reward that raises or hangs does: stop the run with its message, or count as 0"
-        " and appear in reward/errors. Use zero for long runs whose checkers now and then time out.",
+        description="Reaction to a reward that raises or hangs: stop the run with its message, or count it"
+        " as 0 and in reward/errors. Set zero for long runs whose checkers time out"
+        " occasionally.",
     )
     reward_workers: CountOrOff = Field(
-        0, description="Rewards computed at once; 0 is one for each processor. Lower where others need these."
+        0,
+        description="Rewards computed at once; 0 is one per processor. Lower it where other programs need the"
+        " processors.",
     )
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -138,7 +152,7 @@ class TaskConfig(Section):
 
 
 def _impossible(config: TaskConfig) -> Iterator[str]:
-    """One line for each thing that cannot be."""
+    """Yields one line for each contradiction."""
     lists = [("task.rewards", config.rewards)]
     lists += [(f"task.mixture.{number}.rewards", item.rewards) for number, item in enumerate(config.mixture)]
     for key, rewards in lists:

@@ -16,42 +16,45 @@ class ToolsConfig(Section):
 
     names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)] = (
         Field(
-            description="Which tools the policy may call: calculator, python or your own."
-            " Fewer are easier to learn."
+            description="Names of the tools that the policy may call: calculator, python or yours. Set few:"
+            " they are easier to learn."
         )
     )
     opening: Marker = Field(
         "<{name}>",
-        description="What begins a call; {name} stands for the tool's name. Take what a pretrained policy"
-        " knows.",
+        description="Marker that begins a call; {name} stands for the name of the tool. Set the marker that a"
+        " pretrained policy knows.",
     )
     closing: Marker = Field(
         "</{name}>",
-        description="What ends a call: with the token that completes it the tool is called. As opening.",
+        description="Marker that ends a call; the token that completes it triggers the tool. Set it like"
+        " tools.opening.",
     )
     answer_opening: Marker = Field(
         "<result>",
-        description="Put before a tool's answer; take what a pretrained policy knows, but not what the policy"
-        " puts around an answer of its own.",
+        description="Marker before a tool's answer. Set the marker that a pretrained policy knows, but not"
+        " one that it writes around its final answer.",
     )
-    answer_closing: Marker = Field("</result>", description="Put behind a tool's answer. As answer_opening.")
+    answer_closing: Marker = Field(
+        "</result>", description="Marker after a tool's answer. Set it like tools.answer_opening."
+    )
     max_calls: Count = Field(
         4,
-        description="Calls in a response at most; further ones are text like any other. Raise for problems of"
-        " many steps.",
+        description="Most calls in a response; further ones are ordinary text. Raise it for problems of many"
+        " steps.",
     )
     max_answer_length: Count = Field(
         256,
-        description="Characters of an answer; a longer one is cut, and says so. Raise where answers matter to"
-        " their end: they count towards rollout.max_response_length.",
+        description="Most characters of an answer; a longer one is cut and ends with a note. Raise it where"
+        " the end of answers matters; answers count towards rollout.max_response_length.",
     )
     time_limit: float = Field(
         5.0,
         gt=0,
-        description="Seconds for a call; then its answer is an error. Raise for tools that compute for long.",
+        description="Most seconds of a call; a longer one is answered by an error. Raise it for slow tools.",
     )
     max_running: Count = Field(
-        8, description="Calls at a time; others wait. Lower it where a tool takes much of the machine."
+        8, description="Most calls at a time; others wait. Lower it where a tool needs much of the machine."
     )
 
     @model_validator(mode="after")
@@ -74,7 +77,7 @@ class ToolsConfig(Section):
 
 
 def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
-    """One line for each reward that would take a tool's answer for the policy's own."""
+    """Yields one line for each reward that would mistake a tool's answer for the policy's."""
     parts = [("task", task.name, task.args, task.rewards)]
     parts += [
         (f"task.mixture.{number}", part.name, part.args, part.rewards)
@@ -92,5 +95,5 @@ def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
             if f"<{tag}>" == tools.answer_opening:
                 yield (
                     f"tools.answer_opening: {tools.answer_opening!r} is where {where} looks for the policy's"
-                    " own answer; take another marker"
+                    " answer; take another marker"
                 )

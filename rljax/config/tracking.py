@@ -1,4 +1,4 @@
-"""Keys of what others see of a run: Weights & Biases, and the report."""
+"""Keys of tracking: Weights & Biases, and the report."""
 
 from typing import Literal
 
@@ -12,23 +12,24 @@ class TrackingConfig(Section):
 
     mode: Literal["disabled", "offline", "online"] = Field(
         "disabled",
-        description="Weights & Biases: online sends metrics there, offline keeps them in the run directory"
-        " for `wandb sync`. Needs the wandb extra. TensorBoard's files are always written.",
+        description="Weights & Biases. Set online to send metrics there, or offline to keep them in the run"
+        " directory for `wandb sync`; both need the wandb extra. TensorBoard's files are always written.",
     )
     project: str = Field(
         "rljax", min_length=1, description="Weights & Biases project. Set it to keep experiments apart."
     )
     name: str | None = Field(
-        None, description="Name of the run there; null is that of the run directory. Set it to say more."
+        None,
+        description="Name of the run in Weights & Biases; null takes the name of the run directory. Set it"
+        " for a more descriptive name.",
     )
     samples_per_step: CountOrOff = Field(
         1,
         le=16,
-        description="Best and worst responses that are kept as text of every step, so many of each. Raise to"
-        " read more of them; 0 where they are not to be kept.",
+        description="Number of best and of worst responses whose text is kept at every step. Raise it to read"
+        " more of them; 0 keeps none.",
     )
     report: bool = Field(
         True,
-        description="Write report.html into the run directory at the end. Turn it off where many short runs"
-        " are started.",
+        description="Write report.html into the run directory at the end. Turn it off for many short runs.",
     )

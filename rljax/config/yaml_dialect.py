@@ -1,4 +1,4 @@
-"""YAML as the config reads and writes it."""
+"""The YAML dialect that configs are read and written in."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from rljax.errors import ConfigError
 
 
 def _implicit_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's rules for plain scalars, but 1e-4 is a number (as in YAML 1.2) and 2026-01-01 is text."""
+    """Returns PyYAML's rules for plain scalars, but 1e-4 is a number (as in YAML 1.2), 2026-01-01 is text."""
     number = re.compile(
         r"^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -19,13 +19,13 @@ def _implicit_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]
         first: [rule for rule in rules if rule[0] not in dropped]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    for first in "-+0123456789.":  # appended, for it would swallow the whole numbers
+    for first in "-+0123456789.":  # appended, so that whole numbers match first
         resolvers.setdefault(first, []).append(("tag:yaml.org,2002:float", number))
     return resolvers
 
 
 class Loader(yaml.SafeLoader):
-    """Reads the config; a key that is given twice is an error instead of the last one winning."""
+    """Reads a config; a duplicate key is an error, where PyYAML takes the last value."""
 
     yaml_implicit_resolvers = _implicit_resolvers()
 
@@ -41,7 +41,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back: it quotes text that would look like a number to it."""
+    """Writes YAML that `Loader` reads back: text that `Loader` would read as a number is quoted."""
 
     yaml_implicit_resolvers = _implicit_resolvers()
 

@@ -1,10 +1,10 @@
-"""Evaluates a saved policy: n responses to each problem of a split, judged, and what can be said from them.
+"""Evaluates a saved policy: samples n responses to each problem of a split, judges them, and reports metrics.
 
-Responses and judgements are written as they come (`records.py`); started again, an evaluation goes on, and
-with more samples or problems than before it only adds those. The noise of a response follows from seed,
-problem and sample alone, and is that of the evaluations inside a run (`rljax/rollout/collector.py`): the same
-checkpoint gives the same numbers here and there. Every line names what it depends on: a response to a problem
-that asks something else now is refused, and one whose answer or rewards have changed is judged anew.
+Responses and judgements are written as they finish (`records.py`). An evaluation that is started again
+continues, and with more samples or problems it only adds the missing ones. The noise of a response depends on
+seed, problem and sample alone, as in the evaluations inside a run (`rljax/rollout/collector.py`): both give
+the same numbers for a checkpoint. Every line holds a digest of its inputs. If the text of a problem has
+changed, its responses are refused; if its answer or the rewards have changed, its responses are judged again.
 """
 
 import datetime
@@ -46,7 +46,7 @@ from rljax.tasks.registry import configured_task
 from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, warm_up
 from rljax.training.saved_policy import SavedPolicy
 
-_JUDGED_TOGETHER = 64  # tasks may judge many responses in parallel
+_JUDGED_TOGETHER = 64  # responses per call; tasks may judge them in parallel
 
 
 class Evaluator:
@@ -57,10 +57,10 @@ class Evaluator:
       config: from `rljax.evaluation.settings.evaluation_config`.
       split: split of the problems.
       output: directory of the evaluation's files.
-      progress: shows how it gets on.
+      progress: shows the progress.
 
     Raises:
-      UserError: what cannot be evaluated so, before anything is compiled.
+      UserError: the evaluation is impossible; raised before anything is compiled.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Evaluator:
         self._check_asked()
 
     def run(self) -> dict[str, Any]:
-        """Samples and judges what is missing, and returns what is in results.json."""
+        """Samples and judges the missing responses, and returns the contents of results.json."""
         with self.directory:
             self._sample()
             self._judge_all()
@@ -91,10 +91,10 @@ class Evaluator:
             self.directory.write_results(results)
         return results
 
-    # -- what is evaluated -----------------------------------------------------------------------------------
+    # -- identity --------------------------------------------------------------------------------------------
 
     def _identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the settings that responses depend on, and those that only judgements depend on."""
+        """Returns the settings that responses depend on, and the settings that only judgements depend on."""
         config = self.config
         rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
         task, judging = task_settings(config.task)
@@ -128,10 +128,11 @@ class Evaluator:
 
     def _sample(self) -> None:
         config, policy, log = self.config, self.saved.policy, self.directory.responses
-        wanted = self._keys
-        missing = [key for key in wanted if key not in log.lines]
+        all_keys = self._keys
+        missing = [key for key in all_keys if key not in log.lines]
         if not missing:
             return
+        # Build the scheduler of the run, and the requests of all responses.
         if config.engine.compilation_cache is not None:
             enable_compilation_cache(config.engine.compilation_cache)
         mesh = make_mesh(config.mesh)
@@ -148,16 +149,18 @@ class Evaluator:
             config.rollout.max_prompt_length,
             config.rollout.max_response_length,
         )
-        everything = collector.requests(self.split, list(self.problems), self.samples, EVALUATION, 0)
-        requests = dict(zip(wanted, everything, strict=True))
+        all_requests = collector.requests(self.split, list(self.problems), self.samples, EVALUATION, 0)
+        requests = dict(zip(all_keys, all_requests, strict=True))
+        # Load the drafters' state and the weights, and compile.
         if scheduler.speculator is not None and (state := self.saved.drafter_state()):
             scheduler.speculator.load_state(state)
         self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
         params = scheduler.engine.load_params(policy.params)
         warm_up(scheduler, params, config)
-        done, start = len(wanted) - len(missing), time.perf_counter()
-        self.progress.stage("evaluate", len(wanted), completed=done, sparse=True)
-        # Slots end in bursts: the time of a few responses would say nothing of what is left.
+        # Decode the missing responses, and append each to the log as it finishes.
+        done, start = len(all_keys) - len(missing), time.perf_counter()
+        self.progress.stage("evaluate", len(all_keys), completed=done, sparse=True)
+        # Responses end in bursts, so a few of them would give a poor estimate of the remaining time.
         shown, burst = 0, max(1, len(missing) // 20)
 
         def show(tokens: int, finished: int) -> None:
@@ -166,7 +169,7 @@ class Evaluator:
                 rate = tokens_per_second(tokens, time.perf_counter() - start)
                 self.progress.step(done + finished, {"tokens_per_second": rate})
                 shown = finished
-            self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(wanted):,} done")
+            self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(all_keys):,} done")
 
         with log:
             scheduler.run(
@@ -193,22 +196,24 @@ class Evaluator:
 
     def _judge_all(self) -> None:
         responses, log = self.directory.responses.lines, self.directory.judgements
-        wanted = self._keys
+        all_keys = self._keys
         by = {index: judging_digest(problem, self._judging) for index, problem in self.problems.items()}
-        missing = [key for key in wanted if key not in log.lines or log.lines[key].get("by") != by[key[0]]]
+        missing = [key for key in all_keys if key not in log.lines or log.lines[key].get("by") != by[key[0]]]
         if not missing:
             return
         if stale := sum(key in log.lines for key in missing):
-            self.progress.message(f"the rewards or answers of {stale:,} responses have changed: judged anew")
-        done = len(wanted) - len(missing)
-        self.progress.stage("judge", len(wanted), completed=done, sparse=True)
+            self.progress.message(
+                f"the rewards or answers of {stale:,} responses have changed: judging again"
+            )
+        done = len(all_keys) - len(missing)
+        self.progress.stage("judge", len(all_keys), completed=done, sparse=True)
         with log:
             for start in range(0, len(missing), _JUDGED_TOGETHER):
                 keys = missing[start : start + _JUDGED_TOGETHER]
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
-                for key, each, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
+                for key, pair, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
                     numbers = {name: float(value) for name, value in rewards.items()}
-                    answer = extracted_answer(self.task, *each)
+                    answer = extracted_answer(self.task, *pair)
                     log.append(key, {"by": by[key[0]], "rewards": numbers, "answer": answer})
                 self.progress.step(done + start + len(keys), {})
         log.sort()
@@ -216,7 +221,7 @@ class Evaluator:
     # -- results ---------------------------------------------------------------------------------------------
 
     def _results(self) -> dict[str, Any]:
-        """JSON values; all but `made_by` follow from the policy and the settings."""
+        """Returns the results as JSON values; all but `made_by` are determined by the policy and settings."""
         evaluation = self.config.evaluation
         judgements = self.directory.judgements.lines
         parts = {
@@ -250,20 +255,23 @@ class Evaluator:
         }
 
     def _values(self, index: int) -> dict[str, float]:
-        """The metrics of one problem."""
+        """Returns the metrics of one problem."""
         keys = [(index, sample) for sample in range(self.samples)]
         judgements = [self.directory.judgements.lines[key] for key in keys]
         responses = [self.directory.responses.lines[key] for key in keys]
         judged = JudgedProblem(
             self.problems[index].difficulty,
-            [each["rewards"] for each in judgements],
-            [each["answer"] for each in judgements],
+            [judgement["rewards"] for judgement in judgements],
+            [judgement["answer"] for judgement in judgements],
         )
         return problem_metrics(judged, self.ks, self.config.evaluation.success) | {
-            "response_length": float(np.mean([len(each["tokens"]) for each in responses])),
-            "truncated": float(np.mean([each["finish_reason"] == "length" for each in responses])),
+            "response_length": float(np.mean([len(response["tokens"]) for response in responses])),
+            "truncated": float(np.mean([response["finish_reason"] == "length" for response in responses])),
         }
 
 
-def _as_json(found: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    return {name: {"value": each.value, "low": each.low, "high": each.high} for name, each in found.items()}
+def _as_json(metrics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
+    return {
+        name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+        for name, estimate in metrics.items()
+    }

@@ -18,21 +18,21 @@ from rljax.tasks.judging import judge
 
 
 def check_success(task: Task, split: Split, evaluation: EvaluationConfig) -> None:
-    """Raises a ConfigError if rewards have no part `evaluation.success`, before there is any response."""
+    """Raises a ConfigError if rewards have no part `evaluation.success`, before anything is sampled."""
     if evaluation.success is None or not evaluation.problems:
         return
     try:
         (rewards,) = judge(task, [(task.problem(split, 0), "")])
     except UserError:
-        return  # no reward for an empty response: the first real one will tell
+        return  # the task cannot judge an empty response; the first sampled one is checked instead
     success_part(list(rewards), evaluation.success)
 
 
 def group_metrics(
     groups: list[Group], task: Task, tokenizer: Tokenizer, evaluation: EvaluationConfig
 ) -> dict[str, float]:
-    """What `evaluation.samples` and `evaluation.by_difficulty` add to the mean rewards: `mean@n`, `pass@k`
-    and `maj@k`, and `difficulty_4-6/...` of every group of difficulty.
+    """Returns the metrics that `evaluation.samples` and `evaluation.by_difficulty` add to the mean rewards:
+    `mean@n`, `pass@k` and `maj@k`, and `difficulty_4-6/...` for every difficulty group.
 
     Args:
       groups: groups of the held-out problems, n responses each.
@@ -44,15 +44,15 @@ def group_metrics(
         return {}
     ks = evaluation.pass_at or default_ks(evaluation.samples)
     metrics = [problem_metrics(_judged(group, task, tokenizer), ks, evaluation.success) for group in groups]
-    found = {name: value for name, value in means(metrics).items() if "@" in name}
+    added = {name: value for name, value in means(metrics).items() if "@" in name}
     if evaluation.by_difficulty:
         for part in difficulty_groups([group.problem.difficulty for group in groups]):
-            own = means([metrics[index] for index in part.members])
-            found |= {f"difficulty_{part.name}/{name}": value for name, value in own.items()}
-    return found
+            part_means = means([metrics[index] for index in part.members])
+            added |= {f"difficulty_{part.name}/{name}": value for name, value in part_means.items()}
+    return added
 
 
 def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:
-    texts = [tokenizer.decode(each.response_ids.tolist()) for each in group.completions]
+    texts = [tokenizer.decode(completion.response_ids.tolist()) for completion in group.completions]
     answers = [extracted_answer(task, group.problem, text) for text in texts]
     return JudgedProblem(group.problem.difficulty, group.rewards, answers)

@@ -10,19 +10,19 @@ from rljax.errors import ConfigError, known_names
 from rljax.evaluation.estimators import bootstrap_interval, majority_at_k, pass_at_k
 
 MAX_GROUPS = 8
-"""Groups of difficulty at most: with more, each holds too few problems to say anything."""
+"""Most difficulty groups: with more groups, each would hold too few problems for a useful mean."""
 
-_PASSED_FROM = 1.0 - 1e-6  # 0.7 + 0.2 + 0.1 is less than 1
+_PASSED_FROM = 1.0 - 1e-6  # in floating point, 0.7 + 0.2 + 0.1 is less than 1
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedProblem:
-    """The n responses to one problem, judged.
+    """The n judged responses to one problem.
 
     Attributes:
-      difficulty: the problem's.
+      difficulty: difficulty of the problem.
       rewards: "reward" and its parts, per response.
-      answers: answer of each response; None for no answer.
+      answers: answer of each response; None where a response has no answer.
     """
 
     difficulty: int
@@ -30,61 +30,64 @@ class JudgedProblem:
     answers: Sequence[str | None]
 
 
-def success_part(parts: Sequence[str], wanted: str | None) -> str:
-    """The part of the reward that says whether a response passes.
+def success_part(parts: Sequence[str], success: str | None) -> str:
+    """Returns the name of the reward's part that decides whether a response passes.
 
     Args:
       parts: "reward" and its parts, as the task names them.
-      wanted: `evaluation.success`; None is "correct" where the task has such a part, else the whole reward.
+      success: `evaluation.success`; None for "correct" where the task has this part, else the whole reward.
 
     Raises:
       ConfigError: the task has no such part.
     """
-    if wanted is None:
+    if success is None:
         return "correct" if "correct" in parts else "reward"
-    if wanted not in parts:
+    if success not in parts:
         raise ConfigError(
-            f"evaluation.success: the task's rewards have no part {wanted!r}; {known_names(wanted, parts)}"
+            f"evaluation.success: the task's rewards have no part {success!r}; {known_names(success, parts)}"
         )
-    return wanted
+    return success
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Powers of two from 2 up to `samples`, and that itself; none for a single sample."""
+    """Returns the powers of two from 2 below `samples`, and `samples`; none for a single sample."""
     powers = itertools.takewhile(lambda k: k < samples, (2**i for i in itertools.count(1)))
     return (*powers, samples) if samples > 1 else ()
 
 
 def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
-    """The metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the share
-    that passes; `pass@k` and `maj@k` for each k.
+    """Returns the metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the
+    share that passes; `pass@k` and `maj@k` for each k.
 
     Args:
-      problem: with n responses.
-      ks: each from 1 to n.
+      problem: the n judged responses.
+      ks: values of k, from 1 to n.
       success: see `success_part`; a response passes where this part is at least 1.
     """
     samples, success = len(problem.rewards), success_part(list(problem.rewards[0]), success)
-    metrics = {name: float(np.mean([each[name] for each in problem.rewards])) for name in problem.rewards[0]}
-    passed = [each[success] >= _PASSED_FROM for each in problem.rewards]
+    metrics = {
+        name: float(np.mean([rewards[name] for rewards in problem.rewards])) for name in problem.rewards[0]
+    }
+    passed = [rewards[success] >= _PASSED_FROM for rewards in problem.rewards]
     metrics[f"mean@{samples}"] = float(np.mean(passed))
     metrics |= {f"pass@{k}": pass_at_k(samples, sum(passed), k) for k in ks}
     by_answer: dict[str, list[bool]] = {}
     for answer, right in zip(problem.answers, passed, strict=True):
         if answer is not None:
             by_answer.setdefault(answer, []).append(right)
-    # Should responses that give one answer differ in passing, it is worth what one of them is on average.
-    votes, scores = [len(own) for own in by_answer.values()], [np.mean(own) for own in by_answer.values()]
+    # Responses with the same answer may differ in passing: the answer scores their mean.
+    votes = [len(outcomes) for outcomes in by_answer.values()]
+    scores = [np.mean(outcomes) for outcomes in by_answer.values()]
     majority = majority_at_k(votes, scores, samples - sum(votes), ks)
     return metrics | {f"maj@{k}": value for k, value in zip(ks, majority, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
 class DifficultyGroup:
-    """Problems of about the same difficulty, from `low` to `high`.
+    """Problems of similar difficulty.
 
     Attributes:
-      low, high: difficulties, both inside.
+      low, high: lowest and highest difficulty of the group.
       members: indices of the problems.
     """
 
@@ -98,8 +101,8 @@ class DifficultyGroup:
 
 
 def difficulty_groups(difficulties: Sequence[int], most: int = MAX_GROUPS) -> list[DifficultyGroup]:
-    """Every difficulty by itself, the easiest first; where there are more than `most`, neighbours together,
-    so that groups get about as many problems as there are left for each.
+    """Groups problems by difficulty, the easiest first. With more than `most` difficulties, neighbours are
+    merged, so that the remaining problems are spread evenly over the remaining groups.
     """
     by_difficulty: dict[int, list[int]] = {}
     for index, difficulty in enumerate(difficulties):
@@ -120,7 +123,7 @@ def difficulty_groups(difficulties: Sequence[int], most: int = MAX_GROUPS) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over problems and the ends of its 95 % interval, None where of fewer than two problems."""
+    """A mean over problems, with the ends of its 95 % interval; None for fewer than two problems."""
 
     value: float
     low: float | None
@@ -128,19 +131,21 @@ class Estimate:
 
 
 def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The means of problems' metrics, from `problem_metrics`; of a part that some tasks of a mixture lack,
-    over the problems that have it.
+    """Returns the means of problems' metrics (`problem_metrics`). A part that some tasks of a mixture lack is
+    averaged over the problems that have it.
     """
-    names = dict.fromkeys(name for each in problems for name in each)
-    return {name: float(np.mean([each[name] for each in problems if name in each])) for name in names}
+    names = dict.fromkeys(name for metrics in problems for name in metrics)
+    return {
+        name: float(np.mean([metrics[name] for metrics in problems if name in metrics])) for name in names
+    }
 
 
 def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
-    """`means`, with their intervals."""
+    """Returns `means` with their intervals."""
     together: dict[tuple[int, ...], list[str]] = {}  # metrics by the problems that have them
     values = means(problems)
     for name in values:
-        members = tuple(index for index, each in enumerate(problems) if name in each)
+        members = tuple(index for index, metrics in enumerate(problems) if name in metrics)
         together.setdefault(members, []).append(name)
     ends: dict[str, tuple[float, float]] = {}
     for members, names in together.items():

@@ -1,4 +1,4 @@
-"""The problems of an evaluation, and what their responses and judgements depend on."""
+"""The problems of an evaluation, and digests of the inputs of responses and judgements."""
 
 import hashlib
 import json
@@ -14,32 +14,30 @@ _JUDGING = ("rewards", "reward_timeout", "reward_errors", "sandbox")
 _NEITHER = ("reward_workers",)
 
 
-def distinct_problems(
-    task: Task, split: Split, wanted: int, say: Callable[[str], None]
-) -> dict[int, Problem]:
-    """The first problems of a split by their index, each once: a split that ends shows its first ones again.
+def distinct_problems(task: Task, split: Split, count: int, say: Callable[[str], None]) -> dict[int, Problem]:
+    """Returns the first problems of a split by index, without repeats: a finite split starts over at its end.
 
     Args:
-      task: whose.
+      task: task of the problems.
       split: split of the task.
-      wanted: indices that are looked at.
-      say: told if there are fewer.
+      count: number of indices to try, from 0 on.
+      say: called with a line if fewer problems differ.
     """
     problems: dict[int, Problem] = {}
     seen = set()
-    for index in range(wanted):
+    for index in range(count):
         problem = task.problem(split, index)
         if problem.id not in seen:
             seen.add(problem.id)
             problems[index] = problem
-    if len(problems) < wanted:
-        say(f"only {len(problems):,} of the first {wanted:,} {split} problems are different ones")
+    if len(problems) < count:
+        say(f"only {len(problems):,} of the first {count:,} {split} problems are different ones")
     return problems
 
 
 def task_settings(config: TaskConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a task that responses depend on, and those that only their judgements do, with a digest of
-    the file of every reward that is written as module:function.
+    """Returns the keys of a task that responses depend on, and the keys that only judgements depend on. The
+    latter include a digest of the source file of every reward of the form module:function.
     """
     settings = config.model_dump(exclude=set(_NEITHER))
     judging = {name: settings.pop(name) for name in _JUDGING}
@@ -50,16 +48,16 @@ def task_settings(config: TaskConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def asked_digest(problem: Problem) -> str:
-    """Names what a problem asks."""
+    """Returns a digest of the problem's messages."""
     return _digest(problem.messages)
 
 
 def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
-    """Names what a response to a problem is judged by.
+    """Returns a digest of everything that a response to a problem is judged by.
 
     Args:
-      problem: with its answer, and what else its task knows of it.
-      judging: from `task_settings`.
+      problem: the problem, with its answer and data.
+      judging: settings from `task_settings`.
     """
     return _digest([judging, problem.messages, problem.answer, problem.data])
 

@@ -1,14 +1,13 @@
-"""The files of an evaluation, made so that one that was stopped goes on where it was.
+"""The files of an evaluation. An evaluation that was stopped continues where it was.
 
-    evaluation.json     what is sampled from what: another evaluation does not go on in the same directory
-    responses.jsonl     a line a response, as it finishes; sorted by problem and sample in the end
-    judgements.jsonl    a line a response, likewise: its reward and answer
+    evaluation.json     the settings; an evaluation with other settings is refused in the same directory
+    responses.jsonl     one line per response, appended as it finishes; finally sorted by problem and sample
+    judgements.jsonl    one line per response: its rewards and answer; written likewise
     results.json        the metrics
+    .lock               held by the process that evaluates
 
-A response is a pure function of the policy, the problem and the sample's number. So what is there need not be
-sampled again, and is what would come again.
-
-    .lock               held by the process that works on it
+A response is a pure function of the policy, the problem and the number of the sample. So a recorded response
+equals the one that sampling again would give.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ ResponseKey = tuple[int, int]
 
 
 def default_output(path: Path, step: int | None, split: str) -> Path:
-    """Where the evaluation of a policy is kept: inside the run; of a Hugging Face directory, in the folder
-    `evaluations` of the working directory.
+    """Returns the directory of a policy's evaluation: inside the run; for a Hugging Face directory, in the
+    folder `evaluations` of the working directory.
 
     Args:
       path: directory of the policy.
@@ -42,13 +41,13 @@ def default_output(path: Path, step: int | None, split: str) -> Path:
 
 
 class JsonLog:
-    """Lines of JSON by (problem, sample), appended one by one; a context manager while it is appended to.
+    """Lines of JSON by (problem, sample). It is a context manager in which lines are appended.
 
     Args:
-      path: the file. A half-written last line, of a process that was killed, is dropped.
+      path: path of the file. An incomplete last line, left by a killed process, is dropped.
 
     Attributes:
-      lines: its contents.
+      lines: contents of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +86,7 @@ class JsonLog:
             os.fsync(file.fileno())
 
     def append(self, key: ResponseKey, content: Mapping[str, Any]) -> None:
-        """Adds a line, which a process that is killed from here on leaves behind."""
+        """Adds a line, which survives if the process is killed afterwards."""
         line = {"problem": key[0], "sample": key[1], **content}
         with _writing(self.path):
             self._file.write(_encoded(line))
@@ -95,13 +94,13 @@ class JsonLog:
         self.lines[key] = line
 
     def sort(self) -> None:
-        """Rewrites the file in the order of problems and samples: the same one, however it came about."""
+        """Rewrites the file in the order of problems and samples, so that its bytes depend on no timing."""
         with _writing(self.path):
             write_durably(self.path, b"".join(_encoded(self.lines[key]) for key in sorted(self.lines)))
 
 
 def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
-    return writing(path, UserError, "started again, it goes on where it was")
+    return writing(path, UserError, "started again, the evaluation continues where it was")
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -109,14 +108,14 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 
 
 class EvaluationDirectory:
-    """One evaluation's files, which are this process's alone until the context that it is ends.
+    """The files of one evaluation, locked for this process until the context manager exits.
 
     Args:
-      path: created when missing.
-      identity: all that responses depend on besides problem and sample, as JSON values.
+      path: the directory; created if it is missing.
+      identity: settings that responses depend on, besides problem and sample, as JSON values.
 
     Raises:
-      ConfigError: the directory holds the responses of another evaluation, or another process works on it.
+      ConfigError: the directory holds the responses of another evaluation, or another process uses it.
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
@@ -155,15 +154,15 @@ class EvaluationDirectory:
                 write_durably(file, json.dumps(identity, indent=1).encode() + b"\n")
             return
         try:
-            held = json.loads(file.read_bytes())
-            differing = [name for name in identity | held if held.get(name) != identity.get(name)]
+            recorded = json.loads(file.read_bytes())
+            differing = [name for name in identity | recorded if recorded.get(name) != identity.get(name)]
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{file}: damaged; delete {self.path} to evaluate anew") from error
+            raise UserError(f"{file}: damaged; delete {self.path} to evaluate again") from error
         if differing:
             name = differing[0]
             if name == "policy":
                 raise ConfigError(f"{self.path} evaluates other weights; give another --output, or delete it")
             raise ConfigError(
                 f"{name}: is {identity.get(name)!r}, but the evaluation in {self.path} has"
-                f" {held.get(name)!r}; give another --output, or delete that one"
+                f" {recorded.get(name)!r}; give another --output, or delete that one"
             )

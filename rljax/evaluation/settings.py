@@ -1,5 +1,5 @@
-"""What an evaluation is: the config of a run, or a config file or overrides for a Hugging Face directory,
-less all that only training reads. Nothing here imports JAX, so that errors are instant.
+"""The config of an evaluation: a run's config, or a config file or overrides for a Hugging Face directory,
+without the keys that only training reads. Nothing here imports JAX, so that errors are instant.
 """
 
 import os
@@ -26,30 +26,32 @@ _ANY_LENGTH = 2**30
 def evaluation_config(
     path: str | os.PathLike[str], config_file: str | os.PathLike[str] | None, overrides: Sequence[str]
 ) -> ExperimentConfig:
-    """The config of an evaluation.
+    """Returns the config of an evaluation.
 
     Args:
       path: a run directory or a Hugging Face model directory.
-      config_file: where the task and the sampling come from; by default the run's own config, and for a
-        Hugging Face directory the overrides alone.
-      overrides: `key=value`, of what an evaluation reads.
+      config_file: source of the task and the sampling; by default the run's config, and for a Hugging Face
+        directory the overrides alone.
+      overrides: `key=value` of keys that an evaluation reads.
 
     Returns:
-      A config whose `policy.path`, for a Hugging Face directory, and `run_dir` are `path`.
+      A config with `run_dir`, and for a Hugging Face directory `policy.path`, set to `path`.
 
     Raises:
-      ConfigError: as `load_config`; or a key that an evaluation does not read.
+      ConfigError: as in `load_config`, or for a key that an evaluation does not read.
     """
     path = Path(path)
     run = path / "config.yaml"
     source = config_file
     if source is None and run.is_file():
         source = run
-    given = {} if source is None else read_mapping(source)
-    data: dict[str, Any] = {name: given[name] for name in ("seed", *_SECTIONS) if given.get(name) is not None}
-    data |= {"run_dir": str(path), "policy": _policy(path, given)}
-    data["training"] = {"pack_length": _ANY_LENGTH}  # nothing is packed, so nothing is too long for it
-    data["algorithm"] = {"name": "reinforce++"}  # nothing is learned; this one takes groups of any size
+    source_data = {} if source is None else read_mapping(source)
+    data: dict[str, Any] = {
+        name: source_data[name] for name in ("seed", *_SECTIONS) if source_data.get(name) is not None
+    }
+    data |= {"run_dir": str(path), "policy": _policy(path, source_data)}
+    data["training"] = {"pack_length": _ANY_LENGTH}  # an evaluation packs no rows
+    data["algorithm"] = {"name": "reinforce++"}  # unused; valid with groups of any size
     for section, changes in _FIXED.items():
         if isinstance(data.get(section), dict):
             data[section] = data[section] | changes
@@ -65,13 +67,13 @@ def evaluation_config(
     return config
 
 
-def _policy(path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The run's own section; else the directory, computed as the config file says."""
-    section = given.get("policy") if isinstance(given.get("policy"), dict) else {}
+def _policy(path: Path, source_data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the run's policy section, else one of the directory; the config file decides the dtype."""
+    section = source_data.get("policy") if isinstance(source_data.get("policy"), dict) else {}
     if (path / "config.yaml").is_file():
-        own = read_mapping(path / "config.yaml").get("policy")
-        own = own if isinstance(own, dict) else {}
-        return own | {key: value for key, value in section.items() if key == "compute_dtype"}
+        run_section = read_mapping(path / "config.yaml").get("policy")
+        run_section = run_section if isinstance(run_section, dict) else {}
+        return run_section | {key: value for key, value in section.items() if key == "compute_dtype"}
     dtype = section.get("compute_dtype")
     return {"path": str(path)} | ({} if dtype is None else {"compute_dtype": dtype})
 

@@ -5,24 +5,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_NAME_WIDTH, _CELL_WIDTH = 22, 17  # of a metric's name and of a value with its interval, with their borders
+_NAME_WIDTH, _CELL_WIDTH = 22, 17  # of the columns of names and of values with intervals, with borders
 
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    """Prints the metrics, each with half the width of its 95 % interval: a column for all problems and for
-    each difficulty, in tables as wide as the console.
+    """Prints the metrics with half the width of their 95 % intervals, in one column for all problems and one
+    for each difficulty. Tables are as wide as the console.
 
     Args:
       results: contents of results.json.
       console: console to print to.
     """
     overall = results["overall"]
-    names = [name for name in overall if name == "reward" or name != results["success"]]  # `mean@n` says it
+    names = [name for name in overall if name == "reward" or name != results["success"]]  # as `mean@n`
     columns = [("all", results["problems"], overall)]
     if len(results["by_difficulty"]) > 1:
         columns += [
-            (f"difficulty {each['difficulty']}", each["problems"], each["metrics"])
-            for each in results["by_difficulty"]
+            (f"difficulty {group['difficulty']}", group["problems"], group["metrics"])
+            for group in results["by_difficulty"]
         ]
     at_once = max(1, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
     for first in range(0, len(columns), at_once):

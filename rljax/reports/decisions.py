@@ -2,9 +2,9 @@
 
     python scripts/report.py RUN_DIR --decisions decisions.png
 
-Gain is tokens per second against what plain decoding promised for the same time, as it is logged
-(`rljax/speculation/pass_record.py`). What is not in the log is not in here: plain steps of batches above
-`speculation.max_batch`, prefilling, and the host's work between the passes.
+The gain is the ratio of sampled tokens to the tokens that plain decoding was predicted to sample in the same
+time, from the log (`rljax/speculation/pass_record.py`). The log leaves out plain steps of batches above
+`speculation.max_batch`, prefilling, and the host's work between passes.
 """
 
 import collections
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PLAIN_COLOR, _LINE_COLOR = "#999999", "#000000"
-_MOST_STEPS_TOLD = 5  # of those that did not speed up
+_MOST_STEPS_TOLD = 5  # steps without a gain that are described
 _LARGEST_DOT = 150.0  # in square points
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDecisions:
-    """One run's decisions.
+    """The decisions of one run.
 
     Attributes:
       path: directory of the run.
-      steps: decisions of every training step that has some, in order.
+      steps: decisions by training step, in order; steps without decisions are left out.
     """
 
     path: Path
@@ -52,47 +52,51 @@ class RunDecisions:
 
     @property
     def drafters(self) -> list[str]:
-        """In the order of their first use, plain decoding first."""
+        """Names in the order of their first use, plain decoding first."""
         names = dict.fromkeys(decision.drafter for decision in self.all)
         return sorted(names, key=lambda name: name != PLAIN)
 
 
 def read_decisions(path: Path) -> RunDecisions:
-    """Without any steps where the run in `path` has decided nothing."""
+    """Reads the decisions of the run in `path`; `steps` is empty where there are none."""
     lines = RunDirectory(path).read_decisions()
     steps = {step: [Decision(**decision) for decision in decisions] for step, decisions in lines if decisions}
     return RunDecisions(path, steps)
 
 
 def gain(decisions: Iterable[Decision]) -> float | None:
-    """Tokens against those that plain decoding promised; None where it promised nothing."""
+    """Returns the ratio of sampled tokens to those predicted of plain decoding; None without a prediction."""
     known = [decision for decision in decisions if decision.plain > 0]
-    return sum(each.tokens for each in known) / sum(each.plain for each in known) if known else None
+    if not known:
+        return None
+    return sum(decision.tokens for decision in known) / sum(decision.plain for decision in known)
 
 
 def shares(decisions: Iterable[Decision], amount: str) -> dict[str, float]:
-    """By drafter, of "tokens" or "seconds"."""
+    """Returns each drafter's share of `amount`, "tokens" or "seconds"."""
     sums = collections.Counter[str]()
     for decision in decisions:
         sums[decision.drafter] += getattr(decision, amount)
-    return {drafter: each / max(sums.total(), 1e-9) for drafter, each in sums.items()}
+    return {drafter: value / max(sums.total(), 1e-9) for drafter, value in sums.items()}
 
 
 def accept_length(decisions: Iterable[Decision]) -> float:
-    """Tokens per response and pass, the one behind the last accepted draft included."""
+    """Returns tokens per response and pass, including the token after the last accepted draft."""
     decisions = list(decisions)
-    return sum(each.tokens for each in decisions) / max(sum(each.turns for each in decisions), 1)
+    turns = sum(decision.turns for decision in decisions)
+    return sum(decision.tokens for decision in decisions) / max(turns, 1)
 
 
 def by_position(decisions: Iterable[Decision], nodes: str) -> np.ndarray:
-    """Draft nodes at each position behind the last token, from 1 on, that a response's pass "verified" or
-    "accepted" on the average: float [D]. Those accepted add up to the accept length less one.
+    """Returns the mean number of draft nodes per response and pass at each position after the last token,
+    from 1 on: float [D]. `nodes` is "verified" or "accepted"; the accepted ones sum to the accept length
+    minus one.
     """
     decisions = [decision for decision in decisions if decision.verified]
     counts = np.zeros(max((len(decision.verified) for decision in decisions), default=0))
     for decision in decisions:
-        own = getattr(decision, nodes)
-        counts[: len(own)] += own
+        by_depth = getattr(decision, nodes)
+        counts[: len(by_depth)] += by_depth
     return counts / max(sum(decision.turns for decision in decisions), 1)
 
 
@@ -100,7 +104,7 @@ def by_position(decisions: Iterable[Decision], nodes: str) -> np.ndarray:
 
 
 def in_words(run: RunDecisions) -> list[str]:
-    """Describes the drafters that tokens came from, and the reasons of the slowest steps."""
+    """Describes the sources of the tokens, and the reasons of the slowest steps."""
     if not run.steps:
         return []
     tokens = sum(decision.tokens for decision in run.all)
@@ -108,14 +112,14 @@ def in_words(run: RunDecisions) -> list[str]:
     parts = [f"{share:.0%} {_source(drafter)}" for drafter, share in by_share]
     lines = [f"{run.name}: of {tokens:,} tokens that were decided on, {', '.join(parts)}"]
     gains = {step: gain(decisions) for step, decisions in run.steps.items()}
-    slow = sorted((each, step) for step, each in gains.items() if each is not None and each <= 1)
-    for own, step in slow[:_MOST_STEPS_TOLD]:
-        because = [_plain_reason(run.steps[step]), _worst_promise(run.steps[step])]
-        told = [
-            f"{run.name}: step {step} brought {own:.2f} of what plain decoding promised",
-            *filter(None, because),
+    slow = sorted((value, step) for step, value in gains.items() if value is not None and value <= 1)
+    for value, step in slow[:_MOST_STEPS_TOLD]:
+        reasons = [_plain_reason(run.steps[step]), _worst_promise(run.steps[step])]
+        sentences = [
+            f"{run.name}: step {step} brought {value:.2f} of what plain decoding promised",
+            *filter(None, reasons),
         ]
-        lines.append("; ".join(told))
+        lines.append("; ".join(sentences))
     if len(slow) > _MOST_STEPS_TOLD:
         more = len(slow) - _MOST_STEPS_TOLD
         lines.append(f"{run.name}: {more} more of {len(run.steps)} steps brought no more than that either")
@@ -127,7 +131,7 @@ def _source(drafter: str) -> str:
 
 
 def _plain_reason(decisions: Sequence[Decision]) -> str | None:
-    """Why most of its plain time was plain. Reasons that differ only in their numbers are the same."""
+    """Returns the most frequent reason for plain decoding, by time. Numbers in reasons are ignored."""
     seconds = collections.Counter[str]()
     for decision in decisions:
         if decision.drafter == PLAIN:
@@ -140,18 +144,20 @@ def _plain_reason(decisions: Sequence[Decision]) -> str | None:
 
 
 def _worst_promise(decisions: Sequence[Decision]) -> str | None:
-    """Describes the drafter and the size of pass that fell most tokens short of their promise."""
+    """Describes the drafter and the pass size with the largest deficit of tokens against the prediction."""
     groups = collections.defaultdict(list)
     for decision in decisions:
         if decision.drafter != PLAIN and decision.expected > 0 and decision.plain > 0:
             groups[decision.drafter, decision.rows].append(decision)
-    missing = {key: sum(each.expected - each.tokens for each in own) for key, own in groups.items()}
+    missing = {
+        key: sum(decision.expected - decision.tokens for decision in group) for key, group in groups.items()
+    }
     worst = max(missing, key=missing.__getitem__, default=None)
     if worst is None or missing[worst] <= 0:
         return None
-    own, (drafter, rows) = groups[worst], worst
-    promised = sum(each.expected for each in own) / sum(each.plain for each in own)
-    promise = f"{promised:.2f} times plain and brought {gain(own):.2f}"
+    group, (drafter, rows) = groups[worst], worst
+    promised = sum(decision.expected for decision in group) / sum(decision.plain for decision in group)
+    promise = f"{promised:.2f} times plain and brought {gain(group):.2f}"
     return f"furthest off: {drafter} with {rows} rows promised {promise}"
 
 
@@ -159,7 +165,7 @@ def _worst_promise(decisions: Sequence[Decision]) -> str | None:
 
 
 def draw(runs: Sequence[RunDecisions], path: Path) -> None:
-    """Five panels a run, below each other."""
+    """Draws five panels per run, runs below each other."""
     for run in runs:
         if not run.steps:
             raise UserError(
@@ -188,7 +194,7 @@ def draw(runs: Sequence[RunDecisions], path: Path) -> None:
 
 
 def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
-    """The last rollout of the last step."""
+    """Draws the last rollout of the last step."""
     from matplotlib.collections import PolyCollection
 
     step, decisions = list(run.steps.items())[-1]
@@ -196,22 +202,22 @@ def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) ->
     decisions = decisions[starts[-1] :]
     for drafter, color in colors.items():
         boxes = []
-        for each in decisions:
-            if each.drafter == drafter:
-                left, right = each.at, each.at + each.seconds
-                top = each.rows or each.batch  # a plain step computes a row of every slot
+        for decision in decisions:
+            if decision.drafter == drafter:
+                left, right = decision.at, decision.at + decision.seconds
+                top = decision.rows or decision.batch  # a plain step computes one row per slot
                 boxes.append([(left, 0.5), (left, top), (right, top), (right, 0.5)])
         axes.add_collection(PolyCollection(boxes, facecolor=color, edgecolor="none", label=_label(drafter)))
-    end = max(each.at + each.seconds for each in decisions)
+    end = max(decision.at + decision.seconds for decision in decisions)
     axes.step(
-        [*(each.at for each in decisions), end],
-        [*(each.responses for each in decisions), decisions[-1].responses],
+        [*(decision.at for decision in decisions), end],
+        [*(decision.responses for decision in decisions), decisions[-1].responses],
         where="post",
         color=_LINE_COLOR,
         linewidth=1.5,
         label="running responses",
     )
-    highest = max(each.rows or each.batch for each in decisions)
+    highest = max(decision.rows or decision.batch for decision in decisions)
     axes.set(
         xlim=(0, end),
         xlabel="seconds since the rollout began",
@@ -224,22 +230,22 @@ def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) ->
 
 
 def draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
-    """Of tokens upwards, of time downwards."""
+    """Draws the shares of tokens upwards, and of time downwards."""
     steps = np.asarray(list(run.steps))
     for amount, sign in (("tokens", 1), ("seconds", -1)):
         by_step = [shares(decisions, amount) for decisions in run.steps.values()]
         below = np.zeros(len(steps))
         for drafter, color in colors.items():
-            own = np.asarray([each.get(drafter, 0.0) for each in by_step])
+            heights = np.asarray([step_shares.get(drafter, 0.0) for step_shares in by_step])
             axes.bar(
                 steps,
-                sign * own,
+                sign * heights,
                 width=0.9,
                 bottom=sign * below,
                 color=color,
                 label=_label(drafter) if sign == 1 else None,
             )
-            below += own
+            below += heights
     axes.axhline(0, color=_LINE_COLOR, linewidth=1)
     axes.set(ylabel="share of time  |  share of tokens", ylim=(-1.02, 1.3))
     axes.set_title("Who brought the tokens (up), who took the time (down)")
@@ -249,22 +255,28 @@ def draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> N
 
 
 def draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
-    """Promised against measured gain; larger dots took longer."""
-    known = [each for each in run.all if each.expected > 0 and each.plain > 0 and each.tokens > 0]
-    longest = max((each.seconds for each in known), default=1.0)
+    """Draws measured against predicted gain; larger dots took longer."""
+    known = [
+        decision
+        for decision in run.all
+        if decision.expected > 0 and decision.plain > 0 and decision.tokens > 0
+    ]
+    longest = max((decision.seconds for decision in known), default=1.0)
     for drafter, color in colors.items():
-        own = [each for each in known if each.drafter == drafter]
+        drafted = [decision for decision in known if decision.drafter == drafter]
         axes.scatter(
-            [each.expected / each.plain for each in own],
-            [each.tokens / each.plain for each in own],
-            s=[2 + _LARGEST_DOT * each.seconds / longest for each in own],
+            [decision.expected / decision.plain for decision in drafted],
+            [decision.tokens / decision.plain for decision in drafted],
+            s=[2 + _LARGEST_DOT * decision.seconds / longest for decision in drafted],
             color=color,
             alpha=0.4,
             linewidth=0,
             rasterized=True,  # thousands of dots
             label=_label(drafter),
         )
-    ends = [each.tokens / each.plain for each in known] + [each.expected / each.plain for each in known]
+    ends = [decision.tokens / decision.plain for decision in known] + [
+        decision.expected / decision.plain for decision in known
+    ]
     low, high = min(ends, default=0.5) / 1.2, max(ends, default=2.0) * 1.2
     axes.plot([low, high], [low, high], color=_LINE_COLOR, linewidth=1, label="as promised")
     axes.axhline(1, color=_LINE_COLOR, linewidth=1, linestyle=":", label="as fast as plain")
@@ -285,11 +297,11 @@ def draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, st
     for drafter, color in colors.items():
         if drafter == PLAIN:
             continue
-        own = {
-            step: [each for each in decisions if each.drafter == drafter]
+        by_step = {
+            step: [decision for decision in decisions if decision.drafter == drafter]
             for step, decisions in run.steps.items()
         }
-        points = [(step, accept_length(decisions)) for step, decisions in own.items() if decisions]
+        points = [(step, accept_length(decisions)) for step, decisions in by_step.items() if decisions]
         axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=_label(drafter))
     axes.axhline(1, color=_PLAIN_COLOR, linestyle="--", label="a plain step")
     axes.set(ylabel="tokens of a response and pass", title="Accept length of verifying passes")
@@ -299,15 +311,15 @@ def draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, st
 
 
 def draw_positions(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
-    """Of all steps."""
+    """Draws the accepted and verified nodes by position, over all steps."""
     for drafter, color in colors.items():
-        own = [each for each in run.all if each.drafter == drafter]
-        accepted = by_position(own, "accepted")
+        drafted = [decision for decision in run.all if decision.drafter == drafter]
+        accepted = by_position(drafted, "accepted")
         if not len(accepted):
             continue
         positions = np.arange(1, len(accepted) + 1)
         axes.plot(positions, accepted, "o-", color=color, markersize=4, label=_label(drafter))
-        axes.plot(positions, by_position(own, "verified"), ":", color=color)
+        axes.plot(positions, by_position(drafted, "verified"), ":", color=color)
     axes.set(xlabel="position behind the last token", ylabel="draft nodes of a response and pass")
     axes.set_title("Accepted by position (dotted: verified)")
     axes.set_ylim(0, max(1.25 * axes.get_ylim()[1], 1.25))  # room for the legend
@@ -326,9 +338,9 @@ def _steps_axis(axes: "Axes", run: RunDecisions) -> None:
 
 
 def _powers_of_two(axes: "Axes", *which: str) -> None:
-    """Logarithmic axes whose ticks are plain numbers."""
-    for each in which:
-        getattr(axes, f"set_{each}scale")("log", base=2)
-        getattr(axes, f"{each}axis").set_major_formatter(
+    """Makes axes logarithmic, with plain numbers at the ticks."""
+    for axis in which:
+        getattr(axes, f"set_{axis}scale")("log", base=2)
+        getattr(axes, f"{axis}axis").set_major_formatter(
             lambda value, _: f"{value:.2g}" if value < 1 else f"{value:g}"
         )

@@ -1,4 +1,4 @@
-"""Shared by the figures of all reports: colours, and writing them to files or into a page."""
+"""Colours and styles of all reports' figures, and writing figures to files or into a page."""
 
 import dataclasses
 import io
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
 INK, CARD, GRID = "#010101", "#fefefe", "#dadada"
-MOST_POINTS = 400  # of a curve: more cannot be seen
+MOST_POINTS = 400  # of a curve; more would not be visible
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "text.parse_math": False,  # a run may be called $a_b$
+    "text.parse_math": False,  # the name of a run may be $a_b$
     "font.family": "sans-serif",
     "font.size": 9,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    "savefig.dpi": 200,  # of dots, the only thing that is not drawn as curves
+    "savefig.dpi": 200,  # of dots, the only elements that are not vector graphics
     "legend.framealpha": 0.0,
     "legend.edgecolor": "none",
     "axes.spines.top": False,
@@ -51,7 +51,7 @@ _VARIABLES = {INK: "--ink", "#000000": "--ink", CARD: "--card", GRID: "--grid"} 
 }
 
 
-# What a page has no use for; it has fonts of its own.
+# Parts of an SVG that a page does not need; the page sets the fonts.
 _TIDIED = [
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
@@ -66,12 +66,12 @@ _TAG, _LONG_NUMBER = re.compile(r"<[^>]*>"), re.compile(r"(\d\.\d\d)\d+")
 
 
 def new_figure(option: str, width: float, height: float) -> "Figure":
-    """An empty figure of so many inches; a UserError that names the option if matplotlib is missing."""
+    """Returns an empty figure, sizes in inches; raises a UserError naming the option without matplotlib."""
     return _matplotlib(option).figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Writes it, in the format that the name ends in."""
+    """Writes a figure, in the format of the path's suffix."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -84,10 +84,10 @@ class Panel:
     """A part of a page with a figure.
 
     Attributes:
-      title: unique on the page.
+      title: title, unique on the page.
       caption: caption of the figure.
-      draw: draws on the axes it is given.
-      height: in inches.
+      draw: function that draws on axes.
+      height: height of the figure in inches.
     """
 
     title: str
@@ -97,12 +97,12 @@ class Panel:
 
 
 def svg_of(panel: Panel) -> str:
-    """Its figure as an SVG element for a page that may be light or dark.
+    """Returns the figure of a panel as an SVG element, for light and dark pages.
 
-    Its colours are CSS variables (`--ink`, `--card`, `--grid`, `--s0` to `--s5`); it is 4.6 inches wide at
-    its own scale, so that its letters can be read on a phone.
+    The colours are CSS variables (`--ink`, `--card`, `--grid`, `--s0` to `--s5`). The figure is 4.6 inches
+    wide without scaling, so that its text is legible on a phone.
     """
-    style = _STYLE | {"svg.hashsalt": panel.title}  # names of clip paths are unique on the page
+    style = _STYLE | {"svg.hashsalt": panel.title}  # makes the names of clip paths unique on the page
     with _matplotlib("report.html").rc_context(style):
         figure = new_figure("report.html", 4.6, panel.height)
         axes = figure.subplots()
@@ -124,13 +124,13 @@ def svg_of(panel: Panel) -> str:
 
 
 def integer_steps(axes: "Axes") -> None:
-    """The x axis counts steps."""
+    """Labels the x axis with whole steps."""
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
 
 
 def legend_above(axes: "Axes") -> None:
-    """The names of more than one curve, where they hide none of them."""
+    """Puts a legend above the axes if there is more than one curve, so that it hides none of them."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         longest = max(map(len, labels))
@@ -139,7 +139,7 @@ def legend_above(axes: "Axes") -> None:
             [label if len(label) <= 44 else f"{label[:21]}...{label[-20:]}" for label in labels],
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=1 if longest > 24 else 2 if longest > 14 else 4,  # what fits side by side
+            ncols=1 if longest > 24 else 2 if longest > 14 else 4,  # as many as fit side by side
             fontsize=8,
             borderpad=0.2,
             columnspacing=1.2,
@@ -148,14 +148,14 @@ def legend_above(axes: "Axes") -> None:
 
 
 def marker_of(values: np.ndarray) -> str | None:
-    """A dot for a curve of a single point, which no line shows."""
+    """Returns a dot as the marker of a curve with a single point, which would be invisible as a line."""
     return "o" if np.isfinite(values).sum() == 1 else None
 
 
 def in_blocks(
     values: np.ndarray, most: int = MOST_POINTS, reduce: Callable[..., np.ndarray] = np.nanmean
 ) -> np.ndarray:
-    """At most so many values, [n] to [most or fewer]: neighbours become one."""
+    """Reduces [n] values to at most `most` by merging neighbours; NaN where a block has no finite value."""
     width = -(-len(values) // most)
     if width <= 1:
         return values
@@ -168,8 +168,8 @@ def in_blocks(
     return reduced
 
 
-def _variable(found: re.Match[str]) -> str:
-    color = found.group()
+def _variable(match: re.Match[str]) -> str:
+    color = match.group()
     return f"var({_VARIABLES[color]})" if color in _VARIABLES else color
 
 

@@ -1,4 +1,4 @@
-"""Drawn: what was learned. Rewards with their confidence, held-out rewards, and any metric over the steps."""
+"""Figures of learning: rewards with confidence bands, held-out rewards, and any metric over the steps."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -20,13 +20,13 @@ from rljax.reports.runs import NORMAL_QUANTILE, RunData, Series, series_of, t_in
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMOOTHING = 5  # steps in the running mean of the reward, at most
+SMOOTHING = 5  # most steps in the running mean of the reward
 
 
 def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
-    """Draws several runs in the same axes; runs that differ only by their seed are one series."""
+    """Yields panels with all runs in the same axes; runs that differ only by their seed are one series."""
     series = series_of(runs)
-    repeated = any(len(each.runs) > 1 for each in series)
+    repeated = any(len(group.runs) > 1 for group in series)
     band = (
         "Thin: each seed. Band: 95 % confidence of the seeds' mean (Student's t)."
         if repeated
@@ -61,12 +61,12 @@ def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
 
 
 def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
-    """Training rewards."""
-    for number, each in enumerate(series):
+    """Draws the training rewards."""
+    for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
-        curves = [_smoothed(run.column("step"), run.column("reward/mean")) for run in each.runs]
+        curves = [_smoothed(run.column("step"), run.column("reward/mean")) for run in group.runs]
         if len(curves) == 1:
-            run = each.runs[0]
+            run = group.runs[0]
             steps, rewards = run.column("step"), run.column("reward/mean")
             axes.plot(in_blocks(steps), in_blocks(rewards), color=color, alpha=0.3, linewidth=0.8)
             steps, smooth = curves[0]
@@ -79,11 +79,11 @@ def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
                 color=color,
                 linewidth=1.8,
                 marker=marker_of(smooth),
-                label=each.name,
+                label=group.name,
             )
         else:
-            _draw_repeated(axes, curves, color, each.name, "-")
-    if any(len(each.runs) > 1 for each in series):
+            _draw_repeated(axes, curves, color, group.name, "-")
+    if any(len(group.runs) > 1 for group in series):
         _show_lines(axes)
     axes.set_ylabel("reward")
     integer_steps(axes)
@@ -91,20 +91,20 @@ def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
 
 
 def draw_heldout(axes: "Axes", series: Sequence[Series]) -> None:
-    """Held-out rewards."""
-    for number, each in enumerate(series):
+    """Draws the held-out rewards."""
+    for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
         curves = []
-        for run in each.runs:
+        for run in group.runs:
             points = [(line["step"], line["evaluation/reward"]) for line in run.evaluations]
             curves.append(
                 (np.asarray([p[0] for p in points], float), np.asarray([p[1] for p in points], float))
             )
         if len(curves) == 1:
-            axes.plot(*curves[0], "o-", color=color, markersize=5, markeredgecolor=CARD, label=each.name)
+            axes.plot(*curves[0], "o-", color=color, markersize=5, markeredgecolor=CARD, label=group.name)
         else:
-            _draw_repeated(axes, curves, color, each.name, "o-")
-    if any(len(each.runs) > 1 for each in series):
+            _draw_repeated(axes, curves, color, group.name, "o-")
+    if any(len(group.runs) > 1 for group in series):
         _show_lines(axes)
     axes.set_ylabel("reward")
     integer_steps(axes)
@@ -112,10 +112,10 @@ def draw_heldout(axes: "Axes", series: Sequence[Series]) -> None:
 
 
 def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) -> None:
-    """A metric of every step, a line a run."""
-    for number, each in enumerate(series):
+    """Draws a metric of every step, one line per run."""
+    for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
-        for i, run in enumerate(each.runs):
+        for i, run in enumerate(group.runs):
             steps, values = in_blocks(run.column("step")), in_blocks(run.column(metric))
             axes.plot(
                 steps,
@@ -123,7 +123,7 @@ def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) 
                 color=color,
                 linewidth=1.3,
                 marker=marker_of(values),
-                label=None if i else each.name,
+                label=None if i else group.name,
             )
     axes.set_ylabel(unit)
     integer_steps(axes)
@@ -131,14 +131,14 @@ def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) 
 
 
 def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
-    """Largest and mean distance of the training pass from the rollout."""
+    """Draws the largest and mean distance of the training pass's log-probabilities from the rollout's."""
     largest, alone = 0.0, len(series) == 1
-    for number, each in enumerate(series):
+    for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
-        for i, run in enumerate(each.runs):
+        for i, run in enumerate(group.runs):
             for metric, name, line in (("max", "largest", "-"), ("mean", "mean", ":"))[: 2 if alone else 1]:
                 values = in_blocks(run.column(f"mismatch/logprob_abs_{metric}"), reduce=np.nanmax)
-                label = None if i else name if alone else each.name
+                label = None if i else name if alone else group.name
                 axes.plot(
                     in_blocks(run.column("step")),
                     values,
@@ -168,7 +168,7 @@ def _drawer(series: Sequence[Series], metric: str, unit: str):
 def _draw_repeated(
     axes: "Axes", curves: Sequence[tuple[np.ndarray, np.ndarray]], color: str, name: str, style: str
 ) -> None:
-    """Each repetition, and their mean with its confidence at the steps that all of them have."""
+    """Draws each repetition, and their mean with its confidence band at the steps that all of them have."""
     for steps, values in curves:
         axes.plot(
             in_blocks(steps),
@@ -197,7 +197,7 @@ def _draw_repeated(
 
 
 def _show_lines(axes: "Axes") -> None:
-    """Few seeds have wide bands, which would flatten the curves: what is shown goes by the curves."""
+    """Fits the y axis to the curves: the bands of few seeds are wide and would flatten the curves."""
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
     low, high = np.nanmin(values), np.nanmax(values)
     margin = 0.08 * (high - low) or 0.1
@@ -211,11 +211,11 @@ def _band(axes: "Axes", steps: np.ndarray, middle: np.ndarray, error: np.ndarray
 
 
 def _window(steps: int) -> int:
-    """Short runs are not smoothed away."""
+    """Returns the number of steps to average, fewer for short runs."""
     return min(SMOOTHING, max(steps // 4, 1))
 
 
 def _smoothed(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The running mean, at the last step of each window."""
+    """Returns the steps at the ends of the windows, and the running mean there."""
     width = _window(len(values))
     return steps[width - 1 :], np.convolve(values, np.ones(width) / width, mode="valid")

@@ -1,6 +1,7 @@
-"""report.html: one file with everything that is to be seen of a run, or of several side by side.
+"""report.html: the report of one run, or of several side by side, as a single file.
 
-It needs no network and runs no script, and its policy (CSP) forbids both: what responses hold is text.
+It needs no network and runs no script, and its content security policy (CSP) forbids both, because the text
+of responses is untrusted.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from rljax.reports.rollouts import rollout_panels
 from rljax.reports.runs import RunData, colors_of, differing_keys, read_run
 from rljax.reports.speed import speed_panels
 
-_MOST_SAMPLED_STEPS = 8  # of a run: evenly spread, the last one included
+_MOST_SAMPLED_STEPS = 8  # of a run, evenly spread, including the last one
 _SPARK_WIDTH, _SPARK_HEIGHT, _SPARK_POINTS = 120, 24, 60
 
 
@@ -41,18 +42,18 @@ def write_report(runs: Sequence[RunData], file: Path) -> None:
 
 
 def write_report_of_run(path: Path, say: Callable[[str], None]) -> None:
-    """Writes report.html into a run's own directory. What goes wrong is a line for the user, no error."""
+    """Writes report.html into the run's directory. A failure is a line for the user, not an error."""
     file = path / "report.html"
     try:
         write_report([read_run(path)], file)
-    except Exception as error:  # a picture must never cost a run
+    except Exception as error:  # a report must not fail a run
         say(f"no report: {' '.join(str(error).split()) or type(error).__name__}")
     else:
         say(f"report: {file}")
 
 
 def report_html(runs: Sequence[RunData]) -> str:
-    """The page."""
+    """Returns the page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rljax", "reports"),
         autoescape=True,
@@ -87,7 +88,7 @@ def _svg(panel: Panel) -> markupsafe.Markup:
 
 
 def _summary(run: RunData) -> dict[str, str]:
-    """The facts of a run in short, as text."""
+    """Returns the main facts of a run as text, by label."""
     facts = {"steps": f"{run.steps[-1]['step']:,}"}
     if run.evaluations:
         first, last = (run.evaluations[i] for i in (0, -1))
@@ -111,7 +112,7 @@ def _summary(run: RunData) -> dict[str, str]:
 
 
 def _sampled_steps(run: RunData) -> Iterator[dict[str, Any]]:
-    """Lines of rollouts that hold samples, newest first."""
+    """Yields evenly spread rollout lines with samples, newest first."""
     lines = [line for line in run.rollouts if line["best"] or line["worst"]]
     if lines:
         chosen = np.unique(np.linspace(0, len(lines) - 1, _MOST_SAMPLED_STEPS).round().astype(int))
@@ -121,7 +122,7 @@ def _sampled_steps(run: RunData) -> Iterator[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Metric:
-    """A row of the table: `curves` are SVG points of each run, `ends` its first and last value as text."""
+    """A row of the table: per run, `curves` are SVG points, and `ends` the first and last value as text."""
 
     name: str
     curves: list[str]
@@ -129,7 +130,7 @@ class _Metric:
 
 
 def _metrics(runs: Sequence[RunData]) -> list[_Metric]:
-    """Every number that any training step has."""
+    """Returns a row for every numeric metric of any training step."""
     names = sorted({name for run in runs for line in run.steps for name in line if name != "step"})
     rows = []
     for name in names:
@@ -141,7 +142,7 @@ def _metrics(runs: Sequence[RunData]) -> list[_Metric]:
         limits = (min(run.steps[0]["step"] for run in runs), last), (known.min(), known.max())
         curves = [_spark(run.column("step"), c, *limits) for run, c in zip(runs, columns, strict=True)]
         finite = [column[np.isfinite(column)] for column in columns]
-        ends = [(_number(own[0]), _number(own[-1])) if len(own) else ("", "") for own in finite]
+        ends = [(_number(values[0]), _number(values[-1])) if len(values) else ("", "") for values in finite]
         rows.append(_Metric(name, curves, ends))
     return rows
 
@@ -149,7 +150,7 @@ def _metrics(runs: Sequence[RunData]) -> list[_Metric]:
 def _spark(
     steps: np.ndarray, values: np.ndarray, across: tuple[float, float], upwards: tuple[float, float]
 ) -> str:
-    """Points of a small curve, y downwards."""
+    """Returns the SVG points of a small curve, y downwards."""
     steps, values = in_blocks(steps, _SPARK_POINTS), in_blocks(values, _SPARK_POINTS)
     x = (steps - across[0]) / max(across[1] - across[0], 1) * (_SPARK_WIDTH - 4) + 2
     height = upwards[1] - upwards[0]

@@ -1,4 +1,4 @@
-"""Drawn: the long tail. How long responses are, and how many requests run when within a rollout."""
+"""Figures of the long tail: response lengths, and the number of running requests within a rollout."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,15 @@ _MOST_COLUMNS = 200  # of a heat map
 
 
 def rollout_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
-    """Percentiles and running requests of all runs in the same axes, a histogram of each (of seeds, one)."""
+    """Yields panels with percentiles and running requests of all runs in the same axes, and one histogram per
+    series.
+    """
     if any(run.has("response_length/max") for run in runs):
         yield Panel("Response lengths", _lengths_caption(runs), lambda axes: draw_lengths(axes, runs))
     with_rollouts = [run for run in runs if run.rollouts]
-    for run in [each.runs[0] for each in series_of(with_rollouts)]:
+    for run in [series.runs[0] for series in series_of(with_rollouts)]:
         yield Panel(
-            f"Response lengths by step{_of(run, runs)}",
+            f"Response lengths by step{_suffix(run, runs)}",
             "Share of a step's responses by length. Small shares are drawn larger than they are: one response"
             " of the tail can be seen.",
             _histogram_drawer(run),
@@ -41,7 +43,9 @@ def rollout_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
 
 
 def draw_lengths(axes: "Axes", runs: Sequence[RunData]) -> None:
-    """Percentiles of the response length by step; of several runs the median, and dashed the longest."""
+    """Draws percentiles of the response length by step; for several runs the median, and dashed the
+    longest.
+    """
     colors, named = colors_of(runs), set[str]()
     for run in runs:
         for i, (metric, label, width) in enumerate(_PERCENTILES):
@@ -66,22 +70,22 @@ def draw_lengths(axes: "Axes", runs: Sequence[RunData]) -> None:
 
 
 def draw_histogram(axes: "Axes", run: RunData) -> None:
-    """Lengths by step as a heat map."""
+    """Draws the distribution of lengths by step as a heat map."""
     from matplotlib.colors import to_rgb
 
-    # Bins grow with rollout.max_response_length, which a run may have changed on its way.
+    # The bin width grows with rollout.max_response_length, which may change when a run is resumed.
     lengths = [line["lengths"] for line in run.rollouts]
-    width = max(own["bin"] for own in lengths)
-    places = [((np.arange(len(own["counts"])) + 0.5) * own["bin"] // width).astype(int) for own in lengths]
-    rows = 1 + max(int(own.max(initial=0)) for own in places)
+    width = max(line["bin"] for line in lengths)
+    places = [((np.arange(len(line["counts"])) + 0.5) * line["bin"] // width).astype(int) for line in lengths]
+    rows = 1 + max(int(place.max(initial=0)) for place in places)
     counts = np.zeros((rows, len(run.rollouts)))
-    for column, own in enumerate(lengths):
-        np.add.at(counts[:, column], places[column], own["counts"])
+    for column, line in enumerate(lengths):
+        np.add.at(counts[:, column], places[column], line["counts"])
     shares = counts / np.maximum(counts.sum(0), 1)
     shares = np.stack([in_blocks(row, _MOST_COLUMNS) for row in shares])
     image = np.empty((*shares.shape, 4))
     image[..., :3] = to_rgb(COLORS[0])
-    image[..., 3] = (shares / max(shares.max(), 1e-9)) ** 0.4  # or the tail could not be seen
+    image[..., 3] = (shares / max(shares.max(), 1e-9)) ** 0.4  # makes the tail visible
     first, last = run.rollouts[0]["step"], run.rollouts[-1]["step"]
     axes.imshow(
         image,
@@ -96,7 +100,9 @@ def draw_histogram(axes: "Axes", run: RunData) -> None:
 
 
 def draw_running(axes: "Axes", runs: Sequence[RunData]) -> None:
-    """Running requests over time: first, middle and last step of a run, or of several the last steps."""
+    """Draws running requests over time: the first, middle and last step of one run, or the last steps of
+    several.
+    """
     colors, named = colors_of(runs), set[str]()
     for run in runs:
         lines, alone = run.rollouts, len(runs) == 1
@@ -115,7 +121,7 @@ def draw_running(axes: "Axes", runs: Sequence[RunData]) -> None:
 
 
 def _curve(line: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Times and counts of a step's rounds, one behind the other; it begins at 0 and ends with nobody."""
+    """Returns times and counts of a step's rounds in sequence, from time 0 to a count of 0."""
     times, counts, began = [0.0], [], 0.0
     for points in line["running"]:
         times += [began + until for until, _ in points]
@@ -148,11 +154,11 @@ def _lengths_caption(runs: Sequence[RunData]) -> str:
 
 
 def _series_name(run: RunData, runs: Sequence[RunData]) -> str:
-    return next(each.name for each in series_of(runs) if run in each.runs)
+    return next(series.name for series in series_of(runs) if run in series.runs)
 
 
 def _first_time(name: str, named: set[str]) -> str | None:
-    """The name, or None if a curve has it already."""
+    """Returns the name, or None if an earlier curve has it."""
     if name in named:
         return None
     named.add(name)
@@ -163,5 +169,5 @@ def _histogram_drawer(run: RunData):
     return lambda axes: draw_histogram(axes, run)
 
 
-def _of(run: RunData, runs: Sequence[RunData]) -> str:
+def _suffix(run: RunData, runs: Sequence[RunData]) -> str:
     return f": {run.name}" if len(runs) > 1 else ""

@@ -1,4 +1,4 @@
-"""Runs as reports see them: everything that their directories hold, read once."""
+"""Reads the directories of runs for reports, and groups runs into series."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from rljax.reports.decisions import RunDecisions, read_decisions
 from rljax.reports.figures import COLORS
 from rljax.run_directory import RunDirectory
 
-# Keys in which repetitions of one experiment differ.
-_OF_A_REPETITION = ("seed", "run_dir", "tracking", "checkpoint", "engine.compilation_cache")
+# Keys that may differ between repetitions of one experiment.
+_REPETITION_KEYS = ("seed", "run_dir", "tracking", "checkpoint", "engine.compilation_cache")
 _T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 NORMAL_QUANTILE = 1.96
 
@@ -28,12 +28,12 @@ class RunData:
     Attributes:
       path: directory of the run.
       name: name on display.
-      steps: the lines of metrics of its training steps, at least one.
-      evaluations: the lines that hold a held-out reward.
-      sessions: the processes that made it.
-      rollouts: summaries of its rollouts (`rljax/rollout/summary.py`).
-      decisions: decisions of its manager.
-      config: the text of config.yaml; empty if there is none.
+      steps: lines of metrics of the training steps, at least one.
+      evaluations: lines of metrics with a held-out reward.
+      sessions: processes that trained the run.
+      rollouts: summaries of the rollouts (`rljax/rollout/summary.py`).
+      decisions: decisions of the manager.
+      config: text of config.yaml; empty if there is none.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class RunData:
 
     @property
     def minutes(self) -> float | None:
-        """From the start of the command to the last metrics line; None if several processes took part."""
+        """Minutes from the start of the command to the last metrics line; None after several sessions."""
         return self.steps[-1]["time/elapsed"] / 60 if len(self.sessions) == 1 else None
 
     @functools.cached_property
@@ -60,18 +60,18 @@ class RunData:
         return bool(np.isfinite(self.column(metric)).any())
 
     def column(self, metric: str) -> np.ndarray:
-        """A metric of every step, [steps]; NaN where it is missing or no number."""
+        """Returns a metric of every step, [steps]; NaN where it is missing or not a number."""
         values = [line.get(metric) for line in self.steps]
         return np.asarray([v if isinstance(v, int | float) else np.nan for v in values], float)
 
     def mean(self, metric: str) -> float:
-        """A metric's mean over the steps that have it; NaN if none has."""
+        """Returns the mean of a metric over the steps that have it; NaN if none has."""
         values = self.column(metric)
         return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
 def read_run(path: Path) -> RunData:
-    """Raises `UserError` if there is no run in `path`, or it has not finished a step yet."""
+    """Reads a run; raises a UserError if there is none in `path`, or it has not finished a step yet."""
     if not (path / "metrics.jsonl").exists():
         raise UserError(f"{path}: no run there (metrics.jsonl is missing)")
     directory = RunDirectory(path)
@@ -93,7 +93,7 @@ def read_run(path: Path) -> RunData:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Several; where two directories have the same name, runs have their paths as names."""
+    """Reads several runs; if two directories have the same name, the runs are named by their paths."""
     runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) == len(runs):
         return runs
@@ -102,7 +102,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Repetitions of one experiment, one or more.
+    """One or more repetitions of one experiment.
 
     Attributes:
       name: name on display.
@@ -114,39 +114,43 @@ class Series:
 
 
 def series_of(runs: Sequence[RunData]) -> list[Series]:
-    """The runs, those together that differ by nothing but the seed. A run without a config stays alone."""
-    found: dict[Any, list[RunData]] = {}
+    """Groups runs that differ only by the seed. A run without a config is a series by itself."""
+    groups: dict[Any, list[RunData]] = {}
     for number, run in enumerate(runs):
-        config = {name: value for name, value in run.keys.items() if not _is_of_a_repetition(name)}
-        found.setdefault(repr(sorted(config.items())) if config else number, []).append(run)
-    return [Series(_name_of(own), own) for own in found.values()]
+        config = {name: value for name, value in run.keys.items() if not _is_repetition_key(name)}
+        groups.setdefault(repr(sorted(config.items())) if config else number, []).append(run)
+    return [Series(_name_of(group), group) for group in groups.values()]
 
 
 def colors_of(runs: Sequence[RunData]) -> dict[str, str]:
-    """By the name of a run, the colour of its series; colours come back after the last one."""
+    """Returns the colour of each run's series, by the run's name; colours repeat after the last one."""
     return {
         run.name: COLORS[number % len(COLORS)]
-        for number, each in enumerate(series_of(runs))
-        for run in each.runs
+        for number, series in enumerate(series_of(runs))
+        for run in series.runs
     }
 
 
 def differing_keys(runs: Sequence[RunData]) -> dict[str, list[Any]]:
-    """The keys in which configs differ, with the value of each run; None where a run lacks it."""
+    """Returns the keys whose values differ between configs, with each run's value; None where it is
+    missing.
+    """
     names = dict.fromkeys(name for run in runs for name in run.keys)
     values = {name: [run.keys.get(name) for run in runs] for name in names}
-    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
+    return {name: column for name, column in values.items() if any(value != column[0] for value in column)}
 
 
 def t_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the first axis, and the half width of its 95 % confidence interval by Student's t."""
+    """Returns the mean over the first axis, and the half width of its 95 % interval by Student's t."""
     count = len(values)
     quantile = _T_QUANTILES[count - 2] if count - 2 < len(_T_QUANTILES) else _t_quantile(count - 1)
     return values.mean(0), quantile * values.std(0, ddof=1) / np.sqrt(count)
 
 
 def _t_quantile(freedom: int) -> float:
-    """For many degrees of freedom (Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.5)."""
+    """Returns the quantile for many degrees of freedom (Abramowitz and Stegun, "Handbook of Mathematical
+    Functions", 26.7.5).
+    """
     z = NORMAL_QUANTILE
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
@@ -155,13 +159,15 @@ def _name_of(runs: Sequence[RunData]) -> str:
     if len(runs) == 1:
         return runs[0].name
     letters = zip(*(run.name for run in runs), strict=False)
-    shared = "".join(own[0] for own in itertools.takewhile(lambda own: len(set(own)) == 1, letters))
+    shared = "".join(
+        column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, letters)
+    )
     shared = shared.rstrip("-_. /") or runs[0].name
     return f"{shared} ({len(runs)} seeds)"
 
 
-def _is_of_a_repetition(name: str) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in _OF_A_REPETITION)
+def _is_repetition_key(name: str) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in _REPETITION_KEYS)
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Drawn: where a step's time goes, tokens per second, and what speculation brought."""
+"""Figures of speed: the parts of a step's time, tokens per second, and the effect of speculation."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ _MOST_BARS = 60
 
 
 def speed_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
-    """Tokens per second and accept lengths of all runs in the same axes; time and decisions of each (of
-    seeds, one).
+    """Yields panels with tokens per second and accept lengths of all runs in the same axes, and with the time
+    and the decisions of one run per series.
     """
     series = series_of(runs)
-    for run in [each.runs[0] for each in series]:
+    for run in [group.runs[0] for group in series]:
         if run.has("time/step"):
             share = run.mean("time/rollout") / run.mean("time/step")
             title = "Where a step's time goes" + (f": {run.name}" if len(runs) > 1 else "")
@@ -41,13 +41,13 @@ def speed_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
             "Tokens that a response gets from a pass that verifies drafts. 1 is what a plain step gives.",
             lambda axes: draw_metric(axes, series, "speculation/accept_length", "tokens"),
         )
-    for run in [each.runs[0] for each in series]:
+    for run in [group.runs[0] for group in series]:
         if run.decisions.steps:
             yield from _decision_panels(run, len(runs) > 1)
 
 
 def draw_time(axes: "Axes", run: RunData) -> None:
-    """A bar a step, or a few steps together."""
+    """Draws one bar per step, or per block of steps in long runs."""
     steps, total = in_blocks(run.column("step"), _MOST_BARS), in_blocks(run.column("time/step"), _MOST_BARS)
     width = 0.9 * (np.diff(steps).mean() if len(steps) > 1 else 1.0)
     below = np.zeros(len(steps))
@@ -65,12 +65,14 @@ def draw_time(axes: "Axes", run: RunData) -> None:
 
 
 def _decision_panels(run: RunData, named: bool) -> Iterator[Panel]:
-    """Figures of the manager's decisions; docs/managers.md explains each."""
+    """Yields figures of the manager's decisions; docs/managers.md explains each."""
     palette = itertools.cycle(COLORS)
-    own = run.decisions
-    colors = {name: _REST_COLOR if name == decisions.PLAIN else next(palette) for name in own.drafters}
-    told = " ".join(f"{line.partition(': ')[2]}." for line in decisions.in_words(own)[:1])
-    last = next(reversed(own.steps))
+    run_decisions = run.decisions
+    colors = {
+        name: _REST_COLOR if name == decisions.PLAIN else next(palette) for name in run_decisions.drafters
+    }
+    summary = " ".join(f"{line.partition(': ')[2]}." for line in decisions.in_words(run_decisions)[:1])
+    last = next(reversed(run_decisions.steps))
     figures: list[tuple[str, str, Callable[..., None]]] = [
         (
             "Strategy within a rollout",
@@ -79,20 +81,22 @@ def _decision_panels(run: RunData, named: bool) -> Iterator[Panel]:
         ),
         (
             "Strategy by step",
-            f"Who brought the tokens (up), who took the time (down). {told[:1].upper()}{told[1:]}",
+            f"Who brought the tokens (up), who took the time (down). {summary[:1].upper()}{summary[1:]}",
             decisions.draw_shares,
         ),
         ("Accept length by drafter", "Of verifying passes.", decisions.draw_accept_lengths),
     ]
-    if any(each.verified for each in own.all):
+    if any(decision.verified for decision in run_decisions.all):
         caption = "Solid: draft nodes accepted; they add up to the accept length less one. Dotted: verified."
         figures.append(("Accept length by position", caption, decisions.draw_positions))
-    if any(each.expected > 0 and each.plain > 0 and each.tokens > 0 for each in own.all):
+    if any(
+        decision.expected > 0 and decision.plain > 0 and decision.tokens > 0 for decision in run_decisions.all
+    ):
         caption = "Below the diagonal, a decision brought less than promised. Larger dots took longer."
         figures.append(("What was promised, what came", caption, decisions.draw_promises))
     for title, caption, draw in figures:
-        draw_own = _decision_drawer(draw, run, colors)
-        yield Panel(f"{title}: {run.name}" if named else title, caption, draw_own, height=3.2)
+        draw_run = _decision_drawer(draw, run, colors)
+        yield Panel(f"{title}: {run.name}" if named else title, caption, draw_run, height=3.2)
 
 
 def _time_drawer(run: RunData) -> Callable[["Axes"], None]:

@@ -1,1 +1,1 @@
-"""Using a trained policy: one thread that decodes whatever comes, and an OpenAI-compatible server over it."""
+"""Serves a trained policy: one thread decodes requests as they arrive, behind an OpenAI-compatible server."""

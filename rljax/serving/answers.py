@@ -1,4 +1,4 @@
-"""Answers to clients: choices in OpenAI's two shapes, whole or as the chunks of a stream."""
+"""Answers to clients in OpenAI's two formats, whole or as the chunks of a stream."""
 
 import time
 import uuid
@@ -13,24 +13,24 @@ _REASONS: dict[Ending, str] = {"eos": "stop", "stop": "stop", "length": "length"
 
 
 def _bytes(token: str) -> list[int] | None:
-    """A token's; None where it is part of a character: its own text does not tell which."""
+    """Returns the bytes of a token; None for a part of a character, whose text does not determine them."""
     return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
 class Answer:
-    """One choice, while it comes.
+    """One choice of an answer, while it is sampled.
 
     Args:
       index: index of the choice.
-      tokenizer: the policy's.
-      stop: texts that end it and do not belong to it.
+      tokenizer: tokenizer of the policy.
+      stop: texts that end the choice, without being part of it.
 
     Attributes:
-      tokens, logprobs: so far, with the token that ended it.
-      offsets: where each token's text begins, in the text before it was cut at a stop string; a token inside
-        a character has where that begins.
-      text: so far.
-      finish_reason: None while it runs.
+      tokens, logprobs: token ids and logprobs so far, including the token that ended the choice.
+      offsets: position where each token's text begins, in the text before it was cut at a stop string; for a
+        token inside a character, the position of the character.
+      text: text so far.
+      finish_reason: OpenAI's finish reason; None while the choice runs.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
@@ -47,7 +47,7 @@ class Answer:
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         new = ""
-        for token in piece.tokens:  # one by one, so that offsets do not depend on how they came
+        for token in piece.tokens:  # one by one, so that offsets do not depend on the division into pieces
             self.offsets.append(self._stream.length)
             new += self._stream.push([token])
         if piece.ending is not None:
@@ -58,12 +58,12 @@ class Answer:
 
 
 class Writer:
-    """Answers to one request as JSON objects.
+    """Writes the answers to one request as JSON objects.
 
     Args:
       body: body of the HTTP request.
-      model: the policy's name.
-      tokenizer: the policy's.
+      model: name of the policy.
+      tokenizer: tokenizer of the policy.
       prompt_tokens: number of tokens of all prompts.
     """
 
@@ -76,19 +76,19 @@ class Writer:
         self._chunk = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+        """Returns the response to a request that does not stream."""
         return {
             **self._head,
-            "choices": [self._choice(each) for each in answers],
+            "choices": [self._choice(answer) for answer in answers],
             "usage": self._usage(answers),
         }
 
     def first(self, answer: Answer) -> dict[str, Any] | None:
-        """The chunk that opens a choice of a chat."""
+        """Returns the chunk that opens a choice of a chat; None for completions."""
         return self._as_chunk(answer, {"role": "assistant", "content": ""}) if self.chat else None
 
     def chunk(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any] | None:
-        """The chunk of a piece; None if there is nothing to say."""
+        """Returns the chunk of a piece; None if it would be empty."""
         details = self._details(answer, len(answer.tokens) - len(piece.tokens))
         if not text and piece.ending is None and not details:
             return None
@@ -96,7 +96,7 @@ class Writer:
         return self._as_chunk(answer, content, details)
 
     def last(self, answers: list[Answer]) -> dict[str, Any] | None:
-        """The chunk with the usage, if it was asked for."""
+        """Returns the chunk with the usage; None if the request does not ask for it."""
         if not self.body.wants_usage:
             return None
         return {**self._chunk, "choices": [], "usage": self._usage(answers)}
@@ -116,19 +116,21 @@ class Writer:
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         if self.chat:
-            said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+            content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         else:
-            said = {"text": answer.text}
+            content = {"text": answer.text}
         return {
             "index": answer.index,
-            **said,
+            **content,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
             **self._details(answer, 0),
         }
 
     def _details(self, answer: Answer, first: int) -> dict[str, Any]:
-        """Log-probabilities and ids of the tokens from `first` on, where they were asked for."""
+        """Returns the log-probabilities and ids of the tokens from `first` on, if the request asks for
+        them.
+        """
         tokens, logprobs = answer.tokens[first:], answer.logprobs[first:]
         details: dict[str, Any] = {}
         if self.body.wants_logprobs:

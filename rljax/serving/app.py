@@ -1,13 +1,13 @@
 """The HTTP server: OpenAI's endpoints over one `EngineWorker`, as an ASGI application.
 
-    /v1/chat/completions   a chat, by the policy's own template
-    /v1/completions        texts or token ids, continued as they stand
-    /v1/models             the one policy there is
-    /health                200 while requests are taken
-    /metrics               Prometheus text
+    /v1/chat/completions   answers a chat, formatted by the policy's template
+    /v1/completions        continues texts or token ids as they are
+    /v1/models             lists the one policy
+    /health                returns 200 while requests are accepted
+    /metrics               returns Prometheus text
 
-The event loop never waits for the device: jobs go to the worker's queue, and its pieces come back through
-`call_soon_threadsafe`.
+The event loop never waits for the device: jobs go to the worker's queue, and the worker's thread returns
+pieces through `call_soon_threadsafe`.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ except ImportError as error:
     raise ConfigError(f"serving needs {error.name}: pip install 'rljax[serve]'") from error
 
 MOST_BYTES = 4 << 20  # of a request's body
-_CLIENT_IS_GONE = 499  # for logs: nobody reads it
+_CLIENT_IS_GONE = 499  # status for logs; no client receives it
 
 
 def make_app(served: ServedPolicy, name: str) -> Starlette:
-    """The application.
+    """Returns the application.
 
     Args:
-      served: the policy; its worker is the caller's to start and to close.
+      served: the policy. The caller starts and closes its worker.
       name: name of the model for clients.
     """
     service = _Service(served, name)
@@ -62,8 +62,8 @@ def make_app(served: ServedPolicy, name: str) -> Starlette:
     )
 
 
-class _Asked:
-    """The jobs of one HTTP request, and what they have answered so far."""
+class _Exchange:
+    """The jobs of one HTTP request, and their answers so far."""
 
     def __init__(self, service: "_Service", body: Body, prompts: Sequence[Sequence[int]]) -> None:
         served = service.served
@@ -80,7 +80,7 @@ class _Asked:
 
         self.jobs, self.answers = [], []
         for prompt in prompts:
-            # A prompt's own, where none is given: one that comes twice should not be answered twice the same.
+            # Without a seed in the request every prompt gets a random one, so that repeats differ.
             seed = secrets.randbits(63) if body.seed is None else body.seed
             for sample in range(body.choices):
                 index = len(self.jobs)
@@ -102,7 +102,7 @@ class _Asked:
             raise RequestError(503, str(error)) from error
 
     async def pieces(self) -> AsyncIterator[tuple[Answer, str, Piece]]:
-        """Everything that comes: whose it is, its text, and the piece itself."""
+        """Yields every piece as it arrives: its answer, its new text, and the piece."""
         left = len(self.jobs)
         while left:
             index, piece = await self._events.get()
@@ -119,29 +119,29 @@ class _Asked:
         return self.writer.whole(self.answers)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The lines of a stream (server-sent events)."""
+        """Yields the lines of a stream (server-sent events)."""
         try:
             for answer in self.answers:
                 yield _event(self.writer.first(answer))
             async for answer, text, piece in self.pieces():
                 yield _event(self.writer.chunk(answer, text, piece))
             yield _event(self.writer.last(self.answers))
-        except RequestError as error:  # the status has been sent: say it in the stream
+        except RequestError as error:  # the status has been sent, so the stream carries the error
             yield _event(error.body())
         yield b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):
-    """A stream whose jobs are given up with it."""
+    """A stream that cancels its jobs when it ends."""
 
-    def __init__(self, asked: _Asked) -> None:
+    def __init__(self, exchange: _Exchange) -> None:
         super().__init__(
-            asked.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            exchange.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-        self._asked = asked
+        self._exchange = exchange
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        # A client may leave while nothing is sent, and nothing else would tell.
+        # A client may disconnect while nothing is sent, which only `receive` reports.
         streaming = asyncio.ensure_future(self.stream_response(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -149,7 +149,7 @@ class _Stream(StreamingResponse):
             if streaming.done():
                 streaming.result()
         finally:
-            self._asked.worker.cancel(self._asked.jobs)
+            self._exchange.worker.cancel(self._exchange.jobs)
             streaming.cancel()
             leaving.cancel()
 
@@ -196,15 +196,15 @@ class _Service:
             metrics_text(self.served.worker, self.refused), media_type="text/plain; version=0.0.4"
         )
 
-    # -- how -------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, body: Body, prompts: list[list[int]]) -> Response:
         worker = self.served.worker
-        asked = _Asked(self, body, prompts)
-        asked.submit()
+        exchange = _Exchange(self, body, prompts)
+        exchange.submit()
         if body.stream:
-            return _Stream(asked)
-        answering = asyncio.ensure_future(asked.whole())
+            return _Stream(exchange)
+        answering = asyncio.ensure_future(exchange.whole())
         leaving = asyncio.ensure_future(_disconnected(request.receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +214,7 @@ class _Service:
                 else Response(status_code=_CLIENT_IS_GONE)
             )
         finally:
-            worker.cancel(asked.jobs)
+            worker.cancel(exchange.jobs)
             answering.cancel()
             leaving.cancel()
 
@@ -225,21 +225,26 @@ class _Service:
         ]
 
     def _check(self, body: Body, prompts: int = 1) -> None:
-        """Raises a RequestError unless this policy can answer so many prompts."""
+        """Raises a RequestError for a request that this policy cannot answer.
+
+        Args:
+          body: body of the request.
+          prompts: number of its prompts.
+        """
         self._check_name(body.model)
         count, worker = prompts * body.choices, self.served.worker
         if count > worker.max_waiting + worker.max_slots:
             raise RequestError(400, f"n: {count} responses are more than can ever wait here", "n")
         sampling = self.served.sampling
         for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-            asked, is_ = getattr(body, name), getattr(sampling, name)
-            if asked is not None and asked != is_:
-                way_out = "leave it out"
+            requested, served = getattr(body, name), getattr(sampling, name)
+            if requested is not None and requested != served:
+                remedy = "leave it out"
                 if name in ("temperature", "top_p"):
-                    way_out += f", or start a server with --{name.replace('_', '-')} {asked:g}"
+                    remedy += f", or start a server with --{name.replace('_', '-')} {requested:g}"
                 raise RequestError(
                     400,
-                    f"{name}: this server samples with {is_:g} and no other, got {asked:g}; {way_out}",
+                    f"{name}: this server samples with {served:g} and no other, got {requested:g}; {remedy}",
                     name,
                     "unsupported_value",
                 )
@@ -281,7 +286,7 @@ def _naming(param: str) -> Iterator[None]:
 
 
 async def _parsed(kind: type[Body], request: Request) -> Body:
-    """In a thread, as is all that takes time with a large body: streams should not stand still meanwhile."""
+    """Parses a body in a thread, because a large body takes time and would stall the streams."""
     return await asyncio.to_thread(parse, kind, await _json(request))
 
 

@@ -1,4 +1,4 @@
-"""The answer of `/metrics`, in Prometheus' text format."""
+"""Metrics of the server (`/metrics`) in Prometheus' text format."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,7 +9,7 @@ from rljax.serving.worker import EngineWorker
 
 
 class _Collector:
-    """The worker's counts, read when they are asked for."""
+    """Collector of the worker's counts, which reads them at every scrape."""
 
     def __init__(self, worker: EngineWorker, refused: Mapping[int, int]) -> None:
         self._worker, self._refused = worker, refused
@@ -28,18 +28,18 @@ class _Collector:
         for status, count in sorted(self._refused.items()):
             refused.add_metric([str(status)], count)
         yield refused
-        for name, said, value in (
+        for name, description, value in (
             ("rljax_prompt_tokens", "Prompt tokens prefilled.", statistics.prefilled_tokens),
             ("rljax_response_tokens", "Response tokens sampled.", statistics.tokens),
             ("rljax_forward_passes", "Forward passes of decoding.", statistics.steps),
             ("rljax_drafted_tokens", "Draft tokens verified.", statistics.drafted),
             ("rljax_accepted_tokens", "Draft tokens accepted.", statistics.accepted),
         ):
-            yield CounterMetricFamily(name, said, value)
+            yield CounterMetricFamily(name, description, value)
 
 
 def metrics_text(worker: EngineWorker, refused: Mapping[int, int]) -> bytes:
-    """All metrics.
+    """Returns all metrics.
 
     Args:
       worker: worker that decodes.

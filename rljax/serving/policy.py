@@ -1,12 +1,12 @@
-"""A saved policy with what decodes it, as `scripts/generate.py` and `scripts/serve.py` use it.
+"""Opens a saved policy for decoding, for `scripts/generate.py` and `scripts/serve.py`.
 
     served = open_policy("runs/quickstart", Options(slots=8), say=print)
     served.worker.submit([Job(served.request(prompt_ids, seed=0, sample=0, max_tokens=64), deliver)])
 
-Sampling, lengths, engine and drafters are those of the run's config, unless `Options` says otherwise; for a
-Hugging Face directory the config's defaults, with the directory's own for sampling. Seed and sample are all
-that a response's noise depends on, so the same prompt and seed give the same tokens from either script,
-beside whatever else is decoded.
+Sampling, lengths, engine and drafters follow the run's config, unless `Options` changes them. A Hugging Face
+directory has the config's defaults, with the sampling of its generation_config.json. The noise of a response
+depends only on seed and sample, so the same prompt and seed give the same tokens from either script, whatever
+else is decoded at the same time.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from rljax.training.assembly import make_numerics, make_scheduler, numerics_line
 from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
 SERVING = 2
-"""The purpose of such requests' noise, beside `rljax.rollout.collector.TRAINING` and `EVALUATION`."""
+"""Purpose of served requests' noise; see `TRAINING` and `EVALUATION` in `rljax.rollout.collector`."""
 
 Say = Callable[[str], None]
 
@@ -50,11 +50,11 @@ class Options:
       step: step of the run's checkpoint; None for the newest.
       temperature: temperature of sampling; 0 is greedy.
       top_p: see `SamplingParams`.
-      slots: responses decoded at a time.
-      max_prompt_tokens: the longest prompt.
-      max_tokens: the longest response.
-      drafter: by name, with the run's arguments where the run has it, else with its defaults; "none" decodes
-        plainly.
+      slots: most responses decoded at a time.
+      max_prompt_tokens: most tokens of a prompt.
+      max_tokens: most tokens of a response.
+      drafter: a name, or an import path, `module:Class` (`drafters/loading.py`), with the run's arguments
+        where the run uses this drafter, else with its defaults; "none" decodes without drafts.
     """
 
     step: int | None = None
@@ -68,15 +68,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class ServedPolicy:
-    """A policy that can be asked.
+    """A policy that is ready for requests.
 
     Attributes:
-      tokenizer: the policy's.
-      vocab_size: rows of its embedding; token ids are below it.
-      config: config that it is decoded with.
-      sampling: the distribution, one for all requests.
-      worker: decodes; not yet started. It has the weights, as the engine computes with them.
-      drafters: names of those in use.
+      tokenizer: tokenizer of the policy.
+      vocab_size: number of rows of the embedding; token ids are below it.
+      config: config of the decoding.
+      sampling: sampling distribution, the same for all requests.
+      worker: worker that decodes, not yet started. It holds the weights in the engine's dtype.
+      drafters: names of the drafters in use.
     """
 
     tokenizer: Tokenizer
@@ -95,12 +95,14 @@ class ServedPolicy:
         return self.config.rollout.max_response_length
 
     def request(self, prompt_ids: Sequence[int], seed: int, sample: int, max_tokens: int) -> Request:
-        """A request of this identity. Seeds count modulo 2^64, so that negative ones are some, too."""
+        """Returns a request with the noise of (seed, sample). Seeds are taken modulo 2^64, so negative ones
+        are valid.
+        """
         key = request_key(seed % 2**64, SERVING, sample)
         return Request(tuple(prompt_ids), key, max_tokens, training=False)
 
     def stop_strings(self, more: Sequence[str] = ()) -> tuple[str, ...]:
-        """The config's, and those that a request adds."""
+        """Returns the stop strings of the config, and further ones of a request."""
         return tuple(dict.fromkeys((*self.config.rollout.stop, *more)))
 
     def stop(self, strings: Sequence[str]) -> StopStrings | None:
@@ -116,31 +118,33 @@ def open_policy(
     steps_per_sync: int = 4,
     compile_first: bool = True,
 ) -> ServedPolicy:
-    """Loads a policy and makes what decodes it.
+    """Loads a policy and makes the worker that decodes it.
 
     Args:
       path: a run directory or a Hugging Face directory.
-      options: changes to its config.
-      say: told in a line what is loaded, and what is left out.
+      options: changes to the config.
+      say: called with a line about each part that is loaded or left out.
       max_waiting, steps_per_sync: see `EngineWorker`.
-      compile_first: compile every program now, not when it is first needed; with drafters always, as what
-        they are worth depends on what passes take.
+      compile_first: compile every program now, not at its first use. With drafters this is always done, since
+        the choice of drafts depends on measured times of passes.
 
     Raises:
-      UserError: the policy cannot be loaded, or not be decoded so.
+      UserError: the policy cannot be loaded, or not be decoded with these options.
     """
     _check(options)
     saved = load_saved_policy(path, options.step)
     config = _config(saved, options, steps_per_sync, say)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
+    # The engine and the drafters, as in the run.
     mesh = make_mesh(config.mesh)
     pool = ExecutablePool(bool(config.engine.row_invariant), config.engine.compilation_cache)
-    drafters = make_drafters(config.speculation)
+    drafters = _drafters(config.speculation, options)
     numerics, invariance = make_numerics(config, saved.policy.config, mesh)
     say(numerics_line(config, invariance))
     scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
     engine, speculator = scheduler.engine, scheduler.speculator
+    # The drafters' state from the checkpoint; nothing trains them here.
     learned_together = {}
     if speculator is not None:
         for drafter in drafters.values():
@@ -150,6 +154,7 @@ def open_policy(
         learned_together = dict.fromkeys(_prompts(state), config.rollout.samples_per_prompt)
         if state:
             speculator.load_state(state)
+    # The weights, and the programs of all shapes that requests may need.
     params = engine.load_params(saved.policy.params)
     say(
         f"{saved.path}"
@@ -160,7 +165,7 @@ def open_policy(
     if compile_first or speculator is not None:
         say("compiling")
         warm_up(scheduler, params, config, requests_join=True)
-        _tell_untrained(drafters, say)
+        _report_untrained(drafters, say)
     worker = EngineWorker(
         engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_sync, learned_together
     )
@@ -168,14 +173,23 @@ def open_policy(
     return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
 
 
-def _tell_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
+def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]:
+    try:
+        return make_drafters(config)
+    except ConfigError as error:  # names the config's key
+        if options.drafter is None:
+            raise
+        raise ConfigError(str(error).replace("speculation.drafter:", "--drafter:", 1)) from error
+
+
+def _report_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
     for name, drafter in drafters.items():
         if isinstance(drafter, TrainedDrafter) and not drafter.trained:
             say(f"drafter {name}: nothing has trained it yet, so few of its drafts will be right")
 
 
 def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
-    """Those that a run's history holds."""
+    """Returns the prompts in a run's history."""
     tokens, lengths = (state.get(f"{HISTORY}/prompt_{part}", ()) for part in ("tokens", "lengths"))
     ends = np.cumsum(lengths, dtype=int)
     return [tuple(tokens[end - length : end].tolist()) for end, length in zip(ends, lengths, strict=True)]
@@ -186,13 +200,16 @@ def _check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
-    if options.drafter not in (None, "none") and options.drafter not in DRAFTERS:
-        known = known_names(options.drafter, [*DRAFTERS, "none"])
-        raise ConfigError(f"--drafter: unknown drafter {options.drafter!r}; {known}")
+    drafter = options.drafter
+    if drafter not in (None, "none", *DRAFTERS) and ":" not in drafter:
+        known = known_names(drafter, [*DRAFTERS, "none"])
+        raise ConfigError(
+            f"--drafter: unknown drafter {drafter!r}; {known}, or a class of yours as module:Class"
+        )
 
 
 def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say) -> ExperimentConfig:
-    """The run's config, or the defaults, with what the options change."""
+    """Returns the run's config, or the defaults, with the changes of the options."""
     config = _defaults(saved.path, say) if saved.experiment is None else saved.experiment
     changes = {
         "temperature": options.temperature,
@@ -204,7 +221,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
         update={name: value for name, value in changes.items() if value is not None}
     )
     steps = max(steps_per_sync, config.engine.decode_steps_per_sync)
-    # Coupled: by the other rules tokens would depend on what was drafted, and so on who asked before.
+    # Under the other rules tokens would depend on the drafts, and so on earlier requests.
     engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_sync": steps})
     if options.slots is not None:
         engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
@@ -216,7 +233,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
         mesh = MeshConfig()
     speculation = _speculation(config.speculation, options.drafter)
     if config.tools is not None:
-        say("the run's tools are not called here: a response goes on behind its call")
+        say("the run's tools are not called here: a response continues after a call without its answer")
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     config = config.model_copy(update=parts)
     longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
@@ -233,29 +250,29 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
 
 
 def _defaults(path: Path, say: Say) -> ExperimentConfig:
-    """For a Hugging Face directory, which has defaults of its own for sampling."""
-    own = load_generation_config(path)
-    if own.repetition_penalty != 1.0:
+    """Returns the config of a Hugging Face directory, with the sampling of its generation_config.json."""
+    generation = load_generation_config(path)
+    if generation.repetition_penalty != 1.0:
         say(
-            f"the directory's repetition_penalty {own.repetition_penalty:g} is left out: it is meant for the"
-            " prompt's tokens, too, which are not penalized here"
+            f"the directory's repetition_penalty {generation.repetition_penalty:g} is left out: it is meant"
+            " for the prompt's tokens, too, which are not penalized here"
         )
-    sampling = {name: getattr(own, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rollout = RolloutConfig().model_copy(update=sampling)
-    policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # no task is made
+    policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # the task is not used
     return ExperimentConfig(run_dir=str(path), policy=policy, task=task).model_copy(
         update={"rollout": rollout}
     )
 
 
 def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationConfig:
-    """The speculation section, for requests that come at any time, with the drafters that are asked for."""
+    """Returns the speculation section for requests that arrive at any time, with the chosen drafters."""
     named = {} if config.drafter is None else {config.drafter: config.args, **config.others}
     if drafter is not None:
         named = {} if drafter == "none" else {drafter: named.get(drafter, {})}
-    not_its = ("spill_dir", "save_dir")  # the run's files, which are not for others to write
+    run_files = ("spill_dir", "save_dir")  # a server must not write the run's files
     named = {
-        name: {key: value for key, value in args.items() if key not in not_its}
+        name: {key: value for key, value in args.items() if key not in run_files}
         for name, args in named.items()
     }
     changes = {"run_ahead_below": 0, "overlap": False}

@@ -1,4 +1,4 @@
-"""Prompts as token ids; a prompt that does not fit is an error."""
+"""Prompts as token ids; a prompt that is too long raises an error."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,31 +8,31 @@ from rljax.serving.policy import ServedPolicy
 
 
 class PromptError(UserError):
-    """A prompt that this policy cannot be asked."""
+    """A prompt that this policy cannot take."""
 
 
 def chat_ids(served: ServedPolicy, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A chat, by the policy's own template, up to where its answer begins."""
+    """Returns the tokens of a chat, by the policy's template, up to the beginning of the answer."""
     if not served.tokenizer.has_chat_template:
         raise PromptError(
             "the policy has no chat template: give a plain prompt (generate.py --raw, /v1/completions)"
         )
-    return text_ids(served, served.tokenizer.apply_chat_template(messages))  # it writes all special tokens
+    return text_ids(served, served.tokenizer.apply_chat_template(messages))  # writes all special tokens
 
 
 def text_ids(served: ServedPolicy, text: str) -> list[int]:
-    """A text as it stands."""
+    """Returns the tokens of a text, without a template."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON and command lines may hold
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON and command lines may contain
         raise PromptError(
-            f"the prompt is not Unicode text: {text[error.start : error.end]!a} is no character"
+            f"the prompt is not Unicode text: {text[error.start : error.end]!a} is not a character"
         ) from error
     return token_ids(served, served.tokenizer.encode(text))
 
 
 def token_ids(served: ServedPolicy, ids: Sequence[int]) -> list[int]:
-    """Token ids that are given as such."""
+    """Checks token ids against the vocabulary and the longest prompt, and returns them."""
     if not ids:
         raise PromptError("the prompt has no tokens")
     if not all(0 <= token < served.vocab_size for token in ids):

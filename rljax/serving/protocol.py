@@ -1,7 +1,7 @@
 """Bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send them.
 
-What cannot be done is refused with a reason, not left out in silence: a researcher who asks for `logit_bias`
-should not get samples without it.
+Unsupported fields are refused with a reason, not ignored: a researcher who asks for `logit_bias` should not
+get samples without it.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,13 +13,13 @@ _MOST_STOPS = 16
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Attributes:
       status: status of the HTTP response.
       message: the error, and its remedy.
-      param: the field that is wrong, if it is one.
-      code: for programs.
+      param: the invalid field, if there is one.
+      code: OpenAI's name of the error, for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -28,7 +28,7 @@ class RequestError(Exception):
         self.message, self.param = _sayable(message), None if param is None else _sayable(param)
 
     def body(self) -> dict[str, Any]:
-        """The JSON that OpenAI's clients read."""
+        """Returns the JSON that OpenAI's clients read."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -36,7 +36,7 @@ class RequestError(Exception):
 
 
 def _sayable(text: str) -> str:
-    """The text of a response: JSON may hold half a surrogate pair, which no encoding has."""
+    """Returns text that UTF-8 can encode: JSON may contain half a surrogate pair, which it cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -45,22 +45,22 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_is_asked(cls, content: Any) -> Any:
-        """Null asks for nothing. Of keys that are not known the first is kept, to be named: an error for each
-        of a million would take gigabytes.
+    def _requested(cls, content: Any) -> Any:
+        """Drops null values. Of unknown keys only the first is kept, to be named in the error: an error for
+        each of a million would take gigabytes.
         """
         if not isinstance(content, dict):
             return content
-        asked = {key: value for key, value in content.items() if value is not None}
-        unknown = next((key for key in asked if key not in cls.model_fields), None)
+        requested = {key: value for key, value in content.items() if value is not None}
+        unknown = next((key for key in requested if key not in cls.model_fields), None)
         if unknown is None:
-            return asked
-        known = {key: asked[key] for key in cls.model_fields if key in asked}
-        return known | {_sayable(unknown): asked[unknown]}
+            return requested
+        known = {key: requested[key] for key in cls.model_fields if key in requested}
+        return known | {_sayable(unknown): requested[unknown]}
 
 
 _Item = TypeVar("_Item")
-_List = Annotated[list[_Item], Field(fail_fast=True)]  # one error is enough, see above
+_List = Annotated[list[_Item], Field(fail_fast=True)]  # stops at the first error, as above
 
 
 class StreamOptions(_Strict):
@@ -78,8 +78,9 @@ class Body(_Strict):
     """Fields of both kinds of requests.
 
     Attributes:
-      return_token_ids: not OpenAI's: the response's token ids in every choice, as `token_ids`.
-      user: accepted, and not used.
+      return_token_ids: return the token ids of the response in every choice, as `token_ids`; not part of
+        OpenAI's protocol.
+      user: accepted and ignored.
     """
 
     model: str
@@ -107,7 +108,7 @@ class Body(_Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """In a stream."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -125,7 +126,7 @@ class Body(_Strict):
         return getattr(self, self.tokens_field)
 
     def refuse_the_impossible(self) -> None:
-        """Raises a RequestError for what the engine does not do."""
+        """Raises a RequestError for a field that the engine does not support."""
         if self.logit_bias:
             raise _unsupported("logit_bias", "logits are not changed; leave it out")
         if self.stream_options is not None and not self.stream:
@@ -155,7 +156,7 @@ class Message(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Only text."""
+    """The format of a response; only text is supported."""
 
     type: Literal["text"]
 
@@ -194,8 +195,8 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """A text, or token ids, each."""
-        several = isinstance(self.prompt, list) and not all(isinstance(each, int) for each in self.prompt)
+        """The prompts; each is a text or a list of token ids."""
+        several = isinstance(self.prompt, list) and not all(isinstance(item, int) for item in self.prompt)
         return self.prompt if several else [self.prompt]
 
     @property
@@ -217,18 +218,18 @@ class CompletionBody(Body):
 
 
 def parse(kind: type[Body], content: Any) -> Body:
-    """The body of a request; raises a RequestError that names the first wrong field."""
+    """Parses the body of a request; raises a RequestError that names the first invalid field."""
     if not isinstance(content, dict):
         raise RequestError(400, f"the body should be a JSON object, not {type(content).__name__}")
     try:
         body = kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        branches = ("str", "constrained-str")  # of a union, as lists are, whose names end in a bracket
+        branches = ("str", "constrained-str")  # of unions; branches that are lists end in a bracket
         parts = [str(part) for part in first["loc"] if part not in branches]
         field = ".".join(part for part in parts if not part.endswith("]"))
-        said = "this server does not know it" if first["type"] == "extra_forbidden" else first["msg"]
-        raise RequestError(400, f"{field}: {said}", str(first["loc"][0])) from error
+        reason = "this server does not know it" if first["type"] == "extra_forbidden" else first["msg"]
+        raise RequestError(400, f"{field}: {reason}", str(first["loc"][0])) from error
     body.refuse_the_impossible()
     return body
 

@@ -1,37 +1,38 @@
-"""A response's text while its tokens come: in pieces that need not be taken back.
+"""Streams the text of a response in pieces that stay valid as more tokens arrive.
 
-A token may end inside a character, and a text may turn out to be the beginning of a stop string: such an end
-is held back until it is known. All pieces together are the text of all tokens, up to the first stop string.
+A token may end inside a character, and the end of a text may be the beginning of a stop string. Such an end
+is held back until more tokens decide. The concatenated pieces are the text of all tokens, up to the first
+stop string.
 """
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the bytes of half a character decode to
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to it
 
 
 class TextStream:
     """The text of one response.
 
     Args:
-      decode: token ids to text.
-      stop: texts that end the response and do not belong to it.
+      decode: function from token ids to text.
+      stop: texts that end the response, without being part of it.
 
     Attributes:
-      length: characters so far, with what is held back and what a stop string has cut off.
-      stopped: whether one of them was found; nothing follows.
+      length: number of characters so far, including those that are held back or cut off by a stop string.
+      stopped: whether a stop string has occurred; no text follows.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
         self._ids: list[int] = []
-        self._begin = 0  # what is before stands for itself; from here on tokens are decoded together
-        self._known = 0  # of the tokens from there, those whose text has been taken
+        self._begin = 0  # tokens before this index no longer affect decoding; later ones are decoded together
+        self._known = 0  # index of the first token whose text has not been returned
         self._held = ""
         self.length = 0
         self.stopped = False
 
     def push(self, ids: Sequence[int]) -> str:
-        """Returns the text that is certain after these tokens."""
+        """Adds tokens and returns the text that has become certain."""
         self._ids.extend(ids)
         text = self._new_text()
         if text.endswith(_INCOMPLETE):
@@ -48,7 +49,9 @@ class TextStream:
         return text
 
     def _new_text(self) -> str:
-        """The text of the tokens that are not known yet; those before say how they join it."""
+        """Returns the text of the new tokens, decoded after the previous ones, which may change its
+        spacing.
+        """
         before = self._decode(self._ids[self._begin : self._known])
         text = self._decode(self._ids[self._begin :])
         return text[len(before) :] if text.startswith(before) else _INCOMPLETE
@@ -57,10 +60,10 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stop) if at >= 0]
-        if found:
+        positions = [position for position in map(text.find, self._stop) if position >= 0]
+        if positions:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(positions)]
         longest = max(map(len, self._stop), default=1) - 1
         held = next(
             (n for n in range(min(longest, len(text)), 0, -1) if self._may_stop(text[-n:])),

@@ -2,11 +2,12 @@
 
     worker = EngineWorker(engine, params, max_slots=8)
     worker.start()
-    worker.submit([Job(request, deliver)])     # deliver(piece) is called from the thread, again and again
-    worker.close()                             # finishes the jobs there are
+    worker.submit([Job(request, deliver)])     # the thread calls deliver(piece) for every new piece
+    worker.load_params(new_params, version=1)  # later tokens are sampled by the new weights
+    worker.close()                             # finishes the jobs that were submitted
 
-The decoding is `rljax/rollout/decode_loop.py`'s. The worker adds the thread, a bounded queue, the delivery of
-pieces as they are sampled, and an end for everybody if decoding fails.
+`rljax/rollout/decode_loop.py` decodes. The worker adds the thread, a bounded queue, the delivery of pieces as
+they are sampled, and an error for every job if decoding fails.
 """
 
 import collections
@@ -27,11 +28,11 @@ from rljax.speculation.speculator import Speculator
 
 
 class QueueFull(Exception):
-    """So many requests are waiting that no more are taken."""
+    """The queue has no room for the requests."""
 
 
 class Closed(Exception):
-    """The worker takes no requests any more; the message says why."""
+    """The worker no longer accepts requests; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Piece:
     """Tokens of a response since the last piece.
 
     Attributes:
-      tokens: ids; with the one that ended it.
-      logprobs: logprob of each, under the distribution really sampled.
-      ending: why it is over; None if more will come.
+      tokens: token ids, including the one that ended the response.
+      logprobs: logprobs of the tokens, under the sampling distribution.
+      ending: reason of the response's end; None if further pieces follow.
     """
 
     tokens: list[int]
@@ -54,7 +55,7 @@ class Job:
 
     Args:
       request: the request.
-      deliver: called from the worker's thread with every `Piece`, or last with the exception that ended the
+      deliver: called from the worker's thread with every `Piece`, or with the exception that ended the
         worker.
       stop: texts that end the response.
 
@@ -80,12 +81,12 @@ class Job:
 
     @property
     def drafted(self) -> int:
-        """Draft nodes that were verified for the response, once it has ended."""
+        """Number of draft nodes verified for the response; valid once it has ended."""
         return self.response.drafted
 
     @property
     def accepted(self) -> int:
-        """Tokens that came from drafts, once the response has ended."""
+        """Number of tokens accepted from drafts; valid once the response has ended."""
         return self.response.accepted
 
 
@@ -114,22 +115,23 @@ class _Finished:
 
 
 class EngineWorker:
-    """Decodes jobs as they come.
+    """Decodes jobs as they arrive.
 
     Args:
-      engine: the decode engine; nobody else may use it.
+      engine: the decode engine, used by this worker alone.
       params: weights from `engine.load_params`.
-      max_slots: jobs decoded at a time.
-      speculator: decodes with drafts; None for plain decoding.
-      max_waiting: jobs that may wait for a slot.
+      max_slots: most jobs decoded at a time.
+      speculator: speculator for decoding with drafts; None for plain decoding.
+      max_waiting: most jobs that wait for a slot.
       steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_sync`:
-        the most tokens of a piece, and the time that a new request waits to join.
-      learned_together: by prompt, how many responses drafters learn together, where it is not one. They keep
-        a prompt's newest rollouts: single responses, each learned as one, would drive out what a run learned.
+        the most tokens of a piece, and the longest wait of a new request for a free slot.
+      learned_together: number of responses that drafters learn at once, by prompt; 1 for other prompts.
+        Drafters keep a prompt's newest rollouts, so single responses, learned as rollouts, would replace
+        those of a run.
 
     Attributes:
-      loop: the decode loop; the thread's alone.
-      endings: jobs that have ended, by how.
+      loop: the decode loop, used by the thread alone.
+      endings: number of ended jobs, by ending.
       error: exception that ended the worker, or None.
     """
 
@@ -151,7 +153,8 @@ class EngineWorker:
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
-        self._live: dict[LiveResponse, Job] = {}  # those that are decoded
+        self._live: dict[LiveResponse, Job] = {}  # the jobs in the loop
+        self._new_params: tuple[Params, int] | None = None  # with their version; not yet in the loop
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._finished = _Finished(learned_together or {})
@@ -168,20 +171,17 @@ class EngineWorker:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs, all or none. Those with the same prompt that come together are prefilled once.
+        """Adds jobs, all or none. Jobs of one call with the same prompt share a prefill.
 
         Raises:
           ValueError: a request that cannot fit.
-          QueueFull: too many are waiting.
+          QueueFull: too many jobs are waiting.
           Closed: the worker is closing or has failed.
         """
         for job in jobs:
             check_request(job.request, self.engine.buckets)
         with self._changed:
-            if self.error is not None:
-                raise Closed(f"decoding has failed: {self.error}")
-            if self._closing:
-                raise Closed("the server is shutting down")
+            self._check_open()
             free = self.max_slots - self.active
             if len(self._waiting) + len(jobs) > self.max_waiting + free:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already")
@@ -189,18 +189,37 @@ class EngineWorker:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Gives up jobs, if they are not over: their slots become free at the next host sync."""
+        """Cancels jobs that have not ended; their slots become free at the next host sync."""
         with self._changed:
             for job in jobs:
                 job._cancelled = True
             self._changed.notify()
 
-    def close(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """Takes no more jobs and ends the thread; returns whether it has ended.
+    def load_params(self, params: Params, version: int) -> None:
+        """Swaps the weights at the next host sync; does not wait for it.
+
+        Jobs submitted afterwards are decoded by the new weights alone. Responses under way continue with the
+        new weights, over keys and values of the old ones, and record the position (`job.response.versions`).
+        Of several swaps between two host syncs the last one counts.
 
         Args:
-          drain: finish those there are; False cancels them.
-          timeout: seconds to wait.
+          params: weights from `engine.load_params`; with copy=True where a trainer donates its arrays.
+          version: number of the weights.
+
+        Raises:
+          Closed: the worker is closing or has failed.
+        """
+        with self._changed:
+            self._check_open()
+            self._new_params = params, version
+            self._changed.notify()
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> bool:
+        """Accepts no more jobs and ends the thread; returns whether the thread has ended.
+
+        Args:
+          drain: finish the jobs of the worker; False cancels them.
+          timeout: seconds to wait for the thread; None for no limit.
         """
         with self._changed:
             self._closing = True
@@ -213,24 +232,30 @@ class EngineWorker:
         return not self._thread.is_alive()
 
     def wait(self) -> BaseException | None:
-        """Waits until the thread has ended; what ended it, if not `close`."""
+        """Waits until the thread has ended; returns the exception that ended it, or None after `close`."""
         self._thread.join()
         return self.error
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are taken."""
+        """Whether jobs are accepted."""
         return self.error is None and not self._closing
 
     @property
     def active(self) -> int:
-        """Jobs that are decoded."""
+        """Number of jobs that are decoded."""
         return len(self._live)
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a slot."""
+        """Number of jobs that wait for a slot."""
         return len(self._waiting)
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise Closed(f"decoding has failed: {self.error}")
+        if self._closing:
+            raise Closed("the server is shutting down")
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -247,12 +272,15 @@ class EngineWorker:
                 job.deliver(error)
 
     def _take(self) -> bool:
-        """Waits for something to do, and passes news on to the loop; False when all is done."""
+        """Waits for work, and passes jobs, cancellations and weights to the loop; returns False at the
+        end.
+        """
         with self._changed:
-            while not self._waiting and not self._live:
+            while not (self._waiting or self._live or self._new_params):
                 if self._closing:
                     return False
                 self._changed.wait()
+            new_params, self._new_params = self._new_params, None
             dropped = [job for job in self._waiting if job._cancelled]
             jobs = [job for job in self._waiting if not job._cancelled]
             taken = jobs[: self.max_slots - len(self._live)]
@@ -261,19 +289,20 @@ class EngineWorker:
             self._live |= {job.response: job for job in taken}
         for job in dropped:
             self._end(job, [], [], "cancelled")
+        if new_params is not None:  # first: what is submitted below must not be prefilled by the old weights
+            self.loop.load_params(*new_params)
         if cancelled:
             self.loop.cancel(cancelled)
         if taken:
             if self.speculator is not None:
-                self.speculator.decisions.take()  # nobody reads them here
-                self.speculator.learn(
-                    self._finished.take()
-                )  # none, too: drafters keep what they have planted
+                self.speculator.decisions.take()  # a server does not log decisions; drop them
+                # Also with no responses: drafters discard trees of a rollout that `learn` has not followed.
+                self.speculator.learn(self._finished.take())
             self.loop.submit([job.response for job in taken])
         return True
 
     def _deliver(self, responses: Sequence[LiveResponse]) -> None:
-        """Hands on what responses got at a host sync."""
+        """Delivers the new tokens of responses after a host sync."""
         for response in responses:
             job = self._live[response]
             tokens, logprobs = response.tokens[job._delivered :], response.logprobs[job._delivered :]

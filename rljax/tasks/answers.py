@@ -1,4 +1,4 @@
-"""The answer that a response gives, as text: what maj@k votes on (Wang et al., arXiv 2203.11171)."""
+"""Extracts a response's answer as text, the vote of maj@k (Wang et al., arXiv 2203.11171)."""
 
 import re
 
@@ -10,23 +10,24 @@ _PLACES = ("boxed", "marker", "number")
 
 
 def extracted_answer(task: Task, problem: Problem, response_text: str) -> str | None:
-    """The answer in a form in which equal answers are equal texts, None where there is none: by the task's
-    own method of this name, else by `last_answer`.
+    """Returns the answer in a normal form (equal answers are equal texts), None where there is none. A task
+    with a method of this name decides; otherwise `last_answer` does.
     """
-    own = getattr(task, "extracted_answer", None)
-    return last_answer(response_text) if own is None else own(problem, response_text)
+    extract = getattr(task, "extracted_answer", None)
+    return last_answer(response_text) if extract is None else extract(problem, response_text)
 
 
 def last_answer(text: str) -> str | None:
-    r"""What is in the last `\boxed{...}`, else behind the last `####`, else the last number.
+    r"""Returns the content of the last `\boxed{...}`, else the text after the last `####`, else the last
+    number; None where there is none.
 
-    Spaces, dollar signs, thousands separators and a full stop at the end do not tell answers apart.
+    Answers that differ only in spaces, dollar signs, thousands separators or a final full stop are equal.
     """
-    everywhere = (answer_finder(place)(text) for place in _PLACES)
-    found = next((answer for answer in everywhere if answer is not None), None)
-    if found is None:
+    candidates = (answer_finder(place)(text) for place in _PLACES)
+    answer = next((candidate for candidate in candidates if candidate is not None), None)
+    if answer is None:
         return None
-    plain = "".join(found.replace("$", "").split()).removesuffix(".")
+    plain = "".join(answer.replace("$", "").split()).removesuffix(".")
     if _NUMBER.fullmatch(plain):
         plain = plain.replace(",", "")
     return plain or None

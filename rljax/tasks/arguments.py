@@ -1,4 +1,4 @@
-"""Arguments of tasks, as a config gives them."""
+"""Checks the arguments that a config gives a task."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from rljax.errors import ConfigError
 
 
 def checked(name: str, value: Any, kind: type, low: float, high: float) -> Any:
-    """Returns an argument as `kind`, or says in one line what it may be."""
+    """Returns an argument as `kind`; raises a ConfigError with the allowed range otherwise."""
     accepted = (int, float) if kind is float else (int,)
     # `not low <= value` rather than `value < low`: NaN must fail as well.
     if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:

@@ -1,32 +1,32 @@
 """Chains of additions modulo 100, solved one named term at a time.
 
 The quickstart's task: a transformer of two million parameters learns it on a CPU in minutes. The prompt is a
-first total and a chain of terms, each with a letter for its name; the worked solution adds them one by one,
-and `#` marks the answer:
+first total and a chain of terms, each named by a letter; the worked solution adds them one by one, and `#`
+marks the answer:
 
     prompt    47a5b8c9=
     solution  a5+47=52b8+52=60c9+60=69#69
 
 Why this form:
 
-- *Every term has a name.* A step begins with the name of its term, which stands in the prompt once, and
-  the term follows it there as here: finding it is one lookup, the first thing that attention learns, and no
-  counting to the k-th place.
-- *A step restates the total.* Everything else it needs stands a few tokens back, at distances that never
-  change.
-- *Totals wrap round at 100* and are zero-padded, so every step has the same width, and a wrong total is as
+- *Every term has a name.* A step begins with the name of its term. The name occurs once in the prompt, with
+  the term right after it, so finding the term is one lookup, the first skill that attention learns; counting
+  to the k-th place is not needed.
+- *A step restates the total.* All other inputs of a step are a few tokens back, at fixed distances.
+- *Totals wrap around at 100* and are zero-padded, so every step has the same width, and a wrong total is as
   good a start for the next step as a right one.
 - *A long tail.* The number of terms is drawn from a power law cut at `max_terms`, so most solutions are short
   and a few are many times longer, as in RL on reasoning models.
-- *Lengths that differ within a group.* All samples of a chain would be as long as the chain. With `rechecks`,
-  a demonstration that has reached the end may go through its chain again, after a `?`, and again, as
-  reasoning models check themselves: how often, the policy samples. The answer is the last round's.
+- *Lengths that differ within a group.* Without rechecks, all samples of a chain are equally long. With
+  `rechecks`, a demonstration that has reached the end may go through its chain again, after a `?`, and again,
+  as reasoning models check themselves: the policy samples the number of rounds. The last round's answer
+  counts.
 
       solution  a5+47=52b8+52=60c9+60=69?a5+47=52b8+52=60c9+60=69#69
 
 The warm start's demonstrations are imperfect, as cold-start data is: a fraction `demonstration_noise` of
-their steps contains a slip, and the slip runs on into the answer. A policy trained on them slips as often
-when it samples, though its most likely token is right: that is what RL with a verifiable reward then removes.
+their steps contains a slip, which carries over into the answer. A policy trained on them slips as often when
+it samples, though its most likely token is right. RL with a verifiable reward then removes these slips.
 """
 
 import bisect
@@ -44,7 +44,7 @@ TERM_NAMES = string.ascii_letters
 ANSWER_MARKER = "#"
 RECHECK_MARKER = "?"
 SLIPS = (1, -1, 10, -10)
-"""Errors that a slip adds to a step's result: a miscounted unit or a mishandled carry."""
+"""Errors that a slip adds to the result of a step: a miscounted unit or a mishandled carry."""
 
 # The marker is outside the first class, so matching takes linear time on any text.
 _WELL_FORMED = re.compile(r"[0-9A-Za-z+=?]*#[0-9]{2}")
@@ -62,8 +62,8 @@ class ChainArithmetic:
       max_number: the largest term after the first, from 1 to 99 (the first is a total, 0 to 99). Terms above
         9 cost two tokens.
       demonstration_noise: fraction of the steps of a `warm_start` solution that contain a slip.
-      rechecks: how likely a `warm_start` solution goes through its chain once more whenever it has reached
-        its end, from 0 to 0.95. None gets more steps than the longest chain has.
+      rechecks: probability that a `warm_start` solution goes through its chain once more after each round,
+        from 0 to 0.95. No solution gets more steps than the longest chain has.
       format_weight: share of the reward given for a well-formed response, right or wrong; the answer earns
         the rest.
 
@@ -99,7 +99,7 @@ class ChainArithmetic:
         """Returns problem `index` of a split; see `Task.problem`."""
         source = problem_random(self.seed, split, index)
         num_terms = 2 + bisect.bisect_left(self._cumulative, source.random() * self._cumulative[-1])
-        # The length is drawn before the terms, so that both sides of the split have the same lengths.
+        # The length is drawn before the terms, so that both splits have the same distribution of lengths.
         while True:
             first = int(source.random() * MODULUS)
             terms = [1 + int(source.random() * self.max_number) for _ in range(num_terms - 1)]
@@ -118,8 +118,8 @@ class ChainArithmetic:
         """Judges a response by what follows its last marker.
 
         Returns:
-          "correct": 1 if that is the answer and nothing else, else 0; "format": 1 if the response is steps,
-          one marker and two digits, and nothing else, else 0; "reward": (1 - format_weight) * correct +
+          "correct": 1 if the answer and nothing else follows the marker, else 0; "format": 1 if the response
+          consists of steps, one marker and two digits, else 0; "reward": (1 - format_weight) * correct +
           format_weight * format.
         """
         text = response_text.rstrip()
@@ -129,7 +129,7 @@ class ChainArithmetic:
         return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """The one or two digits behind the last marker, as two; None if there is anything else."""
+        """Returns the one or two digits after the last marker, as two; None if anything else follows it."""
         _, marker, tail = response_text.rstrip().rpartition(ANSWER_MARKER)
         return f"{int(tail):02d}" if marker and _ANSWER.fullmatch(tail) else None
 
@@ -138,8 +138,8 @@ class ChainArithmetic:
         return total_text(first) + "".join(named) + "="
 
     def _solution(self, first: int, terms: Sequence[int], source: Random, imperfect: bool) -> str:
-        """Writes one step a term, round after round, then the marker and the last total. Imperfect solutions
-        slip and go round again at the rates of the task.
+        """Writes one step per term, round after round, then the marker and the last total. An imperfect
+        solution contains slips and further rounds at the rates of the task.
         """
         rounds, most = [], (self.max_terms - 1) // len(terms) if imperfect and self.rechecks else 1
         while True:
@@ -149,7 +149,7 @@ class ChainArithmetic:
                 return RECHECK_MARKER.join(rounds) + ANSWER_MARKER + total_text(total)
 
     def _steps(self, first: int, terms: Sequence[int], source: Random, noise: float) -> tuple[str, int]:
-        """The steps of a chain, slips at the rate `noise`, and the last total."""
+        """Returns the steps of a chain, with slips at the rate `noise`, and the last total."""
         total, steps = first, []
         for name, term in zip(TERM_NAMES, terms, strict=False):
             result = total + term

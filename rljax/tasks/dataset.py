@@ -1,7 +1,7 @@
 """Problems from a file or a Hugging Face dataset: `task.name: dataset`.
 
-Every epoch has an order of its own, a pure function of (seed, split, epoch), so the position in the data is
-one integer here too. Responses are judged by `task.rewards`; a dataset has no reward of its own.
+The order of the problems differs from epoch to epoch. It is a pure function of (seed, split, epoch), so the
+position in the data is one integer here too. `task.rewards` judge the responses; a dataset has no reward.
 """
 
 import functools
@@ -30,21 +30,21 @@ class Dataset:
     Args:
       seed: the run seed.
       path: a .jsonl or .parquet file of problems; this or `hub`.
-      heldout_path: one of held-out problems. Without it, a hash of its prompt decides whether a problem of
-        `path` is held out: one in eight is.
+      heldout_path: a file of held-out problems. Without it, the hash of the prompt decides whether a problem
+        of `path` is held out: one in eight is.
       hub: id of a dataset on the Hugging Face hub, or a local directory of data files.
       subset: subset of `hub`, if it has several.
       split: split of `hub` for training.
-      heldout_split: split of `hub` for evaluation; without it, prompts are hashed.
+      heldout_split: split of `hub` for evaluation; without it, the hash of the prompt decides.
       prompt: column with the prompt: text, or a list of messages {role, content}.
-      answer: column with the right answer, or null where rewards need none.
-      answer_marker: the answer is what follows this in its column, such as "####" in GSM8K.
+      answer: column with the right answer; null where no reward needs it.
+      answer_marker: marker in the answer's column; the answer is the text after it, as with "####" in GSM8K.
       difficulty: column with a whole number, alone or within text ("Level 3"); null makes all equally hard.
-      difficulties: [lowest, highest], to keep only these problems.
-      longest_prompt: characters of a prompt; problems with a longer one are left out.
+      difficulties: [lowest, highest]; other problems are left out.
+      longest_prompt: most characters of a prompt; problems with a longer one are left out.
       solution: column with worked solutions, for a warm start.
       system: a system message before every prompt.
-      template: text around a prompt, with {prompt} in it.
+      template: text around a prompt; contains {prompt}.
     """
 
     has_reward = False
@@ -68,10 +68,10 @@ class Dataset:
         system: str | None = None,
         template: str | None = None,
     ) -> None:
-        given = dict(locals())
+        args = dict(locals())
         self.seed = seed
-        _check(given)
-        self._given = given
+        _check(args)
+        self._args = args
         self._digests: dict[str, str] = {}
         source = path or hub
         train = self._read(path, split, "task.args.path" if path else "task.args.hub")
@@ -91,7 +91,7 @@ class Dataset:
 
     def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of a split; see `Task.problem`. Held-out problems keep one order."""
-        problem_random(self.seed, split, index)  # refuses what is no split or index
+        problem_random(self.seed, split, index)  # raises an error for an unknown split or a negative index
         problems = self._problems[split]
         if not problems:
             raise ConfigError(
@@ -102,7 +102,7 @@ class Dataset:
         return problems[self._order(split, 0 if split == "heldout" else epoch)[place]]
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """Not here: `task.rewards` judges."""
+        """Raises an error: `task.rewards` judge the responses."""
         raise ConfigError("task.rewards: a dataset has no reward of its own; list at least one")
 
     def finite_problems(self) -> list[Problem]:
@@ -110,8 +110,8 @@ class Dataset:
         return [*self._problems["train"], *self._problems["heldout"]]
 
     def fingerprint(self) -> dict[str, str]:
-        """A digest of the rows of each file or dataset, by its name: what the problems follow from, beside
-        the arguments.
+        """Returns a digest of the rows of each file or dataset, by its name. With the arguments, the rows
+        determine the problems.
         """
         return self._digests
 
@@ -122,28 +122,28 @@ class Dataset:
         return sorted(range(len(keys)), key=keys.__getitem__)
 
     def _read(self, path: str | None, split: str | None, key: str) -> list[tuple[str, Problem]]:
-        """Problems, each after its prompt as the row has it, which decides its split."""
-        given = self._given
-        rows = read_file(path, key) if path else read_hub(given["hub"], given["subset"], split, key)
+        """Returns pairs of the prompt in the row, which decides the split, and the problem."""
+        args = self._args
+        rows = read_file(path, key) if path else read_hub(args["hub"], args["subset"], split, key)
         digest = hashlib.blake2b(digest_size=16)
         problems = list(self._problems_of(_digested(rows, digest)))
-        self._digests[path or f"{given['hub']} ({split})"] = digest.hexdigest()
+        self._digests[path or f"{args['hub']} ({split})"] = digest.hexdigest()
         if not problems:
-            raise ConfigError(f"{key}: {path or given['hub']} has no problem")
+            raise ConfigError(f"{key}: {path or args['hub']} has no problem")
         return problems
 
     def _problems_of(self, rows: Iterator[Row]) -> Iterator[tuple[str, Problem]]:
-        lowest, highest = self._given["difficulties"] or (None, None)
-        longest = self._given["longest_prompt"]
+        lowest, highest = self._args["difficulties"] or (None, None)
+        longest = self._args["longest_prompt"]
         for place, row in rows:
             try:
-                problem = _problem(place, row, self._given)
+                problem = _problem(place, row, self._args)
             except ValueError as error:
                 raise ConfigError(f"{place}: {error}") from error
             in_range = lowest is None or lowest <= problem.difficulty <= highest
             length = sum(len(message["content"]) for message in problem.messages)
             if in_range and (longest is None or length <= longest):
-                yield str(row[self._given["prompt"]]), problem
+                yield str(row[self._args["prompt"]]), problem
 
 
 def _digested(rows: Iterator[Row], digest: "hashlib._Hash") -> Iterator[Row]:
@@ -152,18 +152,18 @@ def _digested(rows: Iterator[Row], digest: "hashlib._Hash") -> Iterator[Row]:
         yield place, row
 
 
-def _problem(place: str, row: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
-    messages = list(_messages(_column(row, given["prompt"])))
-    if given["template"] is not None:
+def _problem(place: str, row: Mapping[str, Any], args: Mapping[str, Any]) -> Problem:
+    messages = list(_messages(_column(row, args["prompt"])))
+    if args["template"] is not None:
         last = messages[-1]
-        messages[-1] = {**last, "content": given["template"].replace("{prompt}", last["content"])}
-    if given["system"] is not None:
-        messages.insert(0, {"role": "system", "content": given["system"]})
-    difficulty = 0 if given["difficulty"] is None else _difficulty(row, given["difficulty"])
-    solution = None if given["solution"] is None else _column(row, given["solution"])
+        messages[-1] = {**last, "content": args["template"].replace("{prompt}", last["content"])}
+    if args["system"] is not None:
+        messages.insert(0, {"role": "system", "content": args["system"]})
+    difficulty = 0 if args["difficulty"] is None else _difficulty(row, args["difficulty"])
+    solution = None if args["solution"] is None else _column(row, args["solution"])
     if solution is not None and not isinstance(solution, str):
-        raise ValueError(f"{given['solution']!r} should be text, not a {type(solution).__name__}")
-    return Problem(place, tuple(messages), _answer(row, given), difficulty, solution, row)
+        raise ValueError(f"{args['solution']!r} should be text, not a {type(solution).__name__}")
+    return Problem(place, tuple(messages), _answer(row, args), difficulty, solution, row)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -197,18 +197,18 @@ def _messages(prompt: Any) -> Iterator[dict[str, str]]:
         raise ValueError(f"the last message should be the user's, not the {prompt[-1]['role']}'s")
 
 
-def _answer(row: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    if given["answer"] is None:
+def _answer(row: Mapping[str, Any], args: Mapping[str, Any]) -> str:
+    if args["answer"] is None:
         return ""
-    value = _column(row, given["answer"])
+    value = _column(row, args["answer"])
     if not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer should be text or a number, not a {type(value).__name__}")
-    if given["answer_marker"] is None:
+    if args["answer_marker"] is None:
         return str(value)
-    found = after_marker(str(value), given["answer_marker"])
-    if found is None:
-        raise ValueError(f"there is nothing after {given['answer_marker']!r} in {given['answer']!r}")
-    return found
+    answer = after_marker(str(value), args["answer_marker"])
+    if answer is None:
+        raise ValueError(f"there is nothing after {args['answer_marker']!r} in {args['answer']!r}")
+    return answer
 
 
 def _difficulty(row: Mapping[str, Any], name: str) -> int:
@@ -223,27 +223,27 @@ def _difficulty(row: Mapping[str, Any], name: str) -> int:
     return int(numbers[0])
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    """A ConfigError about arguments that cannot be; Parquet and hub columns are checked as rows are read."""
+def _check(args: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for invalid arguments. Columns are checked as rows are read."""
     for name in _TEXT_ARGS:
-        if given[name] is not None and (not isinstance(given[name], str) or not given[name]):
-            raise ConfigError(f"task.args.{name}: should be text that is not empty, not {given[name]!r}")
-    if (given["path"] is None) == (given["hub"] is None):
+        if args[name] is not None and (not isinstance(args[name], str) or not args[name]):
+            raise ConfigError(f"task.args.{name}: should be text that is not empty, not {args[name]!r}")
+    if (args["path"] is None) == (args["hub"] is None):
         raise ConfigError("task.args.path: give the path of a file, or hub, the id of a dataset; one of them")
     for name in ("subset", "heldout_split"):
-        if given["path"] is not None and given[name] is not None:
+        if args["path"] is not None and args[name] is not None:
             raise ConfigError(f"task.args.{name}: belongs to task.args.hub, not to a file")
-    if given["prompt"] is None:
+    if args["prompt"] is None:
         raise ConfigError("task.args.prompt: should be the name of a column")
-    if given["template"] is not None and "{prompt}" not in given["template"]:
+    if args["template"] is not None and "{prompt}" not in args["template"]:
         raise ConfigError("task.args.template: should hold {prompt}, where the prompt goes")
-    longest = given["longest_prompt"]
+    longest = args["longest_prompt"]
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ConfigError(f"task.args.longest_prompt: should be a whole number above 0, not {longest!r}")
-    bounds = given["difficulties"]
+    bounds = args["difficulties"]
     if bounds is not None:
         whole = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]
         if not whole or bounds[0] > bounds[1]:
             raise ConfigError(f"task.args.difficulties: should be [lowest, highest], not {bounds!r}")
-        if given["difficulty"] is None:
+        if args["difficulty"] is None:
             raise ConfigError("task.args.difficulties: needs task.args.difficulty, the column")

@@ -11,8 +11,8 @@ from rljax.tasks.wrapper import Wrapper
 class EpochTask(Wrapper):
     """The first `problems` training problems of a task, again and again; its other splits are unchanged.
 
-    A position in the data stays one integer that only grows, so every visit of a problem is a request of its
-    own, with noise of its own.
+    A position in the data stays one integer that only grows, so a problem that returns is a new request with
+    new noise.
     """
 
     def __init__(self, task: Task, problems: int) -> None:

@@ -1,4 +1,4 @@
-"""The rewards of many responses at once, whatever task they are of."""
+"""Computes the rewards of many responses at once, for any task."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,27 +11,27 @@ Answered = tuple[Problem, str]
 
 
 def judge(task: Task, answered: Sequence[Answered]) -> list[dict[str, float]]:
-    """The task's reward of each response, in order: see `Task.reward`.
+    """Returns the task's reward of each response, in order; see `Task.reward`.
 
-    A task with a method `rewards(answered)` computes them together; see `RewardedTask`.
+    A task with a method `rewards(answered)` computes all of them in one call; see `RewardedTask`.
 
     Raises:
-      UserError: the task raised, or one of its rewards is no finite number; with the problem's name.
+      UserError: the task raised, or one of its rewards is not a finite number; names the problem.
     """
-    together = getattr(task, "rewards", None)
-    if together is not None:
-        found = together(answered)
+    batch_rewards = getattr(task, "rewards", None)
+    if batch_rewards is not None:
+        judged = batch_rewards(answered)
     else:
-        found = [_reward(task, problem, text) for problem, text in answered]
-    for (problem, _), rewards in zip(answered, found, strict=True):
+        judged = [_reward(task, problem, text) for problem, text in answered]
+    for (problem, _), rewards in zip(answered, judged, strict=True):
         if not isinstance(rewards, Mapping) or "reward" not in rewards:
             raise UserError(f"task: the reward of problem {problem.id} is {rewards!r}, without a 'reward'")
         for name, value in rewards.items():
-            if not _is_finite(value):  # learned from, it is in all weights; in a metric, in every mean
+            if not _is_finite(value):  # training on it would ruin all weights, a metric every mean
                 raise UserError(
                     f"task: the reward of problem {problem.id} has {name} {value!r}, no finite number"
                 )
-    return found
+    return judged
 
 
 def _is_finite(value: object) -> bool:

@@ -1,9 +1,9 @@
 """Several tasks in one, by weights that may change along the run: a mixture, or a curriculum.
 
-Which task a position belongs to is drawn from (seed, split, position) and the weights there. Each task's
-problems come in its own order, none left out: its next one is the number of times it was drawn before. That
-number is counted from the start of the run, so it is a function of the position as well, and a resumed run
-goes on with the same problem.
+The task of a position is drawn from (seed, split, position) and the weights there. A task's problems come in
+order, none left out: the index of its next problem is the number of times that the task was drawn before. The
+count starts with the run, so it is a function of the position too, and a resumed run continues with the same
+problem.
 """
 
 import array
@@ -19,7 +19,7 @@ from rljax.tasks.wrapper import Wrapper
 
 class Mixture(Wrapper):
     """The task. Weights of the training split follow the schedules; `heldout` and `warm_start` take the tasks
-    in equal shares, so that every evaluation asks the same.
+    in equal shares, so that every evaluation asks the same problems.
 
     Args:
       seed: the run seed.
@@ -31,8 +31,8 @@ class Mixture(Wrapper):
         self.seed = seed
         self._configs = [config for config, _ in parts]
         self._tasks = {config.prefix: task for config, task in parts}
-        self._drawn = array.array("H")  # of every training position so far, its task
-        self._before = array.array("Q")  # and how often that had been drawn before
+        self._drawn = array.array("H")  # number of the task at every training position so far
+        self._before = array.array("Q")  # how often this task had been drawn before
         self._counts = [0] * len(parts)
 
     def problem(self, split: Split, index: int) -> Problem:
@@ -46,14 +46,14 @@ class Mixture(Wrapper):
         return dataclasses.replace(problem, id=f"{prefix}/{problem.id}")
 
     def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
-        """The rewards of many responses, each task's together. Their parts differ where the tasks' do."""
-        found: list[dict[str, float]] = [{}] * len(answered)
+        """Returns the rewards of many responses, in one call per task. Parts differ from task to task."""
+        judged: list[dict[str, float]] = [{}] * len(answered)
         for prefix, task in self._tasks.items():
-            own = [i for i, (problem, _) in enumerate(answered) if problem.id.startswith(f"{prefix}/")]
-            inner = [(_without(prefix, answered[i][0]), answered[i][1]) for i in own]
-            for i, reward in zip(own, judge(task, inner) if inner else [], strict=True):
-                found[i] = reward
-        return found
+            places = [i for i, (problem, _) in enumerate(answered) if problem.id.startswith(f"{prefix}/")]
+            inner = [(_without(prefix, answered[i][0]), answered[i][1]) for i in places]
+            for i, reward in zip(places, judge(task, inner) if inner else [], strict=True):
+                judged[i] = reward
+        return judged
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         """Extracts the answer as the problem's task does; see `rljax/tasks/answers.py`."""
@@ -61,11 +61,11 @@ class Mixture(Wrapper):
         return extracted_answer(self._tasks[prefix], _without(prefix, problem), response_text)
 
     def _training_place(self, index: int) -> tuple[int, int]:
-        problem_random(self.seed, "train", index)  # refuses what is no position
+        problem_random(self.seed, "train", index)  # raises an error for a negative index
         for position in range(len(self._drawn), index + 1):
             weights = [config.weight_at(position) for config in self._configs]
             left = problem_random(self.seed, "train", position).random() * sum(weights)
-            number = max(i for i, weight in enumerate(weights) if weight > 0)  # where rounding leaves nothing
+            number = max(i for i, weight in enumerate(weights) if weight > 0)  # if rounding skips all tasks
             for i, weight in enumerate(weights):
                 left -= weight
                 if left < 0:

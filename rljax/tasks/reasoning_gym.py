@@ -9,7 +9,7 @@ from rljax.errors import ConfigError, known_names
 from rljax.tasks.base import Problem, Split, is_heldout, problem_random
 from rljax.tasks.rewards.registry import require_package
 
-_NUMBERED = 2**31 - 1  # problems of an environment, each a function of its number
+_NUM_PROBLEMS = 2**31 - 1  # of an environment; each problem is a function of its number
 _SYSTEM = (
     "Think about the problem step by step. Then give the final answer, and nothing else, between <{tag}> and"
     " </{tag}>."
@@ -17,13 +17,13 @@ _SYSTEM = (
 
 
 class ReasoningGym:
-    """The task: procedural problems with a score of their own.
+    """The task: procedural problems, scored by their environment.
 
     Args:
-      seed: the run seed; the environment gets it too.
-      environment: its name, e.g. "leg_counting".
-      config: its own settings, by name, such as those of its difficulty.
-      system: system message; null takes one that asks for the answer between tags. "" leaves it out.
+      seed: the run seed, also of the environment.
+      environment: name of the environment, e.g. "leg_counting".
+      config: settings of the environment, by name, such as its difficulty.
+      system: system message; null for one that asks for the answer between tags, "" for none.
       tag: name of the tag around the answer.
     """
 
@@ -52,11 +52,11 @@ class ReasoningGym:
                 raise ConfigError(
                     f"task.args.config.{name}: {environment} has no such setting; {known_names(name, known)}"
                 )
-        settings = {"size": _NUMBERED, **(config or {}), "seed": seed}
+        settings = {"size": _NUM_PROBLEMS, **(config or {}), "seed": seed}
         try:
-            self._made = reasoning_gym.create_dataset(environment, **settings)
-            self._made[0]
-        except Exception as error:  # of many kinds: 100 environments check their settings
+            self._environment = reasoning_gym.create_dataset(environment, **settings)
+            self._environment[0]
+        except Exception as error:  # 100 environments check their settings and raise many types
             raise ConfigError(
                 f"task.args.config: {environment} refuses {json.dumps(settings)}: {error!r}"
             ) from error
@@ -70,7 +70,7 @@ class ReasoningGym:
         source = problem_random(self.seed, split, index)
         for _ in range(1000):
             number = int(source.random() * self._size)
-            entry = self._made[number]
+            entry = self._environment[number]
             if is_heldout(entry["question"]) == (split == "heldout"):
                 break
         else:
@@ -85,5 +85,5 @@ class ReasoningGym:
         )
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """Not here: several environments evaluate an answer as Python, so `checker` is run in the sandbox."""
+        """Raises an error: several environments evaluate answers as Python, so the sandbox runs `checker`."""
         raise NotImplementedError("a checker judges; see rljax/tasks/rewards/combined.py")

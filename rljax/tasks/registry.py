@@ -1,4 +1,4 @@
-"""Finds a task by the name a config gives it and checks the arguments before anything expensive starts."""
+"""Makes a config's task by name, and checks its arguments before anything expensive starts."""
 
 import inspect
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
     Args:
       name: a key of `TASKS`.
       seed: the run seed; with the split and the index it determines every problem.
-      **args: the task's own arguments (`task.args` of a config).
+      **args: arguments of the task (`task.args` of a config).
 
     Raises:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
@@ -55,12 +55,12 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
 
 
 def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Task:
-    """The task of a config, with its rewards, as a mixture or in epochs where the config says so.
+    """Returns the task of a config with its rewards, as a mixture or in epochs where the config says so.
 
     Args:
       config: the section.
       seed: the run seed.
-      report: told of rewards that fail without stopping the run.
+      report: called with a line for each reward that fails without stopping the run.
     """
     if config.mixture:
         task = Mixture(
@@ -72,7 +72,7 @@ def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Ta
 
 
 def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
-    """The task of an experiment, after a first problem of every split that the experiment uses."""
+    """Returns the task of an experiment, after making a first problem of every split that it uses."""
     task = configured_task(config.task, config.seed, report)
     splits = ["train"]
     splits += ["heldout"] if config.evaluation.problems else []
@@ -83,10 +83,10 @@ def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
 
 
 def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:
-    """One task of a mixture."""
+    """Returns one task of a mixture."""
     item = config.mixture[number]
     key = f"task.mixture.{number}"
-    own = config.model_copy(
+    part_config = config.model_copy(
         update={
             "name": item.name,
             "args": item.args,
@@ -96,11 +96,11 @@ def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:
     )
     try:
         task = make_task(item.name, seed, **item.args)
-    except ConfigError as error:  # its keys are those of a task alone
+    except ConfigError as error:  # names the keys of a task outside a mixture
         raise ConfigError(
             str(error).replace("task.name:", f"{key}.name:").replace("task.args", f"{key}.args")
         ) from error
-    return _rewarded(task, own, report, f"{key}.rewards" if item.rewards else "task.rewards")
+    return _rewarded(task, part_config, report, f"{key}.rewards" if item.rewards else "task.rewards")
 
 
 def _rewarded(task: Task, config: TaskConfig, report: Report, key: str) -> Task:

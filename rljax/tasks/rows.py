@@ -1,6 +1,6 @@
 """Rows of a dataset: a JSONL or Parquet file, or a Hugging Face dataset.
 
-A row is a mapping of columns to values, with a place that errors name, such as "train.jsonl:17".
+A row is a mapping of columns to values, with a place for error messages, such as "train.jsonl:17".
 """
 
 import json
@@ -17,15 +17,15 @@ _JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_file(path: str, key: str) -> Iterator[Row]:
-    """The rows of a file.
+    """Reads the rows of a file.
 
     Args:
-      path: ends in .jsonl, .ndjson or .parquet.
-      key: the config key that names it, for errors.
+      path: path of a .jsonl, .ndjson or .parquet file.
+      key: config key of the path, for errors.
 
     Raises:
-      ConfigError: no such file, of no known kind, or a line that is no JSON object; names the file and the
-        line.
+      ConfigError: a missing file, an unknown format, or a line that is not a JSON object; names the file and
+        the line.
     """
     file = Path(path)
     if file.suffix not in (*_JSON_LINES, ".parquet"):
@@ -36,17 +36,19 @@ def read_file(path: str, key: str) -> Iterator[Row]:
 
 
 def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Row]:
-    """The rows of a Hugging Face dataset, by its id on the hub or as a local directory of data files."""
+    """Reads the rows of a Hugging Face dataset, by its id on the hub or from a local directory of data
+    files.
+    """
     require_package(("datasets", "datasets"), key)
     import datasets
 
     try:
-        found = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # of many kinds, from several libraries
+        loaded = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # several libraries raise errors of many types
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {reason}") from error
     shown = Path(name).name
-    return ((f"{shown}/{split}:{number}", dict(row)) for number, row in enumerate(found))
+    return ((f"{shown}/{split}:{number}", dict(row)) for number, row in enumerate(loaded))
 
 
 def _json_lines(file: Path) -> Iterator[Row]:

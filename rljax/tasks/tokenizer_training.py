@@ -1,8 +1,8 @@
-"""Trains the tokenizer of a policy that is made on the spot, and saves it as Hugging Face saves one.
+"""Trains the tokenizer of a policy made from scratch, and saves it in Hugging Face's format.
 
-Byte-level BPE, so any text can be encoded, with every digit a token of its own: numbers are then read and
-written digit by digit, and arithmetic needs no table of multi-digit tokens. The chat template is ChatML, in
-the form that Qwen uses.
+Byte-level BPE, so any text can be encoded. Every digit is one token: the policy reads and writes numbers
+digit by digit, and arithmetic needs no table of multi-digit tokens. The chat template is ChatML, in Qwen's
+form.
 """
 
 import json
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 _ROLES = ("system", "user", "assistant")
 _ROLE_REPEATS = 1000
 
-# A digit; a word with the space before or the line break after it (so that "user\n" can be one token); a run
+# A digit; a word with a space before it or a line break after it (so that "user\n" can be one token); a run
 # of symbols; white space.
 _PIECES = r"\p{N}| ?\p{L}+\n?| ?[^\s\p{L}\p{N}]+|\s+"
 
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
       texts: texts that the policy will read and write, without the chat template.
       vocab_size: at most this many tokens; the texts may need fewer. At least 259, the 256 bytes and the
         special tokens.
-      directory: directory to write; created if absent.
+      directory: directory to write; created if it is missing.
 
     Returns:
       The tokenizer, as `tokenizers.Tokenizer.from_file` would load it.
@@ -87,7 +87,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    # Last, and whole: who finds this file finds a tokenizer, wherever an earlier process was killed.
+    # Written last, by an atomic rename: where this file exists the tokenizer is complete, also after a kill.
     partial = directory / ".tokenizer.json.tmp"
     partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     os.replace(partial, directory / "tokenizer.json")
@@ -95,7 +95,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
 
 
 def _with_roles(texts: Iterable[str]) -> Iterable[str]:
-    """Adds the role headers to the texts, often enough to be merged before anything rarer."""
+    """Adds the role headers to the texts, so often that they are merged before rarer sequences."""
     for _ in range(_ROLE_REPEATS):
         yield from (role + "\n" for role in _ROLES)
     yield from texts

@@ -1,13 +1,13 @@
-"""Arithmetic that is too much for a small policy's head: a task that needs the calculator (docs/tools.md).
+"""Arithmetic that is too hard for a small policy alone: a task for the calculator (docs/tools.md).
 
     prompt    347*862-95=
     solution  <calculator>347*862-95</calculator><result>299019</result>#299019
 
-An expression is easily copied into a call, and a number out of an answer; products of three digits by three
-are hard to work out without writing. In the warm start only a share `demonstrated_calls`
-of the solutions asks the calculator; the others guess. What is left for RL to find out is that asking pays.
+Copying an expression into a call, and a number out of an answer, is easy; products of two numbers of three
+digits are hard without intermediate steps. In the warm start only a share `demonstrated_calls` of the
+solutions calls the calculator; the others guess. RL has to discover that calling pays.
 
-Solutions are written with the markers that the config's section `tools` has by default.
+Solutions use the default markers of the config's section `tools`.
 """
 
 import re
@@ -28,7 +28,7 @@ class ToolArithmetic:
 
     Args:
       seed: the run seed.
-      numbers: largest count of numbers in an expression, from 2 to 6; the smallest is two.
+      numbers: most numbers in an expression, from 2 to 6; every expression has at least two.
       digits: largest number of digits of a number, from 1 to 6.
       demonstrated_calls: share of `warm_start` solutions that call the calculator.
     """
@@ -65,7 +65,8 @@ class ToolArithmetic:
         """Judges a response by what follows its last marker.
 
         Returns:
-          "reward": 1 if that is the answer and nothing else, else 0; "called": 1 if a call was completed.
+          "reward": 1 if the answer and nothing else follows the marker, else 0; "called": 1 if a call was
+          completed, else 0.
         """
         _, marker, tail = response_text.rstrip().rpartition(ANSWER_MARKER)
         correct = bool(marker) and _INTEGER.fullmatch(tail) is not None and int(tail) == int(problem.answer)
@@ -76,7 +77,7 @@ class ToolArithmetic:
 
 
 def _value(terms: list[int], operations: list[str]) -> int:
-    """Products first."""
+    """Evaluates an expression, products before sums."""
     total, product, sign = 0, terms[0], 1
     for operation, term in zip(operations, terms[1:], strict=True):
         if operation == "*":
@@ -91,6 +92,6 @@ def _called(expression: str, value: int) -> str:
 
 
 def _guessed(value: int, source: Random) -> str:
-    """Returns random digits, as many as the answer has."""
+    """Returns a solution without a call: random digits, as many as the answer has."""
     digits = "".join(str(int(source.random() * 10)) for _ in str(abs(value)))
     return ANSWER_MARKER + ("-" if value < 0 else "") + digits

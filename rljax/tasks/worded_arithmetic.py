@@ -3,18 +3,18 @@
     prompt    47a5b8c9=
     solution  then a5+47=52; b8 to 52 is 60, hm. now c9+60=69? again a5+47=52; ... #69
 
-The policies of `chain_arithmetic` are almost sure of every token: steps have one form. A reasoning model is
-not, and how much speculation helps depends on that. Here a policy has as much to choose as such models do,
-about 0.3 nats a token:
+In `chain_arithmetic` steps have one form, so a policy's entropy is close to 0. A reasoning model's is not,
+and the benefit of speculation depends on it. Here the entropy is about that of reasoning models, 0.3 nats a
+token:
 
-- *Wordings.* A step begins with one of seven openers and is written in one of three forms, at rates like
+- *Wordings.* A step begins with one of seven openers and has one of three forms. Their frequencies are like
   those of words: a few are common, most are rare. The name of the term still comes before its total, which
   keeps a step easy to learn (`chain_arithmetic` says why).
-- *Digressions.* Some steps are followed by a remark that adds nothing, as reasoning models make them.
-- *Rechecks without end.* The rounds through a chain are limited by `max_steps` alone, not by the longest
-  chain, so the longest response is more than five times as long as three quarters of all.
+- *Digressions.* A remark without content follows some steps, as in the output of reasoning models.
+- *More rechecks.* Only `max_steps` limits the rounds through a chain, not the longest chain, so the longest
+  response is more than five times as long as three quarters of all responses.
 
-Slips, their answer, and the reward are those of `chain_arithmetic`.
+Slips, answers and rewards are as in `chain_arithmetic`.
 """
 
 import itertools
@@ -48,7 +48,7 @@ DIGRESSIONS = {
     " i keep the total in mind.": 0.08,
     " let me go on with the next one.": 0.05,
 }
-"""Texts and their rates in demonstrations, which sum to 1."""
+"""Texts with their rates in demonstrations; the rates sum to 1."""
 
 # The marker is outside the first class, so matching takes linear time on any text.
 _WELL_FORMED = re.compile(r"[0-9A-Za-z+=?;,. ]*#[0-9]{2}")
@@ -62,8 +62,8 @@ class WordedArithmetic(ChainArithmetic):
       max_terms, tail_exponent, max_number, demonstration_noise, format_weight: see `ChainArithmetic`.
       rechecks: probability that a `warm_start` solution goes through its chain once more after each round,
         from 0 to 0.95.
-      max_steps: largest number of steps of a solution over all its rounds; at least `max_terms` - 1. About 10
-        tokens each.
+      max_steps: most steps of a solution over all its rounds, of about 10 tokens each; at least
+        `max_terms` - 1.
       digressions: probability of a remark after a step of a `warm_start` solution, from 0 to 1.
     """
 
@@ -88,8 +88,8 @@ class WordedArithmetic(ChainArithmetic):
         self.digressions = checked("digressions", digressions, float, 0.0, 1.0)
 
     def _solution(self, first: int, terms: Sequence[int], source: Random, imperfect: bool) -> str:
-        """Writes rounds of worded steps, then the marker and the last total. A solution that is not imperfect
-        has one round, without slips and digressions, in the most common wording.
+        """Writes rounds of worded steps, then the marker and the last total. Without `imperfect`, a solution
+        has one round, no slips or digressions, and the most common wording.
         """
         rounds, most = [], self.max_steps // len(terms) if imperfect and self.rechecks else 1
         while True:
@@ -122,7 +122,7 @@ def _drawn(texts: dict[str, float], source: Random) -> str:
     for text, bound in zip(texts, itertools.accumulate(texts.values()), strict=True):
         if point < bound:
             return text
-    return next(reversed(texts))  # rates may sum to a little less than 1
+    return next(reversed(texts))  # rounding may leave the sum of the rates just below 1
 
 
 def _most_common(texts: dict[str, float]) -> str:

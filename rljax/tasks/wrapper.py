@@ -1,7 +1,8 @@
 """Base of tasks made of other tasks: mixtures, epochs and rewards.
 
-What `Task` leaves optional is asked for by the functions here, `rljax.tasks.judging.judge` and
-`rljax.tasks.answers.extracted_answer`. A `Wrapper` passes it on; what it must decide itself is abstract.
+The functions here, `rljax.tasks.judging.judge` and `rljax.tasks.answers.extracted_answer` call the optional
+methods of a `Task`, and have defaults. A `Wrapper` forwards these calls; the methods that a subclass must
+define are abstract.
 """
 
 import abc
@@ -12,12 +13,12 @@ from rljax.tasks.judging import Answered
 
 
 def finite_problems(task: Task) -> list[Problem]:
-    """All problems of a task that has finitely many, and says so; else none."""
+    """Returns all problems of a task that declares a finite number; else none."""
     return getattr(task, "finite_problems", list)()
 
 
 def fingerprint(task: Task) -> dict[str, str]:
-    """A digest of each source of data of a task, by its name; empty where it reads none."""
+    """Returns a digest of each data source of a task, by its name; empty for a task that reads no data."""
     return getattr(task, "fingerprint", dict)()
 
 
@@ -30,7 +31,7 @@ class Wrapper(abc.ABC):
     """A task made of one or several others.
 
     Args:
-      *tasks: these.
+      *tasks: the inner tasks.
     """
 
     def __init__(self, *tasks: Task) -> None:
@@ -42,7 +43,7 @@ class Wrapper(abc.ABC):
 
     @abc.abstractmethod
     def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
-        """The rewards of many responses, in order; see `Task.reward`."""
+        """Returns the rewards of many responses, in order; see `Task.reward`."""
 
     @abc.abstractmethod
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
@@ -53,14 +54,14 @@ class Wrapper(abc.ABC):
         return self.rewards([(problem, response_text)])[0]
 
     def finite_problems(self) -> list[Problem]:
-        """The problems of those tasks that have finitely many."""
+        """Returns the problems of the inner tasks that declare a finite number."""
         return [problem for task in self._inner for problem in finite_problems(task)]
 
     def fingerprint(self) -> dict[str, str]:
-        """Those of its tasks."""
+        """Returns the digests of all inner tasks."""
         return {name: digest for task in self._inner for name, digest in fingerprint(task).items()}
 
     def close(self) -> None:
-        """Ends the workers of its tasks. Without it they end with the process."""
+        """Ends the workers of the inner tasks. Without this call they end with the process."""
         for task in self._inner:
             close(task)

@@ -4,22 +4,25 @@ from typing import Protocol
 
 
 class ToolError(Exception):
-    """Error of a call, in a few words for the policy that made it."""
+    """An error of a call, in a few words for the policy that made the call."""
 
 
 class Tool(Protocol):
-    """Something that a policy may call.
+    """A program that a policy may call.
 
-    Calls come from several threads at once. What comes in is model output: a tool never evaluates it in this
-    process, and bounds the time and the memory that it spends on it. The same call should always get the same
-    answer: a run can be repeated, and a resumed one goes on with the same numbers, as far as that holds.
+    Several threads call it at once. Calls are model output: a tool never evaluates them in this process, and
+    bounds the time and memory of a call. The same call should always get the same answer; otherwise a
+    repeated or resumed run gets other numbers.
     """
 
     def call(self, text: str) -> str:
-        """Answers a call; raises `ToolError` where there is no answer. Anything else that it raises is an
-        error of the call as well, but for a `UserError`, which stops the run: the machine's fault.
+        """Answers a call.
 
         Args:
           text: text between the markers.
+
+        Raises:
+          ToolError: there is no answer; other exceptions count as errors of the call as well.
+          UserError: this machine is at fault; it stops the run.
         """
         ...

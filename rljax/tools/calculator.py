@@ -1,7 +1,7 @@
 """A calculator: numbers, + - * / % ** and parentheses, with Python's precedence and Python's numbers.
 
-What comes in is model output. It is parsed by hand, never evaluated as code, and every step is bounded:
-length, nesting, digits. Whole numbers are exact; `/` and decimals are float64.
+Expressions are model output. They are parsed by hand, never evaluated as code, and length, nesting and digits
+are bounded. Whole numbers are exact; `/` and decimals are float64.
 """
 
 import math
@@ -10,11 +10,11 @@ import re
 from rljax.tools.base import ToolError
 
 MAX_LENGTH = 1000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 MAX_DEPTH = 50
-"""Parentheses, signs and powers inside each other."""
+"""Most nested parentheses, signs and powers."""
 MAX_BITS = 4096
-"""Largest size of a whole number, about 1,200 digits: below it every operation takes microseconds."""
+"""Most bits of a whole number, about 1,200 digits: up to this size every operation takes microseconds."""
 
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _TOKEN = re.compile(rf"\s*({_NUMBER}|\*\*|.)", re.DOTALL)
@@ -28,19 +28,19 @@ class Calculator:
     """The tool."""
 
     def call(self, text: str) -> str:
-        """The value of an expression: a whole number, or a decimal as Python writes it."""
+        """Returns the value of an expression: a whole number, or a decimal in Python's notation."""
         return show(evaluate(text))
 
 
 def show(value: Number) -> str:
-    """A value as text; a decimal that is a whole number is written as one, where that is exact."""
+    """Returns a value as text; a float that is exactly a whole number is written without a decimal point."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)
     return repr(value)
 
 
 def evaluate(text: str) -> Number:
-    """The value of an expression; raises a ToolError that says what is wrong with it."""
+    """Returns the value of an expression; raises a ToolError for an invalid one."""
     if len(text) > MAX_LENGTH:
         raise ToolError(f"the expression is longer than {MAX_LENGTH} characters")
     parser = _Parser(text)
@@ -67,7 +67,7 @@ class _Parser:
 
     @property
     def ahead(self) -> str:
-        """The next token, "" at the end."""
+        """The next token; "" at the end."""
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def take(self) -> str:
@@ -159,7 +159,7 @@ def _modulo(left: Number, right: Number) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number | complex:
     whole = isinstance(base, int) and isinstance(exponent, int)
-    # A number of b bits is at least 2 ** (b - 1): too large is known before anything is computed.
+    # A number of b bits is at least 2 ** (b - 1), so a result that is too large is rejected before computing.
     if whole and abs(base) > 1 and (base.bit_length() - 1) * exponent > MAX_BITS:
         raise OverflowError
     return base**exponent

@@ -1,8 +1,8 @@
 """Syntax of calls and answers: between markers, in the text of the response.
 
-A call is found with the token that completes its closing marker, as stop strings are: in the decoded text,
-because the same text can be tokenized in many ways. Only what the policy has written since the last answer
-is searched, so an answer never calls anything.
+A call is detected at the token that completes its closing marker. As for stop strings, the decoded text is
+searched, because the same text can be tokenized in many ways. The search covers only the policy's text since
+the last answer, so an answer cannot contain a call.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ _CUT = " ... (cut)"
 
 
 class ToolCall(NamedTuple):
-    """A call that a response contains.
+    """A call in a response.
 
     Attributes:
-      end: tokens of the response up to and including the one that completes the call.
+      end: number of response tokens up to and including the one that completes the call.
       name: name of the tool.
-      text: between the markers.
+      text: text between the markers.
     """
 
     end: int
@@ -31,15 +31,15 @@ class ToolCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Markup:
-    """The markers, and the tokens of what lies between them.
+    """The markers of calls and answers, with the functions that tokenize text between them.
 
     Attributes:
       calls: opening and closing marker of each tool, by its name.
       answer: opening and closing marker of answers.
-      max_answer_length: characters of an answer; a longer one is cut, and says so.
-      decode: token ids to text, special tokens included.
-      encode: text to token ids.
-      encode_plain: the same, where special tokens that are written out are just text.
+      max_answer_length: most characters of an answer; a longer one is cut and ends with a note.
+      decode: maps token ids to text, special tokens included.
+      encode: maps text to token ids.
+      encode_plain: as `encode`, but the text of a special token is encoded as ordinary text.
     """
 
     calls: dict[str, tuple[str, str]]
@@ -50,12 +50,12 @@ class Markup:
     encode_plain: Callable[[str], list[int]]
 
     def find(self, ids: Sequence[int], begin: int, known: int) -> ToolCall | None:
-        """The first call in a response that is complete.
+        """Returns the first complete call in a response, or None.
 
         Args:
-          ids: the response so far.
-          begin: first token behind the last answer.
-          known: tokens known to complete none.
+          ids: token ids of the response so far.
+          begin: index of the first token after the last answer.
+          known: number of leading tokens that complete no call, as known from earlier searches.
         """
         # A character takes at most four byte-level tokens.
         window = 4 * max(len(closing) for _, closing in self.calls.values())
@@ -74,39 +74,44 @@ class Markup:
         return any(closing in text for _, closing in self.calls.values())
 
     def _call(self, text: str) -> tuple[str, str] | None:
-        """Name and text of the first complete call: what stands behind the last opening marker before it is
-        closed.
+        """Returns tool name and text of the first complete call: the text from the last opening marker before
+        a closing marker.
         """
-        found = []
+        calls = []
         for name, (opening, closing) in self.calls.items():
             end = text.find(closing)
             while end >= 0:
                 begin = text.rfind(opening, 0, end)
                 if begin >= 0:
-                    found.append((end, name, text[begin + len(opening) : end]))
+                    calls.append((end, name, text[begin + len(opening) : end]))
                     break
                 end = text.find(closing, end + 1)
-        return min(found)[1:] if found else None
+        return min(calls)[1:] if calls else None
 
     def answer_ids(self, text: str) -> list[int]:
-        """The tokens of an answer between its markers. Special tokens in it are just text."""
+        """Returns the tokens of an answer with its markers. Special tokens in the answer are ordinary
+        text.
+        """
         opening, closing = self.answer
         if len(text) > self.max_answer_length:
             text = text[: max(self.max_answer_length - len(_CUT), 0)] + _CUT
         return [*self.encode(opening), *self.encode_plain(text), *self.encode(closing)]
 
     def encode_response(self, text: str) -> tuple[list[int], list[bool]]:
-        """A response that is written out, with its answers, as a rollout would have it: its tokens, and which
-        of them are the policy's own. An answer stands right behind a call; elsewhere its markers are text.
+        """Tokenizes a written response with its answers as in a rollout. An answer directly follows a call;
+        elsewhere its markers are ordinary text.
+
+        Returns:
+          The token ids, and for each token whether the policy sampled it (False for answers).
         """
         opening, closing = map(re.escape, self.answer)
         behind = "|".join(f"(?<={re.escape(end)})" for _, end in self.calls.values())
         ids: list[int] = []
-        own: list[bool] = []
+        sampled: list[bool] = []
 
-        def add(more: list[int], sampled: bool) -> None:
-            ids.extend(more)
-            own.extend([sampled] * len(more))
+        def add(part: list[int], by_policy: bool) -> None:
+            ids.extend(part)
+            sampled.extend([by_policy] * len(part))
 
         done = 0
         for answer in re.finditer(f"(?:{behind}){opening}(.*?){closing}", text, re.DOTALL):
@@ -115,7 +120,7 @@ class Markup:
                 add(self.answer_ids(answer[1]), False)
                 done = answer.end()
         add(self.encode(text[done:]), True)
-        return ids, own
+        return ids, sampled
 
 
 def make_markup(
@@ -125,11 +130,11 @@ def make_markup(
     max_answer_length: int,
     tokenizer: Tokenizer,
 ) -> Markup:
-    """The markup of tools.
+    """Returns the markup of tools.
 
     Args:
       names: names of the tools.
-      call: opening and closing marker, in which "{name}" stands for a tool's name.
+      call: opening and closing marker; "{name}" in them stands for the name of a tool.
       answer, max_answer_length: see `Markup`.
       tokenizer: tokenizer of the policy.
     """

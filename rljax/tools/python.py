@@ -1,7 +1,7 @@
-"""Python in a sandbox: what a call prints is its answer (ReTool's code interpreter).
+"""Python in a sandbox: the printed output is the answer (ReTool's code interpreter).
 
-The code runs in `rljax/sandbox`: processes and a file system of its own, no network, limits. Every call
-begins anew: nothing of an earlier one is left.
+The code runs in `rljax/sandbox`: separate processes and file system, no network, limits. Every call starts a
+new interpreter, without the state of earlier calls.
 """
 
 from rljax.errors import ConfigError
@@ -10,7 +10,7 @@ from rljax.sandbox.process import Sandbox, missing_isolation
 from rljax.tools.base import ToolError
 
 _MOST_OUTPUT = 1 << 16  # bytes
-_END = b"\0"  # comes last, before what an exception says
+_END = b"\0"  # ends the output; the text of an exception follows it
 
 _RUNNER = r"""
 import atexit, sys
@@ -33,7 +33,7 @@ class Python:
     """The tool.
 
     Args:
-      seconds: for a call.
+      seconds: time limit of a call.
 
     Raises:
       ConfigError: this machine cannot isolate programs.
@@ -50,11 +50,11 @@ class Python:
         self._sandbox = Sandbox(Limits())
 
     def call(self, text: str) -> str:
-        """Output of a program, without white space at the end; an exception or a kill is reported in it.
+        """Returns the output of a program, without white space at the end.
 
         Raises:
-          ToolError: it raised, was killed, or took too long.
-          SandboxError: this machine could not start it.
+          ToolError: the program raised, was killed, or took too long.
+          SandboxError: this machine could not start the program.
         """
         finished = self._sandbox.run(_RUNNER, text.encode(), self._seconds, _MOST_OUTPUT)
         if finished.ending == "timeout":

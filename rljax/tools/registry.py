@@ -1,4 +1,4 @@
-"""Tools by the names that a config gives them."""
+"""Tools by their names in a config."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,14 +11,14 @@ TOOLS: dict[str, Callable[[float], Tool]] = {
     "calculator": lambda seconds: Calculator(),
     "python": Python,
 }
-"""By name: what makes a tool that has so many seconds for a call."""
+"""Functions that make a tool from the time limit of a call in seconds, by name."""
 
 
 def make_tools(names: Sequence[str], seconds: float) -> dict[str, Tool]:
-    """The tools of these names, with so many seconds for a call.
+    """Makes tools by name, with a time limit per call in seconds.
 
     Raises:
-      ConfigError: a name that is unknown, or a tool that cannot work on this machine.
+      ConfigError: an unknown name, or a tool that cannot work on this machine.
     """
     for name in names:
         if name not in TOOLS:

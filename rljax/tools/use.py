@@ -1,4 +1,4 @@
-"""The tools of a run: who can be called, how calls are written, who calls."""
+"""The tools of a run, with the syntax of calls and the threads that make them."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ class ToolUse:
     """Settings of a run's tools.
 
     Attributes:
-      tools: by name.
+      tools: tools by name.
       markup: syntax of calls and answers.
-      max_calls: largest number of calls in a response; a further one is text (ToRL, arXiv 2503.23383, section
+      max_calls: most calls in a response; further ones are ordinary text (ToRL, arXiv 2503.23383, section
         2.2).
       workers: threads that call the tools.
     """

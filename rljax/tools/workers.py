@@ -1,7 +1,8 @@
-"""Calls of tools, in threads of their own: decoding goes on meanwhile, and nothing waits for a tool for ever.
+"""Calls tools in separate threads: decoding continues meanwhile, and no response waits for a tool for ever.
 
-A thread cannot be stopped. A call that takes too long is answered with an error and left alone; so many of
-these may be left that a tool which hangs now and then does no harm, and one that always does ends the run.
+A thread cannot be stopped. A call that takes too long is answered with an error, and its thread is abandoned.
+The limit on abandoned threads tolerates a tool that hangs occasionally; a tool that always hangs ends the
+run.
 """
 
 import collections
@@ -23,9 +24,9 @@ class ToolAnswer:
     """Result of a call.
 
     Attributes:
-      key: from `submit`.
-      text: the answer, or one line that says what was wrong.
-      failed: it is the latter.
+      key: key that was passed to `submit`.
+      text: the answer, or one line about the error.
+      failed: whether the call failed, so that `text` is about an error.
       seconds: time that the tool took.
     """
 
@@ -47,52 +48,51 @@ class ToolWorkers:
     """Calls tools in daemon threads.
 
     Args:
-      most: calls at a time; others wait.
-      time_limit: seconds for a call, from when it begins.
+      most: most calls at a time; others wait.
+      time_limit: seconds that a call may take from its start.
     """
 
     def __init__(self, most: int, time_limit: float) -> None:
         self._most, self._time_limit = most, time_limit
         self._numbers = itertools.count()
         self._waiting: collections.deque[_Call] = collections.deque()
-        self._running: dict[int, tuple[_Call, float]] = {}  # by number: the call, and when it is given up
+        self._running: dict[int, tuple[_Call, float]] = {}  # by number: the call and its deadline
         self._done: queue.SimpleQueue[tuple[int, str | UserError, bool, float]] = queue.SimpleQueue()
         self._abandoned: set[int] = set()
 
     @property
     def pending(self) -> bool:
-        """Whether an answer is to come."""
+        """Whether a call has no answer yet."""
         return bool(self._waiting or self._running)
 
     def forget(self) -> None:
-        """Nobody wants the answers of calls made so far."""
+        """Drops the calls made so far; their answers are never returned."""
         self._waiting.clear()
         self._abandoned |= self._running.keys()
         self._running.clear()
 
     def submit(self, key: int, name: str, tool: Tool, text: str) -> None:
-        """Calls `tool`, as soon as there is a thread for it; `key` comes back with the answer."""
+        """Calls `tool` as soon as a thread is free; the answer carries `key`."""
         self._waiting.append(_Call(key, name, tool, text))
         self._start()
 
     def answers(self, timeout: float | None) -> list[ToolAnswer]:
-        """The answers that have come, waiting up to `timeout` seconds for a first one; None as long as it
-        takes.
+        """Returns new answers. Waits up to `timeout` seconds for the first one, without limit for None.
 
         Raises:
-          UserError: tools hang all the time, or this machine cannot run them.
+          UserError: tools hang again and again, or this machine cannot run them.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        found: list[ToolAnswer] = []
+        new_answers: list[ToolAnswer] = []
         while True:
-            self._take(found, 0.0)
+            self._take(new_answers, 0.0)
             now = time.monotonic()
-            self._expire(found, now)
+            self._expire(new_answers, now)
             self._start()
-            if found or not self.pending or (give_up is not None and now >= give_up):
-                return found
+            if new_answers or not self.pending or (give_up is not None and now >= give_up):
+                return new_answers
             ends = [end for _, end in self._running.values()] + ([] if give_up is None else [give_up])
-            self._take(found, max(min(ends) - now, 0.0))
+            self._take(new_answers, max(min(ends) - now, 0.0))
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._most:
@@ -109,14 +109,14 @@ class ToolWorkers:
                 raise TypeError(f"{call.name} answered with {type(text).__name__}, not with text")
         except ToolError as error:
             text, failed = str(error), True
-        except UserError as error:  # of this machine, not of the call
+        except UserError as error:  # the machine is at fault, not the call
             text, failed = error, True
-        except BaseException as error:  # whatever it is, this thread has nobody else to tell
+        except BaseException as error:  # an exception that leaves the thread would be lost
             text, failed = f"{type(error).__name__}: {error}", True
         self._done.put((number, text, failed, time.perf_counter() - start))
 
-    def _take(self, found: list[ToolAnswer], timeout: float) -> None:
-        """All that is done, after waiting for the first."""
+    def _take(self, new_answers: list[ToolAnswer], timeout: float) -> None:
+        """Appends the answers of finished calls, after waiting up to `timeout` seconds for the first."""
         try:
             while True:
                 number, text, failed, seconds = self._done.get(timeout > 0, timeout or None)
@@ -127,11 +127,11 @@ class ToolWorkers:
                     if isinstance(text, UserError):
                         raise text
                     text = error_line(text) if failed else text
-                    found.append(ToolAnswer(call.key, text, failed, seconds))
+                    new_answers.append(ToolAnswer(call.key, text, failed, seconds))
         except queue.Empty:
             return
 
-    def _expire(self, found: list[ToolAnswer], now: float) -> None:
+    def _expire(self, new_answers: list[ToolAnswer], now: float) -> None:
         for number in [number for number, (_, end) in self._running.items() if now >= end]:
             call, _ = self._running.pop(number)
             self._abandoned.add(number)
@@ -141,7 +141,7 @@ class ToolWorkers:
                     f" after {self._time_limit:g} s; mend the tool, or raise tools.time_limit"
                 )
             text = error_line(f"no answer after {self._time_limit:g} s")
-            found.append(ToolAnswer(call.key, text, True, self._time_limit))
+            new_answers.append(ToolAnswer(call.key, text, True, self._time_limit))
 
 
 def error_line(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Trackers of metrics besides metrics.jsonl, which is all that a run itself depends on.
+"""Trackers of metrics besides metrics.jsonl; a run depends on none of them.
 
-trackers.py            all of them together; one that fails is left out, and the run goes on
-tensorboard.py         event files in the run directory, always
-weights_and_biases.py  Weights & Biases, if `tracking.mode` says so
+trackers.py            all trackers of a run; one that fails is dropped, and the run continues
+tensorboard.py         event files in the run directory, always written
+weights_and_biases.py  Weights & Biases, unless `tracking.mode` is disabled
 """
 
 from rljax.tracking.trackers import Trackers

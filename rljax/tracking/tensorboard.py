@@ -1,7 +1,7 @@
 """Event files for TensorBoard, without TensorFlow.
 
-They are a view of metrics.jsonl: whoever opens them writes all its lines anew, so that steps that a resumed
-run repeats are there once, whatever was killed when.
+They mirror metrics.jsonl: every session rewrites all lines when it opens the file, so a step that a resumed
+run repeats occurs once, even after a kill.
 """
 
 import datetime
@@ -21,8 +21,8 @@ class TensorBoard:
 
     Every number of a metrics line is a scalar of the same name; text and None are left out.
 
-    tensorboardX's own writer hands events to a thread, which a full disk ends and which then blocks the run;
-    this one writes at once and raises.
+    The writer of tensorboardX passes events to a thread. A full disk ends that thread, and the run then
+    blocks. This writer writes synchronously and raises.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -31,7 +31,7 @@ class TensorBoard:
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._writer = EventsWriter(str(folder / "events"))
-        # A TensorBoard that is running drops what it has read before.
+        # This event makes a running TensorBoard drop the events that it has read before.
         self._writer.write_event(
             Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START))
         )
@@ -40,7 +40,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Adds a line of metrics, and waits until the system has it."""
+        """Adds a line of metrics and flushes it."""
         self._write(metrics, time.time())
         self._writer.flush()
 
@@ -61,11 +61,11 @@ class TensorBoard:
 
 
 def _with_wall_times(directory: RunDirectory) -> Iterator[tuple[dict[str, Any], float]]:
-    """The lines so far, each with about the time it was written: its session's date plus what had elapsed."""
+    """Yields the lines so far with the approximate time of writing: date of the session plus elapsed time."""
     sessions = directory.read_sessions()
     dates = [datetime.datetime.fromisoformat(session["date"]).timestamp() for session in sessions]
     for line in directory.read_metrics():
-        # Of the sessions that began before the line's step the last one wrote it.
+        # The last session that began before the line's step wrote it.
         earlier = [
             date
             for date, session in zip(dates, sessions, strict=True)

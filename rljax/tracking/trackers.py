@@ -1,4 +1,4 @@
-"""All trackers of a run. None of them can stop it: the first error of one is a warning, and its last word."""
+"""All trackers of a run. They cannot stop it: after its first error, a tracker is dropped with a warning."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -12,19 +12,19 @@ from rljax.tracking.weights_and_biases import WeightsAndBiases, check_installed
 
 
 class Tracker(Protocol):
-    """Something that shows metrics."""
+    """A display of metrics."""
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Takes a line of metrics.jsonl."""
         ...
 
     def close(self, failed: bool) -> None:
-        """The process is done with the run; `failed` if an error ended it."""
+        """Ends the session; `failed` if an error ended the run."""
         ...
 
 
 class Trackers:
-    """Context manager that passes metrics on.
+    """Context manager that passes metrics to all trackers.
 
     Args:
       config: config of the run.
@@ -32,7 +32,7 @@ class Trackers:
       say: called with a line for the user.
 
     Raises:
-      ConfigError: what `tracking.mode` needs is not installed.
+      ConfigError: a package that `tracking.mode` needs is not installed.
     """
 
     def __init__(self, config: ExperimentConfig, directory: RunDirectory, say: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
 
     def begin(self) -> None:
-        """Opens them, once metrics.jsonl holds what the run goes on from."""
+        """Opens the trackers. Call it once metrics.jsonl ends where the run continues."""
         config, directory = self._config, self._directory
         self._guarded("TensorBoard", lambda: self._open("TensorBoard", TensorBoard(directory)))
         if config.tracking.mode != "disabled":
@@ -50,7 +50,7 @@ class Trackers:
             self._guarded(name, lambda: self._open(name, WeightsAndBiases(config, directory)))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl that was just written."""
+        """Passes on a line that was just written to metrics.jsonl."""
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, lambda tracker=tracker: tracker.write(metrics))
 

@@ -1,4 +1,4 @@
-"""Weights & Biases (the `wandb` extra): a run directory is one run there, in however many sessions."""
+"""Weights & Biases (the `wandb` extra): a run directory is one run there, over all its sessions."""
 
 import importlib.util
 import json
@@ -25,9 +25,10 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """One run there. `wandb.json` in the run directory keeps its id and the newest step it was given.
+    """One run of Weights & Biases. `wandb.json` in the run directory keeps its id and its newest step.
 
-    It takes no step twice: those that a resumed run repeats, with the same numbers, it is not given again.
+    Weights & Biases accepts a step once, so steps that a resumed run repeats, with the same numbers, are not
+    sent again.
     """
 
     def __init__(self, config: ExperimentConfig, directory: RunDirectory) -> None:
@@ -44,12 +45,14 @@ class WeightsAndBiases:
             project=tracking.project,
             name=tracking.name or directory.path.name,
             id=self._kept["id"],
-            resume=None if tracking.mode == "offline" else "allow",  # offline, ids alone join the sessions
+            resume=None
+            if tracking.mode == "offline"
+            else "allow",  # offline, the id alone joins the sessions
             mode=tracking.mode,
             dir=str(directory.path),
             config=config.model_dump(),
             settings=wandb.Settings(
-                console="off",  # the run has a display of its own
+                console="off",  # the run shows its progress itself
                 silent=True,
                 login_timeout=_SECONDS_TO_START,
                 init_timeout=_SECONDS_TO_START,
@@ -58,7 +61,7 @@ class WeightsAndBiases:
         )
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Gives it a line of metrics, unless it has the step already."""
+        """Sends a line of metrics, unless its step was sent before."""
         step = metrics["step"]
         if step <= self._kept["step"]:
             return
@@ -67,7 +70,7 @@ class WeightsAndBiases:
         self._keep()
 
     def close(self, failed: bool) -> None:
-        """Ends the session there, waiting a few minutes at most for what is still to be sent."""
+        """Ends the session; waits a few minutes at most for metrics that are still to be sent."""
         self._run.finish(exit_code=int(failed))
 
     def _keep(self) -> None:
@@ -75,7 +78,7 @@ class WeightsAndBiases:
 
 
 def _shown(value: Any) -> Any:
-    """Numbers of NumPy and JAX as Python's own; not-a-number as text, which is shown and breaks no axis."""
+    """Converts numbers of NumPy and JAX to Python's, and non-finite ones to text, which breaks no axis."""
     if hasattr(value, "item"):
         value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A head that is trained along with the policy against one that is not (TLT, Table 6 and Figure 16).
+"""Compares a head that is trained along with the policy to one that is not (TLT, Table 6 and Figure 16).
 
 Three heads: *frozen* after its warm-up; *trained on*, for as many slices more as the adapted one, but on the
 base policy's rollouts, to tell more training from adapting; *adapted*, on the rollouts of each RL step,
@@ -24,7 +24,7 @@ from rollout_benchmarks.variants import collect_step, open_run
 def adaptation_rows(
     config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
 ) -> list[Row]:
-    """Accept lengths of the three heads with the base policy and with the one after RL.
+    """Measures accept lengths of the three heads, with the base policy and with the policy after RL.
 
     Args:
       config: the experiment.
@@ -37,7 +37,7 @@ def adaptation_rows(
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts = PolicyRollouts(run, head)
         trainer = make_trainer(run, head, settings)
-        # A copy: the policy's own arrays are given up to its updates.
+        # A copy, because the policy's updates donate its arrays.
         base = jax.tree.map(jnp.copy, shared_params(run.state.params, head.policy))
         base_heldout = rollouts.heldout(settings.heldout)
         warm_up_head(trainer, rollouts, settings, base, progress)
@@ -68,7 +68,7 @@ def adaptation_rows(
             rollouts.heldout(settings.heldout),
         )
         policies = {"base": (base, base_heldout), "RL": (updated, updated_heldout)}
-        found: dict[tuple[str, str], Acceptance] = {
+        measured: dict[tuple[str, str], Acceptance] = {
             (policy, name): measure(run, head, params, shared, heldout, settings.depth)
             for policy, (shared, heldout) in policies.items()
             for name, params in heads.items()
@@ -83,8 +83,8 @@ def adaptation_rows(
         "reward_last_step": rewards[-1],
     }
     rows = []
-    for (policy, name), acceptance in found.items():
-        baseline = found[policy, "frozen"].accept_length
+    for (policy, name), acceptance in measured.items():
+        baseline = measured[policy, "frozen"].accept_length
         rows.append(
             Row(
                 f"adaptation/{policy} policy/{name} head",
@@ -105,7 +105,7 @@ def adaptation_rows(
 
 
 def trained_with(config: ExperimentConfig, steps: int, learning_rate: float) -> ExperimentConfig:
-    """The config with so many updates of the policy, all at this learning rate."""
+    """Returns the config with `steps` updates of the policy at a constant learning rate."""
     optimizer = {"learning_rate": learning_rate, "warmup_steps": 0}
     return config.model_copy(
         update={
@@ -118,7 +118,9 @@ def trained_with(config: ExperimentConfig, steps: int, learning_rate: float) -> 
 def warm_up_head(
     trainer: HeadTrainer, rollouts: PolicyRollouts, settings: WarmUp, shared: Params, progress: Progress
 ) -> None:
-    """All slices of a warm-up, on rollouts of the policy as it is; `shared` is its embeddings and LM head."""
+    """Trains all slices of a warm-up on rollouts of the current policy; `shared` is its embeddings and LM
+    head.
+    """
     progress.stage("warm-up", settings.steps, sparse=True)
     for done in range(settings.steps):
         if done % settings.slices_per_round == 0:
@@ -128,7 +130,7 @@ def warm_up_head(
 
 
 def begin(trainer: HeadTrainer, rollouts: PolicyRollouts, step: int) -> None:
-    """A step's rollouts by the policy as it is now."""
+    """Passes a step's rollouts of the current policy to the trainer."""
     trainer.begin_step(step)
     for sequence in rollouts.training(step):
         trainer.add(*sequence)

@@ -1,4 +1,4 @@
-"""What the ways to train a head are worth after equal numbers of slices, and what a slice costs (TLT, Tables
+"""Compares training objectives of a head after equal numbers of slices, and the cost of a slice (TLT, Tables
 7 and 8).
 """
 
@@ -32,7 +32,7 @@ def objective_rows(
     repeats: int,
     names: Sequence[str] = tuple(OBJECTIVES),
 ) -> list[Row]:
-    """Accept length on held-out rollouts, and seconds per slice, against the first of `names`."""
+    """Measures accept lengths on held-out rollouts and seconds per slice, against the first of `names`."""
     with open_run(config) as (run, progress):
         rounds = -(-settings.steps // settings.slices_per_round)
         groups = [collect_step(run, run.collector, step)[0] for step in range(rounds)]
@@ -44,8 +44,8 @@ def objective_rows(
             head = HeadConfig(variant, run.trainer.config)
             rollouts = PolicyRollouts(run, head)
             shared = shared_params(run.state.params, head.policy)
-            own = dataclasses.replace(settings, variant=variant, training=training)
-            trainer = trainers[name] = make_trainer(run, head, own)
+            trainer_settings = dataclasses.replace(settings, variant=variant, training=training)
+            trainer = trainers[name] = make_trainer(run, head, trainer_settings)
             heldout = rollouts.heldout(settings.heldout)
             before = measure(run, head, trainer.params, shared, heldout, settings.depth)
             for done in range(settings.steps):

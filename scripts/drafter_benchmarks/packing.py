@@ -25,7 +25,7 @@ _ROUNDED_TO = 64  # lengths of padded batches, so that few programs are compiled
 
 
 def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> list[Row]:
-    """Tokens per second of an EAGLE head's updates over one step's rollouts, each sequence once."""
+    """Measures tokens per second of an EAGLE head's updates over the rollouts of one step."""
     training = config.training
     with open_run(config) as (run, _):
         head = HeadConfig("eagle", run.trainer.config)
@@ -40,17 +40,17 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
             "padded to the longest": list(padded(sequences, count, longest)),
             "padded to the longest of each batch": list(padded(sequences, count)),
         }
-        positions = {name: sum(each.tokens.size for each in own) for name, own in batches.items()}
+        positions = {name: sum(batch.tokens.size for batch in side) for name, side in batches.items()}
         optimizer = head_optimizer(settings.learning_rate)
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
         shared = shared_params(run.state.params, head.policy)
         rope = jnp.asarray(rope_table(head.policy, training.pack_length))
         state = init_state(init_head(head, run.state.params, config.seed), optimizer)
 
-        def sweep(own: Sequence[HeadBatch]) -> Callable[[], None]:
+        def sweep(side: Sequence[HeadBatch]) -> Callable[[], None]:
             def run_all() -> None:
                 nonlocal state
-                for batch in own:
+                for batch in side:
                     state, metrics = jitted_train_step(
                         state,
                         jax.tree.map(jnp.asarray, batch),
@@ -65,7 +65,7 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
 
             return run_all
 
-        seconds = interleave({name: sweep(own) for name, own in batches.items()}, repeats)
+        seconds = interleave({name: sweep(side) for name, side in batches.items()}, repeats)
     rows, tokens = [], int(lengths.sum())
     for name in list(batches)[1:]:
         timing = compare(seconds["packed"], seconds[name])
@@ -94,11 +94,11 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
 
 
 def padded(sequences: Sequence[HeadSequence], count: int, length: int | None = None) -> Iterator[HeadBatch]:
-    """Batches of `count` sequences, one a row, as long as the longest of the batch, or all of one length."""
+    """Yields batches of `count` sequences, one per row, padded to the batch's longest or to `length`."""
     for first in range(0, len(sequences), count):
-        own = sequences[first : first + count]
-        lengths = np.asarray([each.length for each in own], np.int64)
+        batch = sequences[first : first + count]
+        lengths = np.asarray([sequence.length for sequence in batch], np.int64)
         width = length or -(-int(lengths.max()) // _ROUNDED_TO) * _ROUNDED_TO
-        rows = np.arange(len(own))
-        packing = Packing(lengths, rows, np.zeros_like(rows), len(own), width)
-        yield from PackedRows(own, packing).batches(count)
+        rows = np.arange(len(batch))
+        packing = Packing(lengths, rows, np.zeros_like(rows), len(batch), width)
+        yield from PackedRows(batch, packing).batches(count)

@@ -1,10 +1,10 @@
 """Drafters while the policy is trained, step by step, on held-out rollouts of the policy as it then is.
 
-The policy in fewer bits: what a pass brings as the policy grows surer of itself (EfficientRollout's block
-efficiency, against entropy). A head: how much an update of the policy costs its accuracy, and how much its
-training on that step's rollouts brings back; beside it the same head as it was before RL.
+The policy in fewer bits: tokens per pass as the policy's entropy falls (EfficientRollout's block efficiency).
+A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts, beside
+the same head as it was before RL.
 
-Computed from states, without decoding: see `drafters/eagle/evaluation.py`.
+Computed from hidden states, without decoding: see `drafters/eagle/evaluation.py`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run
 
 _BITS = (8, 4)
-_LENGTHS, _LENGTH = (2, 5, 11), 5  # of chains; rows' values are of the latter
+_LENGTHS, _LENGTH = (2, 5, 11), 5  # of chains; rows report the latter
 _CHUNK = 1024  # positions whose logits exist at once
 
 
@@ -55,11 +55,11 @@ class SelfDrafts:
 def rl_rows(
     config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
 ) -> list[Row]:
-    """Block efficiency of the self-drafter and accuracy of a head before every update of the policy.
+    """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy.
 
     Args:
       config: the experiment.
-      settings: the head's warm-up.
+      settings: warm-up of the head.
       rl_steps: real policy updates.
       learning_rate: learning rate of these updates; large, so that a few of them matter.
       slices: number of slices of the head in each of these steps.
@@ -74,7 +74,7 @@ def rl_rows(
         training = config.training
         reader = StateReader(head, numerics, training.pack_length, training.rows_per_microbatch)
         first: dict[str, SelfDrafts] = {}
-        # What the frozen head was worth at first, and the other one before the last update.
+        # Accept length of the frozen head at first, and of the other one before the last update.
         frozen_first = before = None
         progress.stage("rl", rl_steps)
         for step in range(rl_steps):
@@ -94,29 +94,31 @@ def rl_rows(
             trained = worth(trainer.params)
             reward = float(np.mean([group.reward for group in groups]))
             details: dict[str, Any] = {"reward": reward, "policy_learning_rate": learning_rate}
-            details["entropy"] = next(iter(drafts.values())).entropy  # the policy's, whoever drafts
-            for name, own in drafts.items():
-                rows.append(_efficiency_row(f"rl/step {step}/{name}", own, first[name], details))
+            details["entropy"] = next(
+                iter(drafts.values())
+            ).entropy  # of the policy, the same for all drafters
+            for name, measured in drafts.items():
+                rows.append(_efficiency_row(f"rl/step {step}/{name}", measured, first[name], details))
             details |= {
                 "variant": settings.variant,
                 "warm_up_slices": settings.steps,
                 "slices_per_step": slices,
             }
-            for name, own, against, baseline in (
+            for name, measured, against, baseline in (
                 ("frozen head", old, "first step", frozen_first or old),
                 ("head, policy just updated", updated, "before the update", before or updated),
                 ("head, trained since", trained, "policy just updated", updated),
             ):
-                rows.append(_accuracy_row(f"rl/step {step}/{name}", own, against, baseline, details))
+                rows.append(_accuracy_row(f"rl/step {step}/{name}", measured, against, baseline, details))
             frozen_first, before = frozen_first or old, trained
             loop.learn(run, groups)
             progress.step(step + 1, {"reward": reward})
     return rows
 
 
-def _efficiency_row(name: str, own: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
-    value, baseline = own.by_length[_LENGTH], first.by_length[_LENGTH]
-    by_length = {str(length): tokens for length, tokens in own.by_length.items()}
+def _efficiency_row(name: str, drafts: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
+    value, baseline = drafts.by_length[_LENGTH], first.by_length[_LENGTH]
+    by_length = {str(length): tokens for length, tokens in drafts.by_length.items()}
     return Row(
         f"{name}, {_LENGTH} drafts",
         value,
@@ -129,9 +131,9 @@ def _efficiency_row(name: str, own: SelfDrafts, first: SelfDrafts, details: dict
 
 
 def _accuracy_row(
-    name: str, own: Acceptance, against: str, baseline: Acceptance, details: dict[str, Any]
+    name: str, acceptance: Acceptance, against: str, baseline: Acceptance, details: dict[str, Any]
 ) -> Row:
-    value, baseline_value = (100 * each.agreement[0] for each in (own, baseline))
+    value, baseline_value = (100 * side.agreement[0] for side in (acceptance, baseline))
     return Row(
         name,
         value,
@@ -141,10 +143,10 @@ def _accuracy_row(
         value / max(baseline_value, 1e-6),
         details
         | {
-            "accept_length": own.accept_length,
-            "acceptance_by_position": list(own.by_position),
-            "agreement_by_position": list(own.agreement),
-            "starts": own.starts,
+            "accept_length": acceptance.accept_length,
+            "acceptance_by_position": list(acceptance.by_position),
+            "agreement_by_position": list(acceptance.agreement),
+            "starts": acceptance.starts,
         },
     )
 
@@ -152,18 +154,18 @@ def _accuracy_row(
 def _self_drafts(
     run: TrainingRun, reader: StateReader, quantized: dict[int, QuantizedPolicy], heldout: Sequence[States]
 ) -> dict[str, SelfDrafts]:
-    """By name."""
+    """Returns the acceptance of every self-drafter's chains, by its name."""
     pairs = [(tokens[~response], tokens[response]) for tokens, _, response in heldout]
     policy, params = run.trainer.config, run.state.params
     target = list(reader.read(params, pairs))
-    found = {}
-    for bits, own in quantized.items():
-        drafted = list(reader.read(own.refresh(params), pairs))
-        own.release()
-        found[f"quantized W{bits}"] = self_drafts(
+    drafts_by_name = {}
+    for bits, drafter in quantized.items():
+        drafted = list(reader.read(drafter.refresh(params), pairs))
+        drafter.release()
+        drafts_by_name[f"quantized W{bits}"] = self_drafts(
             shared_params(params, policy), policy, target, drafted, _LENGTHS
         )
-    return found
+    return drafts_by_name
 
 
 def self_drafts(
@@ -173,30 +175,30 @@ def self_drafts(
     drafted: Sequence[States],
     lengths: Sequence[int],
 ) -> SelfDrafts:
-    """What chains are worth at every token of the responses, no token behind a response counted.
+    """Measures chains at every token of the responses, without counting tokens after their ends.
 
     Args:
-      shared: the policy's embeddings and LM head.
-      policy: its architecture.
-      target: sequences with the policy's states.
-      drafted: the same ones with the drafter's.
+      shared: embeddings and LM head of the policy.
+      policy: architecture of the policy.
+      target: sequences with the policy's hidden states.
+      drafted: the same sequences with the drafter's hidden states.
       lengths: lengths of chains.
     """
     finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
     acceptance, entropy = _compare(shared, policy, *finals)
-    # What is computed at a token is the distribution of the one behind it.
+    # The hidden state at a token predicts the next token.
     responses = [np.append(response[1:], False) for _, _, response in target]
     ends = np.cumsum([len(response) for response in responses])[:-1]
-    own = [each[of] for each, of in zip(np.split(acceptance, ends), responses, strict=True)]
+    by_response = [each[of] for each, of in zip(np.split(acceptance, ends), responses, strict=True)]
     by_length = {}
     for length in lengths:
-        chains = [sliding(each, length) for each in own]
+        chains = [sliding(each, length) for each in by_response]
         by_length[length] = float(np.mean(losses.expected_accept_length(np.concatenate(chains, axis=1))))
     return SelfDrafts(by_length, float(entropy[np.concatenate(responses)].mean()))
 
 
 def sliding(x: np.ndarray, length: int) -> np.ndarray:
-    """[length, n] from [n]: column i is x[i : i + length], with zeros behind the end."""
+    """Returns [length, n] from [n]: column i is x[i : i + length], with zeros after the end."""
     padded = np.pad(x, (0, length - 1))
     return np.stack([padded[i : i + len(x)] for i in range(length)])
 
@@ -204,14 +206,14 @@ def sliding(x: np.ndarray, length: int) -> np.ndarray:
 def _compare(
     shared: Params, policy: ModelConfig, target: np.ndarray, drafted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Acceptance and the target's entropy, float32 [P] each, of final hidden states [P, d]."""
-    found = []
+    """Returns acceptance and the target's entropy, both float32 [P], from final hidden states [P, d]."""
+    chunks = []
     for first in range(0, len(target), _CHUNK):
         part = [each[first : first + _CHUNK] for each in (target, drafted)]
         short = _CHUNK - len(part[0])
         part = [np.pad(each, [(0, short), (0, 0)]) for each in part]
-        found.append(jax.device_get(_chunk(shared, *part, policy=policy)))
-    acceptance, entropy = (np.concatenate(each)[: len(target)] for each in zip(*found, strict=True))
+        chunks.append(jax.device_get(_chunk(shared, *part, policy=policy)))
+    acceptance, entropy = (np.concatenate(each)[: len(target)] for each in zip(*chunks, strict=True))
     return acceptance, entropy
 
 

@@ -1,5 +1,5 @@
-"""How long training is held up by a checkpoint of the head: selective and asynchronous, against all of it,
-synchronously (TLT, Figure 17a).
+"""Time for which a checkpoint of the head blocks training: selective and asynchronous, against a full,
+synchronous one (TLT, Figure 17a).
 """
 
 import tempfile
@@ -23,12 +23,12 @@ from training_benchmarks.checkpoint import Rounds, timed
 
 
 def saving_rows(name: str, policy: ModelConfig, repeats: int) -> list[Row]:
-    """Seconds of `AsyncHeadSaver.save` against writing head, optimizer, embeddings and LM head in place.
+    """Measures seconds of `AsyncHeadSaver.save`, against writing head, optimizer, embeddings and LM head.
 
     Args:
       name: name of the policy.
-      policy: its architecture, of which only embeddings and LM head are made.
-      repeats: rounds, after one that does not count.
+      policy: architecture of the policy; only embeddings and LM head are made.
+      repeats: timed rounds, after one for warming up.
     """
     rng = np.random.default_rng(0)
 
@@ -46,13 +46,13 @@ def saving_rows(name: str, policy: ModelConfig, repeats: int) -> list[Row]:
         saver, whole = AsyncHeadSaver(Path(directory) / "head"), Path(directory) / "whole"
         for step in range(repeats + 1):
             full, *_ = timed(save_in_place, whole, everything)
-            own, *_ = timed(save_in_place, whole, state.params)
+            head_seconds, *_ = timed(save_in_place, whole, state.params)
             start = time.perf_counter()
             saver.save(step, state.params)
             held = time.perf_counter() - start
             saver.wait()
             rounds.note("held up", held, full)
-            rounds.note("head alone, in place", own, full)
+            rounds.note("head alone, in place", head_seconds, full)
             rounds.note("on disk", time.perf_counter() - start, full)
     rows = []
     for what, ours in rounds.ours.items():

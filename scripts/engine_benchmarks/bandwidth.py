@@ -13,13 +13,15 @@ from rljax.sampling.noise import request_key
 
 
 def step_weight_bytes(config: ModelConfig) -> int:
-    """Bytes of float32 weights that a decode step reads: all, but of an untied input embedding only a row."""
+    """Returns the bytes of float32 weights that a decode step reads: all, except for an untied input
+    embedding, of which it reads a row.
+    """
     unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     return 4 * (num_params(config) - unread)
 
 
 def bandwidth_rows(name: str, config: ModelConfig, steps: int, repeats: int) -> list[Row]:
-    """Bytes of weights per second while one response is decoded, against what the machine can read."""
+    """Measures bytes of weights per second while one response is decoded, against the machine's bandwidth."""
     params = init_params(config, seed=0)
     weight_bytes = step_weight_bytes(config)
     prompts = random_prompts(1, config.vocab_size)
@@ -28,7 +30,7 @@ def bandwidth_rows(name: str, config: ModelConfig, steps: int, repeats: int) -> 
     }
 
     def steps_per_second(engine: DecodeEngine) -> float:
-        """Of the decode loop alone: the prompt is in its slot, and the first step is not timed."""
+        """Measures the decode loop alone: the prompt is in its slot, and the first step is not timed."""
         state = engine.init_state(1, PROMPT_TOKENS + steps + 1)
         request = Assignment(row=0, slot=0, noise_key=request_key(0, 0), max_response=steps + 1)
         state = engine.insert(engine.prefill(params, prompts), state, request)

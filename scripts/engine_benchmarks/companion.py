@@ -1,4 +1,4 @@
-"""What a small model beside the policy costs: a draft step, and catching up, against a step of the policy."""
+"""Cost of a small model beside the policy: a draft step, and catching up, against a step of the policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _STEPS = 7
 def companion_rows(
     name: str, config: ModelConfig, layers: int, batches: tuple[int, ...], repeats: int
 ) -> list[Row]:
-    """Milliseconds, by batch, of what a companion with the policy's widths and fewer layers does."""
+    """Measures milliseconds by batch of a companion with the policy's widths and fewer layers."""
     length = PROMPT_TOKENS + (repeats + 2) * _STEPS + 2
     buckets = make_buckets(max(batches), length, True, max_drafts=_STEPS)
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, eos_token_ids=())
@@ -63,7 +63,7 @@ def companion_rows(
 def _actions(
     engine: DecodeEngine, params: dict, companion: Companion, batch: int, length: int
 ) -> dict[str, Callable[[], object]]:
-    """What is timed: `_STEPS` draft steps, passes that catch up, and `_STEPS` steps of the policy."""
+    """Returns the timed actions: `_STEPS` draft steps, passes that catch up, `_STEPS` steps of the policy."""
     prompts = random_prompts(batch, engine.config.vocab_size)
     requests = [Assignment(i, i, request_key(0, i), length) for i in range(batch)]
     prefix = engine.prefill(params, prompts)

@@ -1,4 +1,4 @@
-"""Tokens per second of the plain engine against `generate`, and what row-invariance costs."""
+"""Tokens per second of the plain engine against `generate`, and the cost of row-invariance."""
 
 import statistics
 import tempfile
@@ -107,9 +107,9 @@ def time_decoding(
     new_tokens: int,
     repeats: int,
 ) -> dict[str, list[float]]:
-    """Seconds of every round, by side: row_invariant "on" and "off", and "transformers".
+    """Returns the seconds of every round, by side: row_invariant "on" and "off", and "transformers".
 
-    "first token, SIDE" is the time of a single token, which is mostly the prefill's.
+    "first token, SIDE" is the time of a single token, mostly prefill.
     """
     prompts = random_prompts(batch, config.vocab_size)
     actions: dict[str, Callable[[], object]] = {}
@@ -130,7 +130,7 @@ def time_decoding(
 
 
 def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]) -> list[Row]:
-    """Tokens per second, prefill included, against `generate`; and what row-invariance costs.
+    """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
 
     Args:
       name: name of the policy.
@@ -175,7 +175,7 @@ def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]
 
 
 def first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens: int) -> tuple[float, float]:
-    """Median seconds to a side's first token, and for each one after it."""
+    """Returns a side's median seconds to the first token, and per token after it."""
     first = seconds[f"first token, {side}"]
     behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
     return statistics.median(first), statistics.median(behind) / (new_tokens - 1)

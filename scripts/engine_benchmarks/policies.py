@@ -1,4 +1,4 @@
-"""What the sections share: policies of several sizes, their prompts, and what runs them on both sides."""
+"""Shared by the sections: policies of several sizes, their prompts, and the engines of both sides."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,8 +65,8 @@ def make_engine(
     cache: Path | None = None,
     numerics: Numerics | None = None,
 ) -> DecodeEngine:
-    """An engine without an end-of-sequence token: every response has the length asked for. float32 unless
-    `numerics` says otherwise.
+    """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
+    float32 unless `numerics` says otherwise.
     """
     return DecodeEngine(
         config,
@@ -79,7 +79,7 @@ def make_engine(
 
 
 def import_reference() -> None:
-    """Checks that the other side is installed, and makes it as fast and as quiet as it can be."""
+    """Checks that the reference is installed, and configures it for speed and few messages."""
     try:
         import torch
         import transformers
@@ -94,7 +94,7 @@ def import_reference() -> None:
 
 
 def make_reference(config: ModelConfig, directory: Path) -> "tuple[transformers.PreTrainedModel, Params]":
-    """A policy with random weights on both sides: made by transformers, saved, and loaded by us."""
+    """Returns the same random policy on both sides: made by transformers, saved, and loaded by rljax."""
     import torch
     import transformers
 
@@ -122,7 +122,7 @@ def make_reference(config: ModelConfig, directory: Path) -> "tuple[transformers.
 
 
 def speed_row(name: str, tokens: int, timing: Comparison, baseline: str, details: dict[str, object]) -> Row:
-    """Tokens per second of two sides that `compare` timed on the same tokens."""
+    """Returns the row of tokens per second of two sides that `compare` timed on the same tokens."""
     return Row(
         name=name,
         value=tokens / timing.seconds,

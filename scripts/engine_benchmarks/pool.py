@@ -1,9 +1,9 @@
-"""How many programs verify and draft, and the memory that they need: TLT's Table 5.
+"""Number and memory of the programs that verify and draft: TLT's Table 5.
 
-There, every strategy of speculation has CUDA graphs of its own for every batch size, each of which keeps its
-buffers; bucketed, a strategy is captured for the batch sizes that it is for, target and drafter apart, and
-strategies share what they can. XLA's programs take their buffers when they run, so what a device must have
-free is the largest; the sum is what graphs would keep.
+In TLT every strategy has one CUDA graph per batch size, and every graph keeps its buffers. With buckets, a
+strategy is captured only for its batch sizes, separately for target and drafter, and strategies share graphs.
+XLA's programs allocate buffers when they run, so a device needs free memory for the largest program; the sum
+is the memory that graphs would keep.
 """
 
 import time
@@ -26,19 +26,19 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.strategies import Strategy, arms_by_batch
 
 _LENGTH = 512
-_NODES = (1, 3, 5, 7, 11, 15, 23, 31)  # of a slot, by strategy
-_DEPTHS = {2: 7, 4: 15, 6: 31}  # of the trees that a head drafts for up to so many of them
+_NODES = (1, 3, 5, 7, 11, 15, 23, 31)  # per slot, by strategy
+_DEPTHS = {2: 7, 4: 15, 6: 31}  # depth of a head's trees: most nodes per slot
 _TOP_K = 4
 _SINGLE = 7
 _ROWS = (8, 16, 32, 64, 128)  # of the bucketed passes
 
 
 def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Row]:
-    """Every strategy for every batch, against one strategy alone and against bucketed programs."""
+    """Compares all strategies for all batches to one strategy alone and to bucketed programs."""
     strategies = [Strategy(nodes, nodes, nodes, "drafter") for nodes in _NODES]
     bucketed = Buckets(tuple(batches), (_LENGTH,), _ROWS, _NODES[-1])
     arms = arms_by_batch(strategies, bucketed, batches[-1])
-    assert set(strategies) == {arm for own in arms.values() for arm in own if arm is not None}
+    assert set(strategies) == {arm for choices in arms.values() for arm in choices if arm is not None}
     verifying = {
         "single": [(batch, _SINGLE, batch * (_SINGLE + 1)) for batch in batches],
         "naive": [(batch, nodes, batch * (nodes + 1)) for batch in batches for nodes in _NODES],
@@ -47,12 +47,12 @@ def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Ro
     drafting = {
         "single": [(batch, _tree(_SINGLE)) for batch in batches],
         "naive": [(batch, _tree(nodes)) for batch in batches for nodes in _NODES],
-        # Strategies with trees of one depth share its program: each verifies what it wants of them.
+        # Strategies with trees of the same depth share a program, and verify different numbers of nodes.
         "bucketed": sorted(
             {
                 (batch, _tree(_DEPTHS[_depth(arm.nodes)]))
-                for batch, own in arms.items()
-                for arm in own
+                for batch, choices in arms.items()
+                for arm in choices
                 if arm is not None
             },
             key=str,
@@ -60,22 +60,22 @@ def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Ro
     }
     rows = []
     for part, shapes, compile_all in (("", verifying, _compile), ("drafting ", drafting, _compile_drafting)):
-        found = {way: compile_all(config, bucketed, own) for way, own in shapes.items()}
-        naive, naive_seconds = found["naive"]
+        compiled = {way: compile_all(config, bucketed, programs) for way, programs in shapes.items()}
+        naive, naive_seconds = compiled["naive"]
         for way in ("single", "bucketed"):
-            own, seconds = found[way]
+            sizes, seconds = compiled[way]
             rows.append(
                 Row(
                     name=f"pool/{name}/{part}{way}",
-                    value=sum(own) / 1e6,
+                    value=sum(sizes) / 1e6,
                     unit="MB",
                     baseline="naive",
                     baseline_value=sum(naive) / 1e6,
-                    ratio=sum(naive) / sum(own),
+                    ratio=sum(naive) / sum(sizes),
                     details={
-                        "programs": len(own),
+                        "programs": len(sizes),
                         "baseline_programs": len(naive),
-                        "largest": max(own) / 1e6,
+                        "largest": max(sizes) / 1e6,
                         "baseline_largest": max(naive) / 1e6,
                         "compile_seconds": seconds,
                         "baseline_compile_seconds": naive_seconds,
@@ -101,7 +101,9 @@ def _engine(config: ModelConfig, buckets: Buckets, pool: ExecutablePool) -> Deco
 def _compile(
     config: ModelConfig, buckets: Buckets, shapes: Sequence[tuple[int, int, int]]
 ) -> tuple[list[int], float]:
-    """Bytes of the programs that verify (batch, nodes of a slot, rows), and the seconds of compiling them."""
+    """Returns bytes of the programs that verify (batch, nodes per slot, rows), and seconds of compiling
+    them.
+    """
     pool = ExecutablePool()
     engine = _engine(config, buckets, pool)
     params = engine.load_params(init_params(config, seed=0))
@@ -117,7 +119,7 @@ def _compile(
 def _compile_drafting(
     config: ModelConfig, buckets: Buckets, shapes: Sequence[tuple[int, DraftStrategy]]
 ) -> tuple[list[int], float]:
-    """The same of the programs with which an EAGLE-3 head drafts such trees for so many slots."""
+    """Returns the same for the programs with which an EAGLE-3 head drafts such trees."""
     pool, head = ExecutablePool(), HeadConfig("eagle3", config)
     engine = _engine(config, buckets, pool)
     params = init_params(config, seed=0)

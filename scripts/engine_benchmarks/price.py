@@ -28,11 +28,11 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def measured_numerics(config: ModelConfig, dtype: str) -> tuple[Numerics, str]:
-    """Row-invariant numerics in the form that is exact here, and one line about it."""
+    """Returns row-invariant numerics in the form that is exact on this device, and a line about them."""
     numerics = Numerics(compute_dtype=dtype)
     buckets = Buckets((2, 8, 64), (_LENGTH,), tuple(batch * (_NODES + 1) for batch in (2, 8, 64)), _NODES)
-    found = measured(config, numerics, row_counts(buckets, [UPDATE.pack_length]), None)
-    return dataclasses.replace(numerics, measured_form=found.form), found.summary(dtype)
+    measurement = measured(config, numerics, row_counts(buckets, [UPDATE.pack_length]), None)
+    return dataclasses.replace(numerics, measured_form=measurement.form), measurement.summary(dtype)
 
 
 def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
@@ -46,7 +46,9 @@ def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], o
     def decode() -> None:
         state, result = engine.generate(params, held.pop(), _STEPS)
         assert result.steps == _STEPS
-        held.append(state.replace(lengths=jnp.array(start)))  # each time over as many keys
+        held.append(
+            state.replace(lengths=jnp.array(start))
+        )  # so that every call attends to the same number of keys
 
     return decode
 
@@ -71,7 +73,7 @@ def _verifier(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], 
 
 
 def price_rows(name: str, config: ModelConfig, repeats: int, num_sequences: int) -> list[Row]:
-    """Tokens per second with exactness on, against off, and against float32."""
+    """Measures tokens per second with exactness on, against off, and against float32."""
     params = init_params(config, seed=0)
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
     forms: dict[str, str] = {}

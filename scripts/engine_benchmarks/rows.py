@@ -1,8 +1,8 @@
-"""Does a row have the same bits beside few rows and beside many? What `docs/row-invariance.md` stands on.
+"""Checks whether the bits of a row depend on the number of rows, as evidence for `docs/row-invariance.md`.
 
-Nothing is timed: rows say for how many numbers of rows the bits differ from those beside 64, or how many
-numbers do, for the formulation that the policy uses and for the one it avoids. With the compiler's default
-options, so that a new version's defaults are seen.
+Nothing is timed. A result is the number of row counts whose bits differ from those at 64 rows, or of
+differing numbers, for the formulation that the policy uses and for the one that it avoids. The compiler has
+its default options, so that changed defaults of a new version show.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ _INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
 
 
 def row_invariance_rows() -> list[Row]:
-    """Every formulation of `rljax/numerics/rows.py` against what it replaces, and the form of products."""
+    """Compares every formulation of `rljax/numerics/rows.py` to the one that it replaces; form of
+    products.
+    """
     rng = np.random.default_rng(0)
     layouts = [_layout(rng, inputs) for inputs in _INPUTS]
     return [
@@ -40,19 +42,21 @@ def row_invariance_rows() -> list[Row]:
 
 
 def _form(name: str, dtype: str) -> Row:
-    """The form of products that is exact here for a policy, by the multiple to which rows are padded."""
+    """Returns the form of products that is exact here for a policy: the multiple to which rows are padded."""
     buckets = make_buckets(64, 1024, True, verify_buckets=(16, 32, 64, 128), max_drafts=15)
-    found = measure(POLICIES[name], Numerics(compute_dtype=dtype), row_counts(buckets, [4096, 1000, 33]))
-    details = dataclasses.asdict(found) | {"summary": found.summary(dtype)}
+    measurement = measure(
+        POLICIES[name], Numerics(compute_dtype=dtype), row_counts(buckets, [4096, 1000, 33])
+    )
+    details = dataclasses.asdict(measurement) | {"summary": measurement.summary(dtype)}
     row = f"rows/form of products/{name}/{dtype}"
-    return Row(row, found.form.multiple, "rows", "unpadded", 1, 1 / found.form.multiple, details)
+    return Row(row, measurement.form.multiple, "rows", "unpadded", 1, 1 / measurement.form.multiple, details)
 
 
 def _layout(rng: np.random.Generator, inputs: int) -> Row:
     x = rng.standard_normal((_ROWS, inputs), np.float32)
     weight = rng.standard_normal((_OUTPUTS, inputs), np.float32)
-    ours, theirs = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
-    return _sizes_row(f"rows/product of {inputs}/weights (out, in)", ours, "(in, out)", theirs)
+    ours, reference = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
+    return _sizes_row(f"rows/product of {inputs}/weights (out, in)", ours, "(in, out)", reference)
 
 
 def _product(axis: int) -> Callable[[Array, Array], Array]:
@@ -60,8 +64,8 @@ def _product(axis: int) -> Callable[[Array, Array], Array]:
 
 
 def _order(rng: np.random.Generator) -> Row:
-    """Numbers of a product that differ from one fused multiply-add after the other, and from one with the
-    multiplication rounded, too.
+    """Counts numbers of a product that differ from a sequence of fused multiply-adds, and from a sequence of
+    multiplications and additions that are rounded separately.
     """
     x, weight = rng.standard_normal((2, 192), np.float32), rng.standard_normal((_OUTPUTS, 192), np.float32)
     product = np.asarray(jax.jit(_product(1))(x, weight))
@@ -70,28 +74,28 @@ def _order(rng: np.random.Generator) -> Row:
         term = x[:, None, i].astype(np.float64) * weight[None, :, i]  # exact
         fused = (fused + term).astype(np.float32)
         rounded = rounded + term.astype(np.float32)
-    ours, theirs = int((product != fused).sum()), int((product != rounded).sum())
+    ours, reference = int((product != fused).sum()), int((product != rounded).sum())
     return _row(
-        "rows/order of a product's sum/fused multiply-adds", ours, "both rounded", theirs, {"of": 512}
+        "rows/order of a product's sum/fused multiply-adds", ours, "both rounded", reference, {"of": 512}
     )
 
 
 def _sum(rng: np.random.Generator) -> Row:
     x = rng.standard_normal((_ROWS, 2, 192), np.float32)
     ours = _differing(lambda x: row_sum(x, Numerics()), x)
-    theirs = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
-    return _sizes_row("rows/sums of pairs of rows/as matrices", ours, "as they lie", theirs)
+    reference = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
+    return _sizes_row("rows/sums of pairs of rows/as matrices", ours, "as they lie", reference)
 
 
 def _maximum(rng: np.random.Generator) -> Row:
     scores = 3 * rng.standard_normal((_ROWS, KEY_CHUNK), np.float32)
     ours = _differing(lambda x: softmax_terms(x, row_max(x)), scores)
-    theirs = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), scores)
-    return _sizes_row("rows/softmax terms/row_max", ours, "jnp.max", theirs)
+    reference = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), scores)
+    return _sizes_row("rows/softmax terms/row_max", ours, "jnp.max", reference)
 
 
 def _zeros_between(rng: np.random.Generator) -> Row:
-    """Sums over rows whose terms are moved apart by zeros, of 64, that are other than without."""
+    """Counts, of 64 rows, the sums that change when zeros are inserted between their terms."""
     terms = np.zeros((_ROWS, KEY_CHUNK), np.float32)
     terms[:, : KEY_CHUNK // 2] = rng.random((_ROWS, KEY_CHUNK // 2), np.float32)
     apart = np.zeros_like(terms)
@@ -103,12 +107,14 @@ def _zeros_between(rng: np.random.Generator) -> Row:
         total = jax.jit(lambda x: row_sum(x, Numerics(), ordered))
         return int((np.asarray(total(terms)) != np.asarray(total(apart))).sum())
 
-    ours, theirs = differing(ordered=True), differing(ordered=False)
-    return _row("rows/sums with zeros between/64 rows of ones", ours, "8 rows of ones", theirs, {"of": _ROWS})
+    ours, reference = differing(ordered=True), differing(ordered=False)
+    return _row(
+        "rows/sums with zeros between/64 rows of ones", ours, "8 rows of ones", reference, {"of": _ROWS}
+    )
 
 
 def _rounding(rng: np.random.Generator) -> Row:
-    """Scores of queries that are rounded to bfloat16 in the same program, of so many slots."""
+    """Compares attention scores of queries that are rounded to bfloat16 in the same program."""
     queries = rng.standard_normal((_ROWS, 2, 3, 64), np.float32)
     keys = rng.standard_normal((_ROWS, 2, 2, 64, 64), np.float32)
 
@@ -120,22 +126,22 @@ def _rounding(rng: np.random.Generator) -> Row:
         whole = np.asarray(program(queries, keys))
         return [n for n in _FEWER if not np.array_equal(program(queries[:n], keys[:n]), whole[:n])]
 
-    ours, theirs = differing(scale_queries), differing(lambda q: q.astype(jnp.float32) / 8)
-    return _sizes_row("rows/scores of rounded queries/reduce_precision", ours, "casts", theirs)
+    ours, reference = differing(scale_queries), differing(lambda q: q.astype(jnp.float32) / 8)
+    return _sizes_row("rows/scores of rounded queries/reduce_precision", ours, "casts", reference)
 
 
 def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray) -> list[int]:
-    """Numbers of rows with other bits than beside 64."""
+    """Returns the row counts at which bits differ from those at 64 rows."""
     program = jax.jit(function)
     whole = np.asarray(program(x, *rest))
     return [rows for rows in _FEWER if not np.array_equal(program(x[:rows], *rest), whole[:rows])]
 
 
-def _sizes_row(name: str, ours: list[int], baseline: str, theirs: list[int]) -> Row:
-    details = {"row_counts": ours, "baseline_row_counts": theirs, "of": len(_FEWER)}
-    return _row(name, len(ours), baseline, len(theirs), details)
+def _sizes_row(name: str, ours: list[int], baseline: str, reference: list[int]) -> Row:
+    details = {"row_counts": ours, "baseline_row_counts": reference, "of": len(_FEWER)}
+    return _row(name, len(ours), baseline, len(reference), details)
 
 
-def _row(name: str, ours: int, baseline: str, theirs: int, details: dict[str, object]) -> Row:
-    ratio = (1 + theirs) / (1 + ours)  # either may be 0
-    return Row(name, ours, "differ", baseline, theirs, ratio, details)
+def _row(name: str, ours: int, baseline: str, reference: int, details: dict[str, object]) -> Row:
+    ratio = (1 + reference) / (1 + ours)  # either may be 0
+    return Row(name, ours, "differ", baseline, reference, ratio, details)

@@ -1,4 +1,4 @@
-"""What the quantized self-drafter costs: a draft step against the policy's own, a refresh, and its bytes."""
+"""Cost of the quantized self-drafter: a draft step against the policy's, a refresh, and its bytes."""
 
 import statistics
 from collections.abc import Callable
@@ -28,10 +28,10 @@ _FORMATS = {
 
 
 def self_draft_rows(name: str, config: ModelConfig, batches: tuple[int, ...], repeats: int) -> list[Row]:
-    """Milliseconds of a draft step by format, batch and number type against the policy drafting the same way.
+    """Measures milliseconds of a draft step by format, batch and number type, against the policy's.
 
-    The baseline is the same program with the policy's own weights. Both sides draft chains of the same length
-    from the same state.
+    The baseline is the same program with the policy's weights. Both sides draft chains of the same length
+    from the same decode state.
     """
     rows = []
     for dtype in ("float32", "bfloat16"):
@@ -93,10 +93,10 @@ def _step_rows(
 
         return run
 
-    own, actions = drafts(params), {label: drafts(weights) for label, weights in drafters.items()}
-    truth = own()
+    draft_by_policy, actions = drafts(params), {label: drafts(weights) for label, weights in drafters.items()}
+    truth = draft_by_policy()
     agreement = {label: float((action() == truth).mean()) for label, action in actions.items()}
-    seconds = interleave({**actions, "policy": own}, repeats)
+    seconds = interleave({**actions, "policy": draft_by_policy}, repeats)
     rows = []
     for label in actions:
         timing = compare(seconds[label], seconds["policy"])

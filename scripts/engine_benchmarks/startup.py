@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).resolve().parent.parent / "bench_engine.py"  # its `--f
 
 
 def first_step(checkpoint: Path, cache: Path) -> dict[str, float]:
-    """What a fresh process does to reach its first decode step; run by `--first-step`."""
+    """Measures the seconds of a fresh process up to its first decode step; run by `--first-step`."""
     enable_compilation_cache(cache)
     config = huggingface.load_model_config(checkpoint)
     params = huggingface.load_params(checkpoint, config)

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-GRPO = AlgorithmConfig(name="dapo")  # clip-higher, token mean, no KL term: one forward pass a side
+GRPO = AlgorithmConfig(name="dapo")  # clip-higher, token mean, no KL term: one forward pass per side
 OPTIMIZER = OptimizerConfig()
 UPDATE = TrainingConfig(pack_length=768, rows_per_microbatch=4)
 
 
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
-    """Random prompts and responses with log-normal lengths: the longest are several times the median."""
+    """Returns random prompts and responses with log-normal lengths: the longest are several times the
+    median.
+    """
     rng = np.random.default_rng(0)
     longest = UPDATE.pack_length - PROMPT_TOKENS
     lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, count).astype(int), 8, longest)
@@ -50,7 +52,7 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
 
 
 class PackedUpdates:
-    """Our side: packs the sequences and updates the policy, again and again."""
+    """Our side: packs the sequences and updates the policy at every call."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class PackedUpdates:
 
 
 class PaddedUpdates:
-    """The other side, as it is usually written: sorted by length, padded on the right, AdamW on autograd.
+    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd.
 
     Micro-batches hold as many padded tokens as ours hold packed ones, so sorting leaves little padding.
     """
@@ -151,17 +153,17 @@ class PaddedUpdates:
         return -(weights[:, 1:] * surrogate).sum()
 
 
-def check_same_update(ours: tuple[float, float], theirs: tuple[float, float], switch: str) -> None:
+def check_same_update(ours: tuple[float, float], reference: tuple[float, float], switch: str) -> None:
     """Raises `UserError` unless (loss, gradient norm) agree to float32's accuracy."""
-    if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-5):
+    if not np.allclose(ours, reference, rtol=1e-3, atol=1e-5):
         raise UserError(
             f"loss and gradient norm of the first update differ, {ours} (row_invariant {switch}) against "
-            f"{theirs} in PyTorch: not the same update, so nothing was timed"
+            f"{reference} in PyTorch: not the same update, so nothing was timed"
         )
 
 
 def update_rows(name: str, config: ModelConfig, num_sequences: int, repeats: int) -> list[Row]:
-    """Tokens of prompt and response per second through an update, batching included, against PyTorch."""
+    """Measures tokens of prompt and response per second through an update with batching, against PyTorch."""
     import_reference()
     with tempfile.TemporaryDirectory() as directory:
         model, params = make_reference(config, Path(directory))

@@ -1,1 +1,1 @@
-"""Operations of rljax/kernels, measured one by one: a file each, and what they share."""
+"""Measurements of the operations of rljax/kernels: one file per operation, and shared modules."""

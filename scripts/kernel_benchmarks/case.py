@@ -1,4 +1,4 @@
-"""What an operation's file says about a measurement: arguments, who computes, and what it must cost."""
+"""Cases of a measurement: arguments, implementations, and the least cost of an operation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,15 +44,14 @@ class Case:
     """One shape of an operation.
 
     Attributes:
-      name: for the rows, such as "Qwen2.5-7B, 16 slots of 4096, 16 nodes".
+      name: name in the rows, such as "Qwen2.5-7B, 16 slots of 4096, 16 nodes".
       sizes: sizes of the policy that the operation's default depends on (`rljax.kernels.switch.call`).
-      make: one set of arguments of random numbers, on the device. Several sets take turns in the measurement,
-        so that nothing is read from a cache that a real step would find cold.
-      functions: by name who computes: implementations, and what they are compared with. Pure; each is
-        compiled with the arguments of `make`.
+      make: returns one set of random arguments on the device. Several sets take turns in the measurement, so
+        that the device's cache is as cold as in a real step.
+      functions: implementations and their baselines, by name. Pure; compiled with the arguments of `make`.
       bytes: smallest number of bytes to move between memory and processor, each read or write counted once.
       flops: additions and multiplications in matrix products.
-      donated: arguments that a step gives up, such as a cache that is written in place.
+      donated: indices of donated arguments, such as a cache that is written in place.
     """
 
     name: str

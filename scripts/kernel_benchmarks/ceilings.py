@@ -1,4 +1,4 @@
-"""What the device can do at most, measured: copying memory, and a large product of matrices."""
+"""Measured limits of the device: copying memory, and a large product of matrices."""
 
 import statistics
 import time
@@ -10,14 +10,16 @@ from jax import Array
 
 
 def copy_bandwidth(megabytes: int) -> float:
-    """Bytes a second of a copy, each byte counted as read and as written."""
+    """Returns the bytes per second of a copy; reads and writes both count."""
     x = jax.random.normal(jax.random.key(0), (megabytes * 2**20 // 4,))
     copied = jax.jit(lambda x: x + 1.0)
     return 2 * x.nbytes / _seconds(copied, x)
 
 
 def matrix_rate(size: int) -> float:
-    """Floating-point operations a second of a product of two bfloat16 matrices, summed in float32."""
+    """Returns the floating-point operations per second of a product of bfloat16 matrices, summed in
+    float32.
+    """
     a, b = jax.random.normal(jax.random.key(1), (2, size, size), jnp.bfloat16)
 
     def product(a: Array, b: Array) -> Array:

@@ -1,7 +1,7 @@
-"""Other people's kernels, as far as they are installed: cuDNN's attention through JAX, and Tokamax.
+"""Kernels of other projects, if they are installed: cuDNN's attention through JAX, and Tokamax.
 
-Tokamax (github.com/openxla/tokamax) is no dependency, since it pins versions that others need otherwise:
-for a comparison, `pip install tokamax` into an environment of its own.
+Tokamax (github.com/openxla/tokamax) is not a dependency, since it pins versions that conflict with others:
+for a comparison, `pip install tokamax` into a separate environment.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def cudnn_attention(queries: Array, keys: Array, values: Array, lengths: Array, 
 def tokamax_attention(
     queries: Array, keys: Array, values: Array, lengths: Array, mask: Array | None
 ) -> Array:
-    """The same by Tokamax, in the implementation that it chooses for the device."""
+    """As `cudnn_attention`, but by Tokamax, in the implementation that it chooses for the device."""
     attention = _tokamax().dot_product_attention
     lengths = lengths if mask is None else None
     return _asked(lambda: attention(queries, keys, values, mask=mask, key_value_seq_lengths=lengths))
@@ -57,7 +57,7 @@ def _tokamax() -> ModuleType:
 
 
 def _asked(compute: Callable[[], Array]) -> Array:
-    """What `compute` returns; a peer that will not compute it refuses."""
+    """Returns the result of `compute`; raises `Refused` where the peer does not support the case."""
     try:
         return compute()
     except (NotImplementedError, RuntimeError, ValueError, ExceptionGroup) as error:

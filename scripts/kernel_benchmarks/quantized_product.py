@@ -56,17 +56,17 @@ def _case(policy: PolicyShape, part: str, fmt: str, rows: int) -> Case:
         return x, [quantize(matrix) for matrix in matrices], matrices
 
     def bfloat16(x: Array, weights: list[QuantizedWeight], matrices: list[Array]) -> list[Array]:
-        """What the policy computes instead: products with the weights as they were."""
+        """Computes the policy's products, with the weights before quantization."""
         del weights
-        each = zip(x, matrices, strict=True)
-        return [jnp.dot(rows, matrix.T, preferred_element_type=jnp.float32) for rows, matrix in each]
+        pairs = zip(x, matrices, strict=True)
+        return [jnp.dot(rows, matrix.T, preferred_element_type=jnp.float32) for rows, matrix in pairs]
 
     def products(
         x: Array, weights: list[QuantizedWeight], matrices: list[Array], implementation: str
     ) -> list[Array]:
         del matrices
         one = jax.jit(quantized_product, static_argnums=2)  # traced and lowered once for all layers
-        return [one(*each, implementation) for each in zip(x, weights, strict=True)]
+        return [one(*operands, implementation) for operands in zip(x, weights, strict=True)]
 
     return Case(
         name=f"{policy.name}, {part}, {fmt}, {rows} rows, {layers} layers",

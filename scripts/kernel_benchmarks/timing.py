@@ -33,8 +33,8 @@ class Timed:
 
     Attributes:
       functions: by name, compiled.
-      refused: by name why. Also what others' kernels say while they are compiled, and what finds no memory;
-        any other error of a kernel of ours ends the measurement.
+      refused: reasons of functions that were left out, by name: refusals, errors of other projects' kernels
+        in compiling, and lack of memory. Any other error of one of our kernels ends the measurement.
     """
 
     def __init__(self, case: Case, names: Sequence[str], most_sets: int) -> None:
@@ -64,36 +64,38 @@ class Timed:
 
     @property
     def cold(self) -> bool:
-        """Whether what a call moves comes from memory: all sets together do not fit a cache twice."""
+        """Whether calls read from memory: all sets together are more than twice as large as the cache."""
         return len(self._sets) * self._case.bytes > 2 * _CACHE
 
     def temporary_bytes(self, name: str) -> int:
-        """What a function's program needs beside arguments and results, for all sets."""
+        """Returns the temporary bytes of a function's program, besides arguments and results, for all
+        sets.
+        """
         return self.functions[name].memory_analysis().temp_size_in_bytes
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A program of what each set gives up and what it keeps, to the results by set."""
+        """Compiles a program from the donated and the kept arguments of all sets to the results by set."""
         one = jax.jit(function)  # traced once for all sets
 
-        def of_all(given: list[dict[int, Any]], kept: list[dict[int, Any]]) -> list[Any]:
-            sets = [a | b for a, b in zip(given, kept, strict=True)]
+        def of_all(donated: list[dict[int, Any]], kept: list[dict[int, Any]]) -> list[Any]:
+            sets = [a | b for a, b in zip(donated, kept, strict=True)]
             return [one(*(arguments[i] for i in range(len(arguments)))) for arguments in sets]
 
         return jax.jit(of_all, donate_argnums=0).lower(*self._arguments()).compile()
 
     def _arguments(self) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
-        """Arguments by their position, those that are given up first."""
+        """Returns donated and kept arguments of every set, by position."""
         donated = self._case.donated
-        given = [{i: arguments[i] for i in donated} for arguments in self._sets]
+        donated_arguments = [{i: arguments[i] for i in donated} for arguments in self._sets]
         kept = [{i: a for i, a in enumerate(arguments) if i not in donated} for arguments in self._sets]
-        return given, kept
+        return donated_arguments, kept
 
     def seconds(self, calls: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds a call by function, a list over repeats, in each of which the functions take turns.
+        """Returns seconds per call by function, as a list over repeats, in which the functions take turns.
 
         Args:
-          calls: in a repeat, at least; every set of arguments takes part.
-          repeats: with calls, fewer of both where they take long.
+          calls: least number of calls in a repeat, over all sets of arguments.
+          repeats: number of repeats. Slow functions get fewer calls and repeats.
         """
         most, slowest = -(-calls // len(self._sets)), 0.0
         programs = dict.fromkeys(self.functions, 1)
@@ -123,7 +125,7 @@ class Timed:
         return (time.perf_counter() - start) / programs / len(self._sets)
 
     def _take_back(self, results: list[Any]) -> None:
-        """Arguments that were given up come back as the function's results, in their order."""
+        """Replaces donated arguments by the function's results, in order."""
         donated = self._case.donated
         if not donated:
             return
@@ -133,11 +135,11 @@ class Timed:
 
 
 def chosen_functions(case: Case, implementations: Sequence[str], quick: bool) -> list[str]:
-    """Names of the case's functions to be timed: those asked for that it has, and `xla`; none if it has none.
+    """Returns the names of functions to time: the requested ones of the case, and `xla`; none without any.
 
     Args:
-      implementations: asked for; empty for all that are not interpreted.
-      quick: a look: on a CPU, one kernel is interpreted all the same.
+      implementations: requested names; empty for all that are not interpreted.
+      quick: whether a CPU also interprets one kernel.
     """
     if not implementations:
         interpreted = ["interpret_tpu"] if quick and jax.default_backend() == "cpu" else []

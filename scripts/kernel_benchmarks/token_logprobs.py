@@ -42,7 +42,7 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
             hidden,
             lm_head,
             jnp.asarray(targets),
-            lm_head.T,  # as Tokamax wants it
+            lm_head.T,  # Tokamax's layout
         )
 
     def by(implementation: str) -> Callable[..., tuple[Array, ...]]:

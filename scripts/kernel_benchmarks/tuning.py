@@ -1,8 +1,8 @@
-"""From results of this benchmark to `rljax/kernels/tuned.json`: which backend is the default where.
+"""Writes `rljax/kernels/tuned.json`, the default backends by device and sizes, from results of the benchmark.
 
-An entry of the table holds for every number of rows, slots and nodes of a policy. So a kernel is taken up
-for sizes if it is faster than plain JAX over all cases of these sizes together (geometric mean), and in none
-of them clearly slower. What it refuses, plain JAX computes: a ratio of 1.
+An entry of the table holds for every number of rows, slots and nodes of a policy. So a kernel becomes the
+default for some sizes if it is faster than plain JAX over all cases of these sizes (geometric mean), and
+clearly slower in none. A case that it refuses counts as a ratio of 1, since plain JAX computes it.
 """
 
 import json
@@ -17,7 +17,7 @@ from rljax.errors import UserError
 from rljax.kernels.switch import IMPLEMENTATIONS
 
 _LEAST_GAIN = 1.05  # over all cases together
-_LEAST_RATIO = 0.95  # in each
+_LEAST_RATIO = 0.95  # in every case
 _LEFT_OPEN_ON_TPUS = ("tree_attention", "compaction")  # the one without the other copies the cache
 
 Ratios = dict[str, dict[str, float]]
@@ -25,13 +25,13 @@ Ratios = dict[str, dict[str, float]]
 
 
 def tune(files: Sequence[Path], table: Path) -> list[str]:
-    """Takes up what the files measured; other entries of the table stay.
+    """Updates the table by the measurements of the files; other entries stay.
 
     Returns:
-      a line for every entry that was written, and for what was left out.
+      One line for every entry that was written or left out.
 
     Raises:
-      UserError: a file is none of this benchmark's or measured on a CPU, or the table cannot be written.
+      UserError: a file is not of this benchmark or was measured on a CPU, or the table cannot be written.
     """
     by_device = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
     measured: dict[tuple[str, str, tuple[int, ...]], Ratios] = defaultdict(lambda: defaultdict(dict))
@@ -58,7 +58,7 @@ def tune(files: Sequence[Path], table: Path) -> list[str]:
 
 
 def _choice(ratios: Ratios) -> tuple[list[str], float]:
-    """Who is the default, and how many times as fast as plain JAX over all cases."""
+    """Returns the default implementations, and their speed relative to plain JAX over all cases."""
     best, gain = ["xla"], 1.0
     for name in sorted({name for of_case in ratios.values() for name in of_case} - {"xla"}):
         of_cases = [of_case.get(name, 1.0) for of_case in ratios.values()]
@@ -69,11 +69,11 @@ def _choice(ratios: Ratios) -> tuple[list[str], float]:
 
 
 def _read(file: Path) -> tuple[str, list[tuple[str, str, str, tuple[int, ...], float]]]:
-    """The device, and of every row operation, case, implementation, sizes and ratio."""
+    """Returns the device, and operation, case, implementation, sizes and ratio of every row."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         accelerator, rows = content["machine"]["accelerator"], content["rows"]
-        found = [_parts(row) for row in rows]
+        measured = [_parts(row) for row in rows]
     except OSError as error:
         raise UserError(f"--tune {file}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -81,7 +81,7 @@ def _read(file: Path) -> tuple[str, list[tuple[str, str, str, tuple[int, ...], f
     if accelerator is None:
         raise UserError(f"--tune {file}: measured on a CPU, whose default is xla; measure on an accelerator")
     ours = [name for name in IMPLEMENTATIONS if not name.startswith("interpret")]
-    return accelerator.partition(" x ")[2], [each for each in found if each[2] in ours]
+    return accelerator.partition(" x ")[2], [entry for entry in measured if entry[2] in ours]
 
 
 def _parts(row: dict[str, Any]) -> tuple[str, str, str, tuple[int, ...], float]:

@@ -1,8 +1,8 @@
-"""How much of a response is known before its step: sampled ahead with its own noise, with other noise, or in
-earlier epochs; after updates of several sizes.
+"""Share of a response that is predicted before its step: by sampling ahead with the noise of the request,
+with other noise, or by earlier epochs; after updates of several sizes.
 
-The policy is not grown: what a draft is worth does not depend on what a pass costs. Every slot verifies as
-many drafts as it may, on recorded responses, so nothing but the drafts differs.
+The policy is not grown, since acceptance does not depend on the cost of a pass. Every slot verifies as many
+drafts as allowed, on recorded responses, so only the drafts differ.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from rljax.training import loop
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 
-_OTHER_NOISE = 1000  # a purpose that nothing samples for
+_OTHER_NOISE = 1000  # a purpose that nothing else uses
 
 
 def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps: int) -> list[Row]:
-    """Tokens a pass from drafts sampled ahead, against drafts from the history alone."""
+    """Measures tokens per pass with drafts sampled ahead, against drafts from the history alone."""
     rows = []
     for rate in learning_rates:
         with open_run(small_policy(config, rate, steps)) as (run, progress):
@@ -42,7 +42,9 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                         for request, known in zip(requests, _known(name, ahead, requests), strict=True)
                     ]
                     follows = AlignedDrafter(drafter) if name == "own noise" else drafter
-                    if name == "other noise" and ahead:  # SRT: into the cache, whatever the noise
+                    if (
+                        name == "other noise" and ahead
+                    ):  # as SRT does: responses of any noise go into the cache
                         drafter.learn(unrewarded(requests, ahead["other noise"]))
                     passes = replay(follows, asked, completions, config.speculation.max_drafts)
                     if step:
@@ -79,7 +81,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
 
 
 def small_policy(config: ExperimentConfig, learning_rate: float, steps: int) -> ExperimentConfig:
-    """The config's run without growth and drafts, in batches as large as its steps."""
+    """Returns the config without growth and drafts, with batches as large as its steps."""
     return config.model_copy(
         update={
             "policy": config.policy.model_copy(update={"growth": None}),
@@ -94,7 +96,7 @@ def small_policy(config: ExperimentConfig, learning_rate: float, steps: int) -> 
 def replay(
     drafter: HostDrafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
 ) -> np.ndarray:
-    """(tokens, passes) of verifying up to `width` drafts of every request in every pass."""
+    """Returns (tokens, passes) when every pass verifies up to `width` drafts of every request."""
     drafter.begin(asked)
     known = np.zeros(len(asked), np.int32)
     lengths = np.asarray([len(each.response_ids) for each in completions])
@@ -119,7 +121,7 @@ def replay(
 
 
 def _accepted(drafts: Drafts, row: int, tokens: np.ndarray) -> int:
-    """Nodes of a tree on the path that `tokens` take."""
+    """Returns the number of a tree's nodes on the path of `tokens`."""
     node, depth = -1, 0
     while depth < len(tokens):
         children = np.flatnonzero(drafts.parents[row, : drafts.counts[row]] == node)
@@ -131,7 +133,7 @@ def _accepted(drafts: Drafts, row: int, tokens: np.ndarray) -> int:
 
 
 def decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
-    """Responses by the policy as it is now."""
+    """Decodes responses by the current policy."""
     return run.collector.scheduler.run(run.engine.load_params(run.state.params), requests)[0]
 
 
@@ -144,7 +146,7 @@ def _known(
 
 
 def _agreement(drafts: Sequence[Completion], completions: Sequence[Completion]) -> np.ndarray:
-    """(tokens before the first one that was sampled otherwise ahead of time, all tokens)."""
+    """Returns (tokens before the first difference from the sample taken ahead, all tokens)."""
     same = 0
     for draft, completion in zip(drafts, completions, strict=True):
         length = min(len(draft.response_ids), len(completion.response_ids))

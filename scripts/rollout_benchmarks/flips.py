@@ -1,9 +1,9 @@
 """Counts flips: responses whose drafted decoding leaves plain decoding, by mechanism and number type.
 
-The tokens of plain decoding at temperature 1 are the truth. Every mechanism decodes the same requests with
-the same noise, in other buckets, slots and company. A response is compared up to its first difference, since
-the tokens after it have another prefix. The work is cut into parts, a JSON line each, so that a long count
-can be stopped and goes on where it stopped.
+The reference is plain decoding at temperature 1. Every mechanism decodes the same requests with the same
+noise, in other buckets, slots and batches. A response is compared up to its first difference, since later
+tokens have another prefix. The work is divided into parts, one JSON line each, so that a long count can be
+stopped and resumed.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class Mechanism:
     """One way to draft.
 
     Attributes:
-      drafters: names of the registry.
-      choice: the manager; "every pass" asks all drafters and verifies passes of every size in turn.
+      drafters: names of drafters in the registry.
+      choice: the manager; "every pass" asks all drafters and verifies passes of all sizes in turn.
       mix: see `speculation.mix`.
-      run_ahead: idle slots decode the next step's requests.
+      run_ahead: whether idle slots decode requests of the next step.
     """
 
     drafters: tuple[str, ...]
@@ -78,12 +78,12 @@ class Count:
     """Numbers of compared tokens and of differences.
 
     Attributes:
-      tokens: compared, up to a response's first difference.
-      drafted, accepted: draft tokens that were verified, and those of them that were right.
-      flips: per response that differs, its step, request and position, the two tokens, and by how much the
-        logprobs of the 16 tokens before it differed at most: 0 says that verification chose wrongly, a drift
-        that a near-tie was decided otherwise.
-      logprobs: equal tokens whose logprobs have other bits.
+      tokens: number of compared tokens, up to the first difference of each response.
+      drafted, accepted: numbers of verified and of accepted draft tokens.
+      flips: for each response that differs, its step, request and position, the two tokens, and the largest
+        difference of logprobs over the 16 tokens before: 0 shows an error of verification, a larger one that
+        a near-tie was decided differently.
+      logprobs: number of equal tokens whose logprobs differ in their bits.
     """
 
     tokens: int = 0
@@ -111,7 +111,7 @@ class Count:
 
 
 def parts(dtypes: Sequence[str], blocks: int) -> Iterator[dict[str, Any]]:
-    """The parts of the whole count, number types and bucket mixes in turn."""
+    """Yields the parts of the whole count, number types and bucket mixes in turn."""
     for block, mix, dtype in itertools.product(range(blocks), BUCKET_MIXES, dtypes):
         yield {"dtype": dtype, "buckets": mix, "block": block}
 
@@ -119,7 +119,7 @@ def parts(dtypes: Sequence[str], blocks: int) -> Iterator[dict[str, Any]]:
 def count_part(
     config: ExperimentConfig, part: Mapping[str, Any], steps: int, names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """One line per mechanism: its `Count` over `steps` steps of the part's block.
+    """Yields one line per mechanism: its `Count` over `steps` steps of the part's block.
 
     Args:
       config: the workload; temperature 1.
@@ -194,7 +194,7 @@ def _count(
 
 
 class PartsFile:
-    """The lines that were counted, each written durably; started again, a count goes on behind them.
+    """The lines of finished parts, written durably; a count that is started again continues after them.
 
     Raises:
       UserError: the file belongs to another processor, JAX version, or workload.
@@ -215,7 +215,7 @@ class PartsFile:
             self.header = header
 
     def missing(self, part: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-        """The mechanisms that were not counted in a part."""
+        """Returns the mechanisms that were not counted in a part."""
         done = {line["mechanism"] for line in self.lines if part.items() <= line.items()}
         return [name for name in names if name not in done]
 
@@ -232,7 +232,9 @@ class PartsFile:
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per number type and mechanism: tokens, drafted and accepted tokens, flips, and logprobs that differ."""
+    """Sums tokens, drafted and accepted tokens, flips, and differing logprobs by number type and
+    mechanism.
+    """
     rows = []
     for dtype, mechanism in sorted({(line["dtype"], line["mechanism"]) for line in lines}):
         chosen = [line for line in lines if (line["dtype"], line["mechanism"]) == (dtype, mechanism)]
@@ -245,6 +247,6 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def processor_line() -> str:
-    """The processor and the JAX version, for headings."""
+    """Returns the processor and the JAX version, for headings."""
     facts = machine_facts()
     return f"{facts['cpu']} ({facts['vectors']}), {os.cpu_count()} cores, JAX {jax.__version__}"

@@ -1,8 +1,8 @@
 """Is speculation lossless? Counts tokens and logprobs that differ from those of plain decoding.
 
-Every drafter, batches that shrink bucket by bucket, passes of every size in turn whether they promise
-anything or not, responses that come and go, half of them drafted while the others are verified, with and
-without run-ahead. The policy is not grown: bits do not depend on what a pass costs.
+Covers every drafter, batches that shrink bucket by bucket, passes of all sizes in turn whatever their
+predicted gain, responses that join and leave, drafting for one half while the other is verified, with and
+without run-ahead. The policy is not grown, since bits do not depend on the cost of a pass.
 """
 
 import itertools
@@ -41,11 +41,11 @@ ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
 _SLOTS = (6, 24)  # of 64 requests
 _BATCHES = (2, 6, 24, 64)
 _SIZES = (16, 32, 64, 128)
-_ALWAYS = 1e9  # tokens per second that nothing else promises
+_ALWAYS = 1e9  # predicted tokens per second above any other prediction
 
 
 class EveryPass:
-    """Chooses passes of every size in turn, and now and then a plain step (`StrategyChoice.choose_rows`)."""
+    """Chooses passes of all sizes in turn, with occasional plain steps (`StrategyChoice.choose_rows`)."""
 
     def __init__(self) -> None:
         self.turns = itertools.count()
@@ -58,7 +58,7 @@ class EveryPass:
 
 
 def lossless_rows(config: ExperimentConfig, steps: int) -> list[Row]:
-    """Tokens and logprobs that differ, of how many."""
+    """Counts tokens and logprobs that differ."""
     chosen = config.model_copy(
         update={
             "policy": config.policy.model_copy(update={"growth": None}),
@@ -130,7 +130,9 @@ def _compare(
 
 
 def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:
-    """All drafters are asked whatever they promise: one in turn, or every one; chains of every length."""
+    """Makes a speculator ask all drafters whatever their prediction, in turn or together, for chains of all
+    lengths.
+    """
     turns, number_of = itertools.count(), len(speculator.proposers)
     for number, proposer in enumerate(speculator.proposers):
         if isinstance(proposer, SelfProposer):
@@ -146,7 +148,9 @@ def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> No
 
 
 def _differing(one: Completion, other: Completion) -> tuple[int, int]:
-    """Tokens and logprobs of two completions that are not the same; what only one of them has counts."""
+    """Counts differing tokens and logprobs of two completions; those of the longer one's rest count as
+    well.
+    """
     length = min(len(one.response_ids), len(other.response_ids))
     longer = max(len(one.response_ids), len(other.response_ids)) - length
     return (

@@ -9,7 +9,7 @@ from rollout_benchmarks.variants import open_run
 
 
 def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
-    """What verifying so many tokens costs against a plain step, by batch bucket and cache length."""
+    """Measures a verifying pass against a plain step, by batch bucket, cache length and number of tokens."""
     rows = []
     with open_run(config) as (run, _):
         params = run.engine.load_params(run.state.params)
@@ -18,8 +18,8 @@ def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
             for length in (buckets.cache[0], buckets.cache[-1]):
                 seconds = time_passes(run.engine, params, batch, length, repeats)
                 plain = statistics.median(seconds.pop(0))
-                for size, own in seconds.items():
-                    taken = statistics.median(own)
+                for size, times in seconds.items():
+                    taken = statistics.median(times)
                     rows.append(
                         Row(
                             name=f"pass/batch {batch}/cache {length}/{size} tokens",

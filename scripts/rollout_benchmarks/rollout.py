@@ -1,4 +1,4 @@
-"""Tokens per second with and without drafts, on prompts that come back or (`task.problems=0`) never do."""
+"""Tokens per second with and without drafts, on prompts that return or (`task.problems=0`) never do."""
 
 import time
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from rollout_benchmarks.variants import (
     roll_out,
 )
 
-_BETWEEN = 3  # variants between two plain rollouts: what a machine does drifts over minutes
+_BETWEEN = 3  # variants between two plain rollouts, since a machine's speed drifts over minutes
 
 
 def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
-    """Tokens per second of every drafter, epoch by epoch if there are epochs, against plain decoding of the
-    same tokens.
+    """Measures tokens per second of every drafter, by epoch if there are epochs, against plain decoding of
+    the same tokens.
     """
     check_variants(config, names)
     with open_run(config) as (run, progress):
@@ -39,7 +39,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         progress.stage("bench", config.training.steps)
 
         def timed(variant: Variant, step: int) -> list[Group]:
-            if variant is plain:  # what long requests it puts first, it knows from the steps before alone
+            if variant is plain:  # its order of requests must follow from earlier steps alone
                 plain.collector.scheduler.lengths.load_state(known)
             groups = roll_out(run, variant, step)
             progress.update("bench", f"step {step}: {variant.name} {variant.seconds[-1]:.1f} s")
@@ -75,7 +75,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
 
 
 def stretches(config: ExperimentConfig) -> dict[str, slice]:
-    """The steps that a row is about, by name: those of an epoch; all where no problem comes back."""
+    """Returns the steps of each row by its name: the steps of an epoch, or all where no problem returns."""
     steps, problems = config.training.steps, config.task.problems
     if not problems:
         return {"fresh prompts": slice(0, steps)}
@@ -87,7 +87,7 @@ def stretches(config: ExperimentConfig) -> dict[str, slice]:
 def _workload(
     plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
 ) -> dict[str, float]:
-    """How long the tail is: of the slots, the share that is busy in plain decoding; lengths of responses."""
+    """Describes the tail: the share of slots that is busy in plain decoding, and the lengths of responses."""
     passes = sum(each.steps for each in plain)
     all_lengths = np.concatenate(lengths)
     return {
@@ -106,27 +106,27 @@ def _row(
     update: float,
     workload: dict[str, float],
 ) -> Row:
-    own, learning = variant.seconds[steps], sum(variant.learning[steps])
+    seconds, learning = variant.seconds[steps], sum(variant.learning[steps])
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
         accumulate(total, one)
-    ratios = [b / a for a, b in zip(own, baseline, strict=True)]
+    ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
     return Row(
         name=f"rollout/{when}/{variant.name}",
-        value=total.tokens / sum(own),
+        value=total.tokens / sum(seconds),
         unit="tokens/s",
         baseline="plain decoding",
         baseline_value=total.tokens / sum(baseline),
-        ratio=sum(baseline) / sum(own),
+        ratio=sum(baseline) / sum(seconds),
         details={
             "ratio_low": min(ratios),
             "ratio_high": max(ratios),
             "rounds": len(ratios),
-            "seconds": sum(own),
+            "seconds": sum(seconds),
             "baseline_seconds": sum(baseline),
             "learn_seconds": learning,
             "update_seconds": update,
-            "step_ratio": (sum(baseline) + update) / (sum(own) + learning + update),
+            "step_ratio": (sum(baseline) + update) / (sum(seconds) + learning + update),
             "tokens": total.tokens,
             "accept_length": total.accept_length,
             "acceptance": total.accepted / max(total.drafted, 1),
@@ -137,8 +137,8 @@ def _row(
             "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
             "pass_seconds": total.device_seconds,
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
-            "draft_share": total.draft_seconds / sum(own),
-            "train_share": total.train_seconds / sum(own),
+            "draft_share": total.draft_seconds / sum(seconds),
+            "train_share": total.train_seconds / sum(seconds),
             **workload,
             "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
         },

@@ -1,4 +1,4 @@
-"""Strategies side by side, each used always: what depth, width, tokens to verify and batch do to the gain.
+"""Compares fixed strategies: the effect of depth, width, verified tokens and batch on the gain.
 
 The tables of TLT (Figure 13, Tables 1 and 4) and EfficientRollout (Table 4). An EAGLE-3 head is trained on a
 few rollouts; then the policy stands still, and every strategy rolls the same requests out with the same head.
@@ -30,11 +30,11 @@ class _Case:
     """A strategy to measure.
 
     Attributes:
-      table: the one that it belongs to.
-      label: its place there.
+      table: name of the table with the strategy.
+      label: label of the strategy in the table.
       slots: number of slots.
       keys: keys of the section `speculation`.
-      strategy: always used.
+      strategy: the strategy, used in every pass.
     """
 
     table: str
@@ -45,7 +45,7 @@ class _Case:
 
 
 def strategy_rows(config: ExperimentConfig, training_steps: int) -> list[Row]:
-    """Tokens per second and accept length of every strategy, against plain decoding.
+    """Measures tokens per second and accept length of every strategy, against plain decoding.
 
     Args:
       config: the workload.
@@ -67,7 +67,7 @@ def strategy_rows(config: ExperimentConfig, training_steps: int) -> list[Row]:
             variant = _resized(make_variant(run, case.label, case.keys | speculation, times), case.slots)
             groups = roll_out(run, variant, training_steps)
             check_same(expected[case.slots], groups, case.label)
-            roll_out(run, plain[case.slots], training_steps)  # again, beside what it is compared with
+            roll_out(run, plain[case.slots], training_steps)  # again, close in time to its comparison
             rows.append(_row(case, variant, plain[case.slots]))
             progress.step(number + 1, {"tokens_per_second": rows[-1].value})
     return rows

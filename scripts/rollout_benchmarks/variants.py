@@ -1,4 +1,4 @@
-"""The ways to roll out that are compared: plain decoding, and every drafter."""
+"""The variants of a rollout that are compared: plain decoding, and every drafter."""
 
 import contextlib
 import dataclasses
@@ -75,11 +75,11 @@ class Variant:
     """One way to roll out.
 
     Attributes:
-      name: for the rows.
-      collector: rolls out.
-      speculator: None for plain decoding.
-      seconds: time of decoding, per step.
-      learning: seconds that the drafters took to learn from it, behind the rollout, a step.
+      name: name in the rows.
+      collector: collector of the rollouts.
+      speculator: speculator; None for plain decoding.
+      seconds: seconds of decoding, per step.
+      learning: seconds in which drafters learned after the rollout, per step.
       statistics: statistics of the rollouts, per step.
     """
 
@@ -93,7 +93,7 @@ class Variant:
 
 @contextlib.contextmanager
 def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]:
-    """The config's run, in a directory that is deleted at the end."""
+    """Opens the config's run in a temporary directory."""
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     with tempfile.TemporaryDirectory() as directory, Progress() as progress:
@@ -118,21 +118,21 @@ def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
 
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
-    """All ways to roll out, on the run's engine; plain decoding first."""
-    times: dict[Any, PassTimes] = {}  # by what the engine hands out
+    """Returns all variants on the run's engine, plain decoding first."""
+    times: dict[Any, PassTimes] = {}  # by the layers whose features the engine returns
     return [make_variant(run, name, VARIANTS[name], times) for name in names]
 
 
 def make_variant(
     run: TrainingRun, name: str, keys: dict[str, Any] | None, times: dict[Any, PassTimes]
 ) -> Variant:
-    """One way to roll out.
+    """Returns one variant.
 
     Args:
       run: run with the policy and the engine.
-      name: for the rows.
+      name: name in the rows.
       keys: keys of the section `speculation`; None decodes plainly.
-      times: measured times of passes, by the layers that the engine hands out; shared and added to.
+      times: measured times of passes, by the layers whose features the engine returns; shared and updated.
     """
     config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
     if keys is not None:
@@ -174,8 +174,8 @@ def make_variant(
 
 
 def small_model(run: TrainingRun) -> Path:
-    """Where a checkpoint of a smaller policy is, made if need be: with half of the layers of `policy.shape`,
-    warmed up like the run's policy, and not grown.
+    """Returns the path of a smaller policy's checkpoint, and makes it if it is missing: half of the layers of
+    `policy.shape`, warmed up like the run's policy, and not grown.
     """
     directory, config = run.directory.path / "small_model", run.config
     if directory.exists():
@@ -192,13 +192,13 @@ def small_model(run: TrainingRun) -> Path:
 
 
 def step_indices(run: TrainingRun, step: int) -> range:
-    """The problems of a step."""
+    """Returns the indices of a step's problems."""
     prompts = run.config.rollout.prompts_per_step
     return range(step * prompts, (step + 1) * prompts)
 
 
 def step_requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
-    """What a step samples, with the noise of a purpose."""
+    """Returns the requests of a step, with the noise of a purpose."""
     samples = run.config.rollout.samples_per_prompt
     return run.collector.requests("train", step_indices(run, step), samples, purpose, step)
 
@@ -206,13 +206,13 @@ def step_requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[
 def collect_step(
     run: TrainingRun, collector: Collector, step: int
 ) -> tuple[list[Group], DecodeStatistics, Timing]:
-    """A step's groups by the policy as it is now."""
+    """Returns a step's groups by the current policy."""
     params, samples = run.engine.load_params(run.state.params), run.config.rollout.samples_per_prompt
     return collector.collect(params, "train", step_indices(run, step), samples, TRAINING, step)
 
 
 def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:
-    """What a drafter learns from, where rewards do not matter."""
+    """Returns outcomes without rewards, for drafters that do not need them."""
     return [
         Outcome(request.prompt_ids, completion.response_ids, 0.0)
         for request, completion in zip(requests, completions, strict=True)
@@ -220,7 +220,7 @@ def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -
 
 
 def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
-    """One step's groups by one variant, which learns from them."""
+    """Returns one step's groups by one variant, whose drafters learn from them."""
     if variant.speculator is not None and variant.speculator.run_ahead is not None:
         variant.speculator.run_ahead.plan(step_requests(run, step + 1))
     groups, statistics, timing = collect_step(run, variant.collector, step)
@@ -234,10 +234,10 @@ def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
 
 
 def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> float:
-    """The share of the responses whose tokens are the same.
+    """Returns the share of responses with equal tokens.
 
     Raises:
-      UserError: on a CPU, where also the logprobs' bits are the same, for any response that is not.
+      UserError: on a CPU, for any response whose tokens or logprobs' bits differ.
     """
     on_cpu, same, count = jax.default_backend() == "cpu", 0, 0
     for ours, theirs in zip(other, plain, strict=True):

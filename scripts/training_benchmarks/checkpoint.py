@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a run against writing and reading its bytes and no more."""
+"""Saving and restoring the state of a run, against only writing and reading its bytes."""
 
 import dataclasses
 import functools
@@ -26,14 +26,14 @@ from rljax.training.checkpoint import RunCheckpoints
 
 
 def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:
-    """Seconds, processor seconds of all threads, and what the action returned, when it is there."""
+    """Returns seconds, processor seconds of all threads, and the action's result, once it is ready."""
     start, processor = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(action(*args))
     return time.perf_counter() - start, time.process_time() - processor, result
 
 
 def random_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    """Weights and moments, none of them 0: zeros take less space and time than what a run saves."""
+    """Returns random weights and moments: zeros would take less space and time than the state of a run."""
     params = init_params(config, seed=0)
     rng = np.random.default_rng(0)
 
@@ -47,7 +47,7 @@ def random_state(config: ModelConfig, optimizer: optax.GradientTransformation) -
 
 
 def write_plainly(file: Path, state: TrainState) -> None:
-    """The least that a save to rely on does: the bytes, on disk."""
+    """Writes the bytes and waits until they are on disk, the least work of a reliable save."""
     with open(file, "wb") as stream:
         for leaf in jax.tree.leaves(state):
             stream.write(np.asarray(leaf).tobytes() if leaf.ndim == 0 else np.asarray(leaf).data)
@@ -56,7 +56,7 @@ def write_plainly(file: Path, state: TrainState) -> None:
 
 
 def read_plainly(file: Path, template: TrainState) -> TrainState:
-    """What `write_plainly` wrote, on JAX's default device."""
+    """Reads a file of `write_plainly` to JAX's default device."""
 
     def read(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(np.fromfile(stream, leaf.dtype, leaf.size).reshape(leaf.shape))
@@ -66,7 +66,7 @@ def read_plainly(file: Path, template: TrainState) -> TrainState:
 
 
 def save_with_orbax(directory: Path, state: TrainState, compression: bool) -> None:
-    """What `RunCheckpoints` has Orbax write, with its zstd or without."""
+    """Saves by Orbax as `RunCheckpoints` does, with or without zstd."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=compression)) as checkpointer:
         checkpointer.save(directory, args=ocp.args.PyTreeSave(state), force=True)
 
@@ -78,7 +78,7 @@ def bytes_in(directory: Path) -> int:
 
 @dataclasses.dataclass
 class Rounds:
-    """What every round took, by what was done: ours and the baseline."""
+    """Times of every round by action, ours and the baseline's."""
 
     ours: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     baseline: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -89,7 +89,7 @@ class Rounds:
 
 
 def checkpoint_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
-    """Saving and restoring a train state, in the system's temporary directory.
+    """Measures saving and restoring a train state, in the system's temporary directory.
 
     Args:
       name: name of the policy.

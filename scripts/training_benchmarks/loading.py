@@ -20,13 +20,13 @@ from rljax.models.transformer import init_params, num_params
 _SCRIPT = Path(__file__).resolve().parent.parent / "bench_training.py"  # its `--load` is a fresh process
 _STATUS = Path("/proc/self/status")
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
-# glibc's own threshold moves, and keeps freed memory of small tensors, another amount each time.
+# The threshold of glibc adapts, and keeps a varying amount of freed memory of small tensors.
 _MALLOCS = {"mmap from 1 MB on": {_MMAP_THRESHOLD: "1000000"}, "glibc's defaults": {}}
 CASES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32"))
 
 
 def memory_kilobytes(key: str) -> int | None:
-    """A line of Linux's account of this process; None where there is none."""
+    """Returns a value from Linux's status of this process; None on other systems."""
     if _STATUS.exists():
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith(key):
@@ -35,9 +35,9 @@ def memory_kilobytes(key: str) -> int | None:
 
 
 def peak_of_loading(checkpoint: Path, dtype: str) -> int:
-    """Bytes that loading takes at its peak; run by `--load` in a process of its own."""
+    """Returns the peak bytes of loading; run by `--load` in a separate process."""
     config = huggingface.load_model_config(checkpoint)
-    jax.block_until_ready(jnp.asarray([1.0]))  # the backend's own memory is not the checkpoint's
+    jax.block_until_ready(jnp.asarray([1.0]))  # so that the backend's memory is not counted
     before = memory_kilobytes("VmRSS")
     jax.block_until_ready(huggingface.load_params(checkpoint, config, dtype))
     # Not getrusage: its peak begins with what the parent process had.
@@ -47,12 +47,12 @@ def peak_of_loading(checkpoint: Path, dtype: str) -> int:
 def loading_rows(
     name: str, config: ModelConfig, repeats: int, cases: Sequence[tuple[str, str]] = CASES
 ) -> list[Row]:
-    """Peak resident memory of loading a policy in Hugging Face format, against the weights it leaves.
+    """Measures peak resident memory of loading a policy in Hugging Face format, against the loaded weights.
 
     Args:
       name: name of the policy.
       config: its architecture.
-      repeats: loads, each in a process of its own.
+      repeats: number of loads, in separate processes.
       cases: dtypes in the checkpoint, and of the loaded weights.
     """
     if memory_kilobytes("VmHWM") is None:

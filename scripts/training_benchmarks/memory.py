@@ -1,4 +1,4 @@
-"""What the compiled gradient of a micro-batch needs beside its arguments and results."""
+"""Temporary memory of the compiled gradient of a micro-batch."""
 
 import functools
 
@@ -20,7 +20,7 @@ from rljax.training.update import gradients, policy_objective
 
 @functools.cache
 def temporary_bytes(config: ModelConfig, shape: tuple[int, int], remat: bool, logprob_chunk: int) -> int:
-    """Temporaries of the compiled gradient of one micro-batch [R, T]; nothing is run."""
+    """Returns the temporary bytes of the compiled gradient of one micro-batch [R, T], without running it."""
     rows, length = shape
     score = functools.partial(
         score_packed,
@@ -43,7 +43,7 @@ def temporary_bytes(config: ModelConfig, shape: tuple[int, int], remat: bool, lo
 
 
 def logits_row(name: str, config: ModelConfig, shape: tuple[int, int], logprob_chunk: int) -> Row:
-    """What it saves that the logits of a micro-batch [R, T] exist `logprob_chunk` tokens at a time."""
+    """Measures the memory saved by computing the logits of [R, T] in chunks of `logprob_chunk` tokens."""
     tokens = shape[0] * shape[1]
     ours = temporary_bytes(config, shape, False, logprob_chunk)
     whole = temporary_bytes(config, shape, False, tokens)
@@ -56,7 +56,7 @@ def logits_row(name: str, config: ModelConfig, shape: tuple[int, int], logprob_c
 
 
 def remat_row(name: str, config: ModelConfig, shape: tuple[int, int], logprob_chunk: int) -> Row:
-    """What it saves that a micro-batch's backward pass recomputes the layers."""
+    """Measures the memory saved by recomputing the layers in a micro-batch's backward pass."""
     ours = temporary_bytes(config, shape, True, logprob_chunk)
     kept = temporary_bytes(config, shape, False, logprob_chunk)
     details = {"layers": config.num_layers, "logprob_chunk": logprob_chunk}

@@ -30,8 +30,8 @@ def estimate(compiled):
     return compiled(estimate_advantages, "baseline", "normalization", "discount", "gae_lambda")
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_leave_one_out_by_hand(compiled):
@@ -99,12 +99,12 @@ def test_gae_at_its_ends(compiled):
 def test_grpo_and_dr_grpo(estimate):
     spread = np.asarray(MASK, np.float32)
     half = np.array([[0.5], [-0.5], [-1.0], [1.0]])
-    found, returns = estimate(REWARDS, MASK, "group", "none")
-    close(found, half * spread)
+    actual, returns = estimate(REWARDS, MASK, "group", "none")
+    close(actual, half * spread)
     assert returns is None
     # Standard deviations with G - 1 = 1: sqrt(1/2) and sqrt(2).
-    found, _ = estimate(REWARDS, MASK, "group", "std")
-    np.testing.assert_allclose(found, half / np.sqrt([[0.5], [0.5], [2], [2]]) * spread, rtol=1e-4)
+    actual, _ = estimate(REWARDS, MASK, "group", "std")
+    np.testing.assert_allclose(actual, half / np.sqrt([[0.5], [0.5], [2], [2]]) * spread, rtol=1e-4)
 
 
 def test_rloo_with_the_kl_in_the_reward_of_the_response(estimate):
@@ -137,8 +137,8 @@ def test_reinforce_plus_plus_baseline(estimate):
 
 def test_a_critic(estimate):
     values = jnp.array([[0.5, 0.5, 0.5], [0.0, 9, 9], [0.0, 1.0, 9], [2.0, 2.0, 2.0]])
-    found, returns = estimate(REWARDS, MASK, "critic", "none", 1.0, 1.0, None, values)
-    close(found, [[0.5, 0.5, 0.5], [0, 0, 0], [0.5, -0.5, 0], [0.5, 0.5, 0.5]])
+    actual, returns = estimate(REWARDS, MASK, "critic", "none", 1.0, 1.0, None, values)
+    close(actual, [[0.5, 0.5, 0.5], [0, 0, 0], [0.5, -0.5, 0], [0.5, 0.5, 0.5]])
     close(returns, [[1, 1, 1], [0, 0, 0], [0.5, 0.5, 0], [2.5, 2.5, 2.5]])
     whitened, same = estimate(REWARDS, MASK, "critic", "batch", 1.0, 1.0, None, values)
     assert abs(float(jnp.sum(whitened))) < 1e-5
@@ -182,8 +182,8 @@ def test_what_a_tool_answered_is_passed_over(discount, gae_lambda):
     expected = generalized_advantages(
         jnp.asarray(rewards[mask][None]), jnp.asarray(values[mask][None]), jnp.asarray(alone), *settings
     )
-    found = np.asarray(
+    actual = np.asarray(
         generalized_advantages(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(mask), *settings)
     )
-    np.testing.assert_array_equal(found[mask], np.asarray(expected)[0])
-    assert not found[~mask].any()
+    np.testing.assert_array_equal(actual[mask], np.asarray(expected)[0])
+    assert not actual[~mask].any()

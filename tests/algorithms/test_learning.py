@@ -127,8 +127,8 @@ def learn(algorithm, steps=60, one_token=False, disturb=None, seed=0):
         if algorithm.corrects_rollout:
             settings = (algorithm.correction_cap, algorithm.correction_mask)
             band = (algorithm.correction_low, algorithm.correction_high)
-            found = rollout_correction(old_logprobs, rollout_logprobs, mask, *settings, *band)
-            advantages, kept, old = advantages * found.factors, found.kept, old_logprobs
+            correction = rollout_correction(old_logprobs, rollout_logprobs, mask, *settings, *band)
+            advantages, kept, old = advantages * correction.factors, correction.kept, old_logprobs
         lengths = np.asarray(kept).sum(axis=1)
         weights = jnp.where(kept, aggregation_weights(lengths, algorithm.aggregation, 2)[:, None], 0.0)
         nothing = jnp.zeros_like(tokens)

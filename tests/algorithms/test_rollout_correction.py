@@ -87,7 +87,7 @@ def test_truncation_recovers_the_expectation_under_the_training_policy(correct):
     mu, old = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
     values = np.array([1.0, 2.0, 4.0])
     actions = np.arange(3)[None]
-    found = correct(
+    correction = correct(
         jnp.log(jnp.asarray(old, jnp.float32))[actions],
         jnp.log(jnp.asarray(mu, jnp.float32))[actions],
         jnp.ones((1, 3), bool),
@@ -96,7 +96,9 @@ def test_truncation_recovers_the_expectation_under_the_training_policy(correct):
         0.5,
         2.0,
     )
-    np.testing.assert_allclose(np.sum(mu * np.asarray(found.factors)[0] * values), old @ values, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.sum(mu * np.asarray(correction.factors)[0] * values), old @ values, rtol=1e-5
+    )
     assert abs(mu @ values - old @ values) > 0.1
 
 

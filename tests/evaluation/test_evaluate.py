@@ -1,4 +1,4 @@
-"""scripts/evaluate.py on a real run: the numbers of the run's own evaluation; stopped and started again,
+"""scripts/evaluate.py on a real run: the numbers of the run's evaluation; stopped and started again,
 drafted or not, from a run or a Hugging Face directory, the same bytes.
 """
 
@@ -77,9 +77,9 @@ def whole(trained, tmp_path_factory):
 
 
 def results(output):
-    found = json.loads((output / "results.json").read_text())
-    assert found.pop("made_by")["machine"]
-    return found
+    contents = json.loads((output / "results.json").read_text())
+    assert contents.pop("made_by")["machine"]
+    return contents
 
 
 def assert_same_files(output, expected):
@@ -90,21 +90,25 @@ def assert_same_files(output, expected):
 
 def test_a_checkpoint_gives_the_numbers_of_the_evaluation_inside_the_run(trained, whole, capsys):
     _, line = trained
-    found = results(whole)
-    assert (found["problems"], found["samples"], found["success"]) == (PROBLEMS, SAMPLES, "correct")
+    evaluated = results(whole)
+    assert (evaluated["problems"], evaluated["samples"], evaluated["success"]) == (
+        PROBLEMS,
+        SAMPLES,
+        "correct",
+    )
     for name in ("mean@4", "pass@2", "pass@4", "maj@2", "maj@4"):
-        assert found["overall"][name]["value"] == line[f"evaluation/{name}"]
-        for group in found["by_difficulty"]:
+        assert evaluated["overall"][name]["value"] == line[f"evaluation/{name}"]
+        for group in evaluated["by_difficulty"]:
             key = f"evaluation/difficulty_{group['difficulty']}/{name}"
             assert group["metrics"][name]["value"] == line[key]
     for name in ("reward", "correct", "odd"):
-        assert found["overall"][name]["value"] == pytest.approx(line[f"evaluation/{name}"], abs=1e-12)
-    assert 0 < found["overall"]["mean@4"]["value"] < found["overall"]["pass@4"]["value"]
-    assert len(found["by_difficulty"]) > 1
-    assert sum(group["problems"] for group in found["by_difficulty"]) == PROBLEMS
+        assert evaluated["overall"][name]["value"] == pytest.approx(line[f"evaluation/{name}"], abs=1e-12)
+    assert 0 < evaluated["overall"]["mean@4"]["value"] < evaluated["overall"]["pass@4"]["value"]
+    assert len(evaluated["by_difficulty"]) > 1
+    assert sum(group["problems"] for group in evaluated["by_difficulty"]) == PROBLEMS
     responses = (whole / "responses.jsonl").read_text().splitlines()
     lengths = [len(json.loads(each)["tokens"]) for each in responses]
-    assert found["overall"]["response_length"]["value"] == pytest.approx(np.mean(lengths))
+    assert evaluated["overall"]["response_length"]["value"] == pytest.approx(np.mean(lengths))
     assert line["evaluation/tokens"] == sum(lengths)
 
 
@@ -174,11 +178,11 @@ def test_a_hugging_face_directory_gives_what_its_run_gives(trained, whole, tmp_p
     save_model(tmp_path / "model", policy.config, policy.params, "float32", policy.tokenizer_directory)
     monkeypatch.chdir(tmp_path)
     assert evaluate(tmp_path / "model", "--config", run / "config.yaml") == 0
-    found, expected = results(tmp_path / "evaluations" / "model"), results(whole)
+    evaluated, expected = results(tmp_path / "evaluations" / "model"), results(whole)
     assert (tmp_path / "evaluations/model/responses.jsonl").read_bytes() == (
         whole / "responses.jsonl"
     ).read_bytes()
-    assert found | {"policy": None} == expected | {"policy": None}
+    assert evaluated | {"policy": None} == expected | {"policy": None}
 
 
 def test_a_split_that_ends_is_evaluated_once(trained, tmp_path):
@@ -250,12 +254,14 @@ def test_edited_data_are_noticed(trained, whole, tmp_path, capsys, monkeypatch):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     problem, judged = ChainArithmetic.problem, []
     monkeypatch.setattr(Evaluator, "_response", lambda *_: pytest.fail("sampled"))
-    monkeypatch.setattr(ChainArithmetic, "reward", lambda *given: judged.append(given[1]) or reward(*given))
+    monkeypatch.setattr(
+        ChainArithmetic, "reward", lambda *arguments: judged.append(arguments[1]) or reward(*arguments)
+    )
 
     def edited(**changes):
         def changed(self, split, index):
-            found = problem(self, split, index)
-            return dataclasses.replace(found, **changes) if index == 3 else found
+            original = problem(self, split, index)
+            return dataclasses.replace(original, **changes) if index == 3 else original
 
         monkeypatch.setattr(ChainArithmetic, "problem", changed)
         return evaluate(trained[0], "--output", tmp_path)

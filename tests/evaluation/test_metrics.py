@@ -81,15 +81,15 @@ def test_groups_of_an_even_spread_are_alike():
 
 
 def test_parts_that_only_some_tasks_of_a_mixture_have():
-    found = estimates([{"reward": 1.0, "tests": 0.5}, {"reward": 0.0}, {"reward": 0.5, "tests": 1.0}])
-    assert (found["reward"].value, found["tests"].value) == (0.5, 0.75)
-    assert 0.5 <= found["tests"].low <= found["tests"].high <= 1.0
+    estimated = estimates([{"reward": 1.0, "tests": 0.5}, {"reward": 0.0}, {"reward": 0.5, "tests": 1.0}])
+    assert (estimated["reward"].value, estimated["tests"].value) == (0.5, 0.75)
+    assert 0.5 <= estimated["tests"].low <= estimated["tests"].high <= 1.0
 
 
 def test_estimates_are_means_inside_their_intervals():
-    found = estimates([{"reward": float(i % 2), "mean@1": 1.0} for i in range(40)])
-    assert found["reward"].value == 0.5
-    assert 0.3 < found["reward"].low < 0.5 < found["reward"].high < 0.7
-    assert (found["mean@1"].low, found["mean@1"].high) == (1.0, 1.0)
+    estimated = estimates([{"reward": float(i % 2), "mean@1": 1.0} for i in range(40)])
+    assert estimated["reward"].value == 0.5
+    assert 0.3 < estimated["reward"].low < 0.5 < estimated["reward"].high < 0.7
+    assert (estimated["mean@1"].low, estimated["mean@1"].high) == (1.0, 1.0)
     alone = estimates([{"reward": 0.25}])["reward"]
     assert (alone.value, alone.low, alone.high) == (0.25, None, None)

@@ -20,10 +20,10 @@ def run(tmp_path):
 
 
 def test_a_runs_own_config_is_what_it_is_evaluated_with(run):
-    config, own = evaluation_config(run, None, []), load_config(run / "config.yaml")
+    config, run_config = evaluation_config(run, None, []), load_config(run / "config.yaml")
     for section in ("task", "rollout", "kernels", "mesh", "evaluation", "engine", "policy"):
-        assert getattr(config, section) == getattr(own, section)
-    assert config.seed == own.seed and config.run_dir == str(run)
+        assert getattr(config, section) == getattr(run_config, section)
+    assert config.seed == run_config.seed and config.run_dir == str(run)
     assert (config.speculation.drafter, config.speculation.run_ahead_below) == ("srt", 0)
     assert config.warm_start is None
 
@@ -57,10 +57,10 @@ def test_a_hugging_face_directory_takes_the_task_from_a_file_or_the_command_line
     from_file = evaluation_config(tmp_path / "model", run / "config.yaml", [])
     assert from_file.task == load_config(run / "config.yaml").task
     assert from_file.policy.path == str(tmp_path / "model") and from_file.policy.shape is None
-    given = evaluation_config(
+    evaluated = evaluation_config(
         tmp_path / "model", None, ["task.name=chain_arithmetic", "policy.compute_dtype=bfloat16"]
     )
-    assert given.policy.compute_dtype == "bfloat16"
+    assert evaluated.policy.compute_dtype == "bfloat16"
 
 
 def test_drafts_change_nothing_whatever_the_run_did(run):

@@ -19,15 +19,24 @@ TARGETS = jnp.zeros((2, 5), jnp.int32)
 GRADIENT = jnp.asarray(RNG.normal(size=(2, 5)), jnp.float32)
 
 
-def entropy_sum(hidden, lm_head, sampling, chunk, wanted=True):
+def entropy_sum(hidden, lm_head, sampling, chunk, entropy_gradient=True):
     _, entropies = token_logprobs(
-        hidden, lm_head, TARGETS, sampling, Numerics(), chunk, implementation="xla", entropy_gradient=wanted
+        hidden,
+        lm_head,
+        TARGETS,
+        sampling,
+        Numerics(),
+        chunk,
+        implementation="xla",
+        entropy_gradient=entropy_gradient,
     )
     return jnp.sum(GRADIENT * entropies), entropies
 
 
-def run(sampling, chunk=1024, wanted=True):
-    function = functools.partial(entropy_sum, sampling=sampling, chunk=chunk, wanted=wanted)
+def run(sampling, chunk=1024, entropy_gradient=True):
+    function = functools.partial(
+        entropy_sum, sampling=sampling, chunk=chunk, entropy_gradient=entropy_gradient
+    )
     (_, entropies), gradients = jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(HIDDEN, LM_HEAD)
     return entropies, gradients
 
@@ -53,7 +62,7 @@ def test_against_float64(sampling, chunk):
 
 def test_nothing_unless_it_is_asked_for():
     with_gradient, _ = run(SamplingParams())
-    without, gradients = run(SamplingParams(), wanted=False)
+    without, gradients = run(SamplingParams(), entropy_gradient=False)
     np.testing.assert_array_equal(with_gradient, without)
     assert all(np.all(np.asarray(each) == 0) for each in gradients)
 

@@ -106,12 +106,12 @@ def test_several_tiles_and_blocks(implementation):
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", "mosaic_gpu"])
 def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypatch):
-    logits, found = normal(1, 20_011), []
+    logits, outputs = normal(1, 20_011), []
     for blocks in (1, 2, 99):
         monkeypatch.setattr(mosaic_gpu, "_BLOCKS", blocks)
-        found.append(computed(implementation, logits, SamplingParams()))
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
+        outputs.append(computed(implementation, logits, SamplingParams()))
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(other, outputs[0])
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)

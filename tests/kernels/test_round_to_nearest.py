@@ -173,10 +173,10 @@ def test_natively(case, monkeypatch):
         return
     reference = rounded(case, "xla")
     np.testing.assert_array_equal(ours[1], reference[1])
-    for own, other in zip(ours[::2], reference[::2], strict=True):
-        if own is not None:
-            assert np.mean(own != other) < 1e-3
-            parts = [(15, 0), (15, 4)] if own.dtype == np.uint8 else [(-1, 0)]
+    for part, other in zip(ours[::2], reference[::2], strict=True):
+        if part is not None:
+            assert np.mean(part != other) < 1e-3
+            parts = [(15, 0), (15, 4)] if part.dtype == np.uint8 else [(-1, 0)]
             for mask, shift in parts:
-                steps = ((np.int32(own) >> shift) & mask) - ((np.int32(other) >> shift) & mask)
+                steps = ((np.int32(part) >> shift) & mask) - ((np.int32(other) >> shift) & mask)
                 assert np.abs(steps).max() <= 1

@@ -81,8 +81,8 @@ def test_the_default_is_measured_or_xla(monkeypatch):
 
 def _asked(op, rows, monkeypatch):
     """What an operation over so many rows, slots, nodes and positions asks the default by."""
-    found = []
-    monkeypatch.setattr(tuned, "default", lambda op, sizes: found.append((op, sizes)) or ())
+    questions = []
+    monkeypatch.setattr(tuned, "default", lambda op, sizes: questions.append((op, sizes)) or ())
     policy = {"V": 300, "d": 128, "H": 4, "Hk": 2, "D": 64}
 
     def array(*axes):
@@ -107,7 +107,7 @@ def _asked(op, rows, monkeypatch):
     }
     with pytest.raises(Refused):
         calls[op]()
-    return found
+    return questions
 
 
 @pytest.mark.parametrize(

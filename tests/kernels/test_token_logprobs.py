@@ -70,21 +70,21 @@ def expected(hidden, lm_head, targets, gradient, temperature=1.0):
     """The same in float64, from what the products get: values in bfloat16."""
     h = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1])
     w = np.asarray(lm_head.astype(jnp.bfloat16), np.float64)
-    wanted, g = np.asarray(targets).ravel(), np.asarray(gradient, np.float64).ravel()
+    target_ids, g = np.asarray(targets).ravel(), np.asarray(gradient, np.float64).ravel()
     x = h @ w.T / temperature
     x -= x.max(axis=1, keepdims=True)
     every = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
     p = np.exp(every)
-    errors = (np.eye(len(w))[wanted] - p) * g[:, None] / temperature
-    logprobs, entropies = every[np.arange(len(h)), wanted], -np.sum(p * every, axis=1)
+    errors = (np.eye(len(w))[target_ids] - p) * g[:, None] / temperature
+    logprobs, entropies = every[np.arange(len(h)), target_ids], -np.sum(p * every, axis=1)
     shaped = [each.reshape(targets.shape) for each in (logprobs, entropies)]
     return *shaped, (errors @ w).reshape(hidden.shape), errors.T @ h
 
 
-def assert_close(found, reference):
-    for values, right in zip(found[:2], reference[:2], strict=True):
+def assert_close(actual, reference):
+    for values, right in zip(actual[:2], reference[:2], strict=True):
         np.testing.assert_allclose(values, right, rtol=1e-5, atol=2e-5)
-    for values, right in zip(found[2:], reference[2:], strict=True):
+    for values, right in zip(actual[2:], reference[2:], strict=True):
         # Errors are rounded to bfloat16 on their way into the products, and d hidden on its way out.
         assert np.linalg.norm(values - right) < 5e-3 * np.linalg.norm(right)
 
@@ -150,11 +150,11 @@ def test_an_lm_head_in_bfloat16(implementation):
 def test_a_policy_that_is_sure(implementation):
     """Logits in the hundreds: sums of exponentials neither overflow nor vanish."""
     args = arguments((1, 9), 400, scale=12.0)
-    found, right = computed(implementation, *args), expected(*args)
+    actual, right = computed(implementation, *args), expected(*args)
     assert right[0].min() < -200
-    np.testing.assert_allclose(found[0], right[0], rtol=1e-5, atol=1e-3)
-    np.testing.assert_allclose(found[1], right[1], atol=1e-3)
-    assert all(np.isfinite(each).all() for each in found)
+    np.testing.assert_allclose(actual[0], right[0], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(actual[1], right[1], atol=1e-3)
+    assert all(np.isfinite(each).all() for each in actual)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -162,9 +162,9 @@ def test_logits_that_are_all_low(implementation):
     """What fills up the last tile, whose logits would be 0, has no part in the sums or the gradients."""
     hidden, lm_head, targets, gradient = arguments((1, 6), 300, scale=0.1)
     args = jnp.abs(hidden) + 1, lm_head - 1, targets, gradient
-    found, right = computed(implementation, *args), expected(*args)
+    actual, right = computed(implementation, *args), expected(*args)
     # What the entries have in common cancels in d hidden, but not what rounding the errors leaves of it.
-    for values, reference, tolerance in zip(found, right, (1e-6, 1e-6, 2e-2, 5e-3), strict=True):
+    for values, reference, tolerance in zip(actual, right, (1e-6, 1e-6, 2e-2, 5e-3), strict=True):
         assert np.linalg.norm(values - reference) < tolerance * np.linalg.norm(reference)
 
 
@@ -172,12 +172,12 @@ def test_logits_that_are_all_low(implementation):
 def test_a_token_with_nan_spoils_no_other(implementation):
     hidden, lm_head, targets, gradient = arguments((1, 12), 300)
     right = expected(hidden, lm_head, targets, gradient)
-    found = computed(implementation, hidden.at[0, 5].set(jnp.nan), lm_head, targets, gradient)
+    actual = computed(implementation, hidden.at[0, 5].set(jnp.nan), lm_head, targets, gradient)
     others = np.arange(12) != 5
-    assert np.isnan(found[0][0, 5])
-    for values, reference in zip(found[:2], right[:2], strict=True):
+    assert np.isnan(actual[0][0, 5])
+    for values, reference in zip(actual[:2], right[:2], strict=True):
         np.testing.assert_allclose(values[0, others], reference[0, others], atol=2e-5)
-    difference = found[2][0, others] - right[2][0, others]
+    difference = actual[2][0, others] - right[2][0, others]
     assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(right[2])
 
 

@@ -103,9 +103,9 @@ def edit_tensors(directory, change):
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
 
 
-def assert_same_params(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same_params(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 

@@ -71,8 +71,8 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_inv
         exact_gradients, exact_out = jax.grad(reference, argnums=(0, 1, 2), has_aux=True)(*exact)
     real = segment_ids > 0
     np.testing.assert_allclose(out[real], exact_out[real], rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(gradients, exact_gradients, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+        np.testing.assert_allclose(gradient, exact_gradient, rtol=1e-4, atol=1e-4)
 
 
 def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():

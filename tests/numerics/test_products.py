@@ -42,13 +42,13 @@ def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
 
 def factor_types(jaxpr) -> list[tuple[str, str]]:
     """The types of both factors of every product, in calls too."""
-    found = []
+    types = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            found.append(tuple(str(factor.aval.dtype) for factor in equation.invars))
+            types.append(tuple(str(factor.aval.dtype) for factor in equation.invars))
         for inner in jaxprs_in_params(equation.params):
-            found += factor_types(inner)
-    return found
+            types += factor_types(inner)
+    return types
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -52,8 +52,8 @@ def test_an_ordered_sum_adds_one_entry_after_the_other():
     expected = np.zeros((3, 5), np.float32)
     for column in np.moveaxis(x, -1, 0):
         expected += column
-    found = compiled(lambda x: row_sum(x, NUMERICS, ordered=True), x)
-    np.testing.assert_array_equal(found[..., 0], expected)
+    sums = compiled(lambda x: row_sum(x, NUMERICS, ordered=True), x)
+    np.testing.assert_array_equal(sums[..., 0], expected)
 
 
 def test_a_norm_does_not_depend_on_the_rows_beside_it():

@@ -205,7 +205,9 @@ def test_lengths_of_other_bins_have_their_places(tmp_path):
     """After rollout.max_response_length was doubled: two bins of 6 tokens are one of 12."""
     run = read_run(write_full_run(tmp_path / "run", steps=2, drafts=False))
     lengths = {"bin": 6, "counts": [0, 4, 0, 2]}, {"bin": 12, "counts": [4, 2]}
-    rollouts = [line | {"lengths": own} for line, own in zip(run.rollouts, lengths, strict=True)]
+    rollouts = [
+        line | {"lengths": line_lengths} for line, line_lengths in zip(run.rollouts, lengths, strict=True)
+    ]
     axes = new_figure("test", 4, 3).subplots()
     draw_histogram(axes, dataclasses.replace(run, rollouts=rollouts))
     shares = axes.images[0].get_array()[..., 3]

@@ -24,7 +24,7 @@ def namespaces():
 
 def running(marker):
     """Process ids whose command line holds the marker."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -32,8 +32,8 @@ def running(marker):
             except OSError:
                 continue
             if marker.encode() in command:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def end(marker, seconds=5.0):

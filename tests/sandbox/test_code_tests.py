@@ -135,7 +135,7 @@ def test_tests_do_not_see_each_other():
 
 
 @pytest.mark.parametrize(
-    ("tests", "wanted"),
+    ("tests", "expected"),
     [
         ("assert f(1, 'a') == [2]", [("f", [1, "a"], ["l", 2])]),
         ("assert f(1)\nassert not f(-2)\n", [("f", [1], True), ("f", [-2], False)]),
@@ -144,9 +144,9 @@ def test_tests_do_not_see_each_other():
         ({"inputs": [[1], [2]], "outputs": [3, 4], "fn_name": "f"}, [("f", [1], 3), ("f", [2], 4)]),
     ],
 )
-def test_forms_of_calls(tests, wanted):
-    found = [(test.question["call"], test.question["args"], test.answer) for test in parse_tests(tests)]
-    assert found == wanted
+def test_forms_of_calls(tests, expected):
+    parsed = [(test.question["call"], test.question["args"], test.answer) for test in parse_tests(tests)]
+    assert parsed == expected
 
 
 JUDGED = {
@@ -170,8 +170,8 @@ def test_every_form_of_an_assertion_judges():
     """By what comes back, what comes back as a tuple's or a string's items, and a list backwards."""
     codes = ["def f(x): return x", "def f(x): return tuple(x)", "def f(x): return x[::-1]"]
     tests = parse_tests(list(JUDGED))
-    found = [outcomes(code, tests) for code in codes]
-    assert dict(zip(JUDGED, map(list, zip(*found, strict=True)), strict=True)) == JUDGED
+    judged = [outcomes(code, tests) for code in codes]
+    assert dict(zip(JUDGED, map(list, zip(*judged, strict=True)), strict=True)) == JUDGED
 
 
 def test_lists_of_calls_are_judged_as_their_files_mean_it():

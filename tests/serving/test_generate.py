@@ -23,6 +23,15 @@ from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import make_run
 
 PROMPT = "47a5b8="
+LAST_OCCURRENCE = """
+class LastOccurrence:
+    def propose(self, tokens, limit):
+        tokens = tokens.tolist()
+        for start in range(len(tokens) - 2, 0, -1):
+            if tokens[start - 1 : start + 1] == tokens[-2:]:
+                return tokens[start + 1 :][:limit]
+        return []
+"""
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +118,21 @@ def test_a_drafter_changes_no_token(generate, run, monkeypatch):
     assert "accept length 1.00" in plain[2] and "accept length 1.00" not in drafted[2]
 
 
+def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
+    """A class with one method, as `speculation.drafter` takes it in training (docs/drafters.md)."""
+    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    (tmp_path / "served_drafter.py").write_text(LAST_OCCURRENCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["--tokens", "--temperature", 0, "-n", 3]
+    plain = generate(run, PROMPT, *arguments)
+    drafted = generate(run, PROMPT, *arguments, "--drafter", "served_drafter:LastOccurrence")
+    assert drafted[0] == 0 and drafted[1] == plain[1], drafted[2]
+    assert "drafter served_drafter:LastOccurrence" in drafted[2]
+    assert "accept length 1.00" not in drafted[2]
+    status, _, said = generate(run, PROMPT, "--drafter", "served_drafter:LastOccurence")
+    assert status == 2 and said.splitlines()[-1].startswith("error: --drafter: served_drafter:LastOccurence")
+
+
 def test_the_runs_drafter_is_used_with_what_it_has_learned(run, tmp_path, monkeypatch, generate):
     monkeypatch.setattr(speculation, "PassTimes", Cheap)
     learned = []
@@ -138,8 +162,8 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 1," in said
     assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
-    own = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
-    (path / "generation_config.json").write_text(json.dumps(own))
+    generation_config = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    (path / "generation_config.json").write_text(json.dumps(generation_config))
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 0.7, top_p 0.9" in said and "repetition_penalty 1.1 is left" in said
     assert text == generate(run, PROMPT, "--tokens", "--top-p", 0.9, *lengths)[1]
@@ -161,6 +185,7 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
         (["RUN", PROMPT, "--max-tokens", "0"], "--max-tokens"),
         (["RUN", PROMPT, "--max-tokens", "5000"], "positions"),
         (["RUN", PROMPT, "--drafter", "sart"], "srt"),
+        (["RUN", PROMPT, "--drafter", "nowhere:Nobody"], "--drafter: nowhere:Nobody: importing it raised"),
         (["RUN", "7a" * 100], "more than the 64"),
     ],
 )
@@ -212,5 +237,5 @@ def test_a_head_that_nobody_has_trained_is_told():
     members = {"train_below": 0} | {name: lambda *of: None for name in names}
     heads = {str(trained): type("Head", (), members | {"trained": trained})() for trained in (False, True)}
     said = []
-    serving_policy._tell_untrained({"srt": make_drafter("srt"), **heads}, said.append)
+    serving_policy._report_untrained({"srt": make_drafter("srt"), **heads}, said.append)
     assert len(said) == 1 and said[0].startswith("drafter False: ")

@@ -32,7 +32,7 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
             "--port",
             "0",
             "--name",
-            "mine",
+            "served",
             "--slots",
             "2",
         ],
@@ -48,9 +48,9 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
                 break
         assert process.poll() is None, "".join(lines)
         client = client_of(lines[-1].split()[-1])
-        assert [model.id for model in client.models.list()] == ["mine"]
+        assert [model.id for model in client.models.list()] == ["served"]
         ask = lambda seed, **more: client.chat.completions.create(  # noqa: E731
-            model="mine", messages=QUESTION, seed=seed, **more
+            model="served", messages=QUESTION, seed=seed, **more
         )
         whole = ask(1, n=8).choices
         events = iter(ask(1, n=8, stream=True))

@@ -378,9 +378,9 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     save_model(tmp_path / "small", policy, params, "float32", saved.policy.tokenizer_directory)
     head, training = HeadConfig("eagle", policy), published_training("eagle")
     rope, numerics = rope_table(policy, 65), Numerics(False)
-    own = init_head(head, params, 7)
+    trained_head = init_head(head, params, 7)
     trainer = HeadTrainer(
-        head, training, head_optimizer(1e-3), rope, numerics, BufferSettings(), 64, 1, 0, own
+        head, training, head_optimizer(1e-3), rope, numerics, BufferSettings(), 64, 1, 0, trained_head
     )
     learned = {f"eagle/{name}": array for name, array in trainer.state().items()} | {
         "eagle/step": np.array(3)
@@ -408,7 +408,7 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     with serving(run) as (address, served):
         assert served.drafters == ("small_model", "eagle")
         its_head = served.worker.speculator.drafters["eagle"].params
-        jax.tree.map(np.testing.assert_array_equal, its_head, own)
+        jax.tree.map(np.testing.assert_array_equal, its_head, trained_head)
         drafted, pool_of_programs = client_of(address), served.worker.engine.pool
         compiled = pool_of_programs.compilations
         for _ in range(3):  # and nothing in between

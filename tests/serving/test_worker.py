@@ -18,6 +18,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.errors import PolicyError
 from rljax.numerics.rows import Numerics
 from rljax.requests import Request
+from rljax.rollout.decode_loop import DecodeLoop
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
@@ -109,9 +110,9 @@ def endless(sample):
 def test_requests_that_come_together_get_their_own_tokens(make_worker, requests, expected):
     worker = make_worker()
     collected = [Collected(request) for request in requests]
-    worker.submit([each.job for each in collected])
-    for each, completion in zip(collected, expected, strict=True):
-        assert_same(each.result(), completion)
+    worker.submit([job_result.job for job_result in collected])
+    for job_result, completion in zip(collected, expected, strict=True):
+        assert_same(job_result.result(), completion)
     assert worker.active == worker.waiting == 0
     assert sum(worker.endings.values()) == len(requests)
     assert worker.statistics.tokens == sum(len(completion.response_ids) for completion in expected)
@@ -120,7 +121,7 @@ def test_requests_that_come_together_get_their_own_tokens(make_worker, requests,
 def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
     worker, joined = make_worker(), []
 
-    def join(_):  # from the worker's own thread: the next request comes with every piece
+    def join(_):  # from the worker's thread: the next request arrives with every piece
         if len(joined) < len(requests):
             joined.append(Collected(requests[len(joined)], on_piece=join))
             worker.submit([joined[-1].job])
@@ -178,6 +179,53 @@ def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):
     worker.cancel([collected.job])  # over already: nothing happens
     assert running[0].result()[2] == "cancelled"
     assert worker.endings["cancelled"] == SLOTS + 3
+
+
+def test_weights_are_swapped_while_requests_run(make_worker, engine, requests, expected):
+    """The running response keeps its tokens, records the position, and later jobs are of the new weights."""
+    other = engine.load_params(make_params(1))
+    by_other = Scheduler(engine, SLOTS).run(other, requests[3:5])[0]
+    worker, swapped = make_worker(), []
+
+    def swap(_):  # from the worker's thread, so that the position is known
+        if not swapped:
+            worker.load_params(other, 7)
+            swapped.append(len(running.job.tokens))
+
+    running = Collected(requests[-1], on_piece=swap)
+    worker.submit([running.job])
+    tokens = running.result()[0]
+    position = swapped[0]
+    assert 0 < position < len(tokens)
+    assert running.job.response.versions == [(0, 0), (position, 7)]
+    assert tokens[:position] == expected[-1].response_ids[:position].tolist()
+    assert tokens != expected[-1].response_ids.tolist()
+    later = [Collected(request) for request in requests[3:5]]
+    worker.submit([collected.job for collected in later])
+    for collected, completion in zip(later, by_other, strict=True):
+        assert_same(collected.result(), completion)
+        assert collected.job.response.versions == [(0, 7)]
+
+
+def test_an_idle_worker_swaps_weights_at_once(make_worker, engine, params, requests, expected):
+    """The old weights are not kept until a request comes; the last of several swaps counts."""
+    worker, loaded, load_params = make_worker(), threading.Event(), DecodeLoop.load_params
+
+    def load(new_params, version):
+        load_params(worker.loop, new_params, version)
+        loaded.set()
+
+    worker.loop.load_params = load
+    worker.load_params(engine.load_params(make_params(1)), 1)
+    assert loaded.wait(WAIT) and worker.loop.version == 1
+    worker.load_params(params, 2)
+    collected = Collected(requests[0])
+    worker.submit([collected.job])
+    assert_same(collected.result(), expected[0])
+    assert collected.job.response.versions == [(0, 2)]
+    assert worker.close(timeout=WAIT)
+    with pytest.raises(Closed, match="shutting down"):
+        worker.load_params(params, 3)
 
 
 def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):

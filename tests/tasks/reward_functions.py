@@ -16,8 +16,8 @@ def everything(response, answer, messages, data):
     return float(response == answer and messages[-1]["content"] == data["prompt"])
 
 
-def anything(**given):
-    return len(given)
+def anything(**arguments):
+    return len(arguments)
 
 
 def calls_so_far(response):

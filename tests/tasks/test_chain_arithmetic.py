@@ -20,7 +20,7 @@ def prompt_of(problem: Problem) -> str:
 
 
 def numbers_of(prompt: str) -> tuple[int, list[tuple[str, int]]]:
-    """Takes "47a5b8=" apart into 47 and [("a", 5), ("b", 8)], apart from the task's own code."""
+    """Takes "47a5b8=" apart into 47 and [("a", 5), ("b", 8)], independently of the task's code."""
     assert re.fullmatch(r"[0-9]{2}([A-Za-z][0-9]+)+=", prompt)
     first, rest = prompt[:2], prompt[2:-1]
     return int(first), [(name, int(term)) for name, term in re.findall(r"([A-Za-z])([0-9]+)", rest)]

@@ -125,9 +125,9 @@ def test_parquet_is_read_as_jsonl_is(tmp_path, path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "sums.parquet")
-    task, wanted = Dataset(0, str(tmp_path / "sums.parquet"), **COLUMNS), Dataset(0, path, **COLUMNS)
+    task, expected = Dataset(0, str(tmp_path / "sums.parquet"), **COLUMNS), Dataset(0, path, **COLUMNS)
     for split in ("train", "heldout"):
-        for ours, theirs in zip(first(task, split, 30), first(wanted, split, 30), strict=True):
+        for ours, theirs in zip(first(task, split, 30), first(expected, split, 30), strict=True):
             assert (ours.messages, ours.answer, ours.data) == (theirs.messages, theirs.answer, theirs.data)
             assert ours.id == theirs.id.replace("jsonl", "parquet")
 

@@ -14,7 +14,7 @@ PROBLEM = Problem("train/7", ({"role": "user", "content": "?"},), "!", 0)
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("reward", "message"),
     [
         ({"reward": math.nan}, "has reward nan, no finite number"),
         ({"reward": "1"}, "has reward '1', no finite number"),
@@ -24,9 +24,9 @@ PROBLEM = Problem("train/7", ({"role": "user", "content": "?"},), "!", 0)
         (None, "is None, without a 'reward'"),
     ],
 )
-def test_a_reward_that_is_no_number_names_its_problem(found, says):
-    one_by_one = SimpleNamespace(reward=lambda problem, text: found)
-    together = SimpleNamespace(rewards=lambda answered: [{"reward": 1.0}, found])
+def test_a_reward_that_is_no_number_names_its_problem(reward, message):
+    one_by_one = SimpleNamespace(reward=lambda problem, text: reward)
+    together = SimpleNamespace(rewards=lambda answered: [{"reward": 1.0}, reward])
     for task in (one_by_one, together):
-        with pytest.raises(UserError, match=re.escape(f"reward of problem train/7 {says}")):
+        with pytest.raises(UserError, match=re.escape(f"reward of problem train/7 {message}")):
             judge(task, [(PROBLEM, "a"), (PROBLEM, "b")])

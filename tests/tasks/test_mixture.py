@@ -34,10 +34,10 @@ def test_shares_are_the_weights():
 
 def test_each_task_gives_all_its_problems_in_its_own_order():
     task, easy = mixture(EASY, HARD), ChainArithmetic(0, max_terms=2)
-    own = [problem for i in range(200) if (problem := task.problem("train", i)).id.startswith("easy/")]
-    wanted = [easy.problem("train", i) for i in range(len(own))]
-    assert [problem.messages for problem in own] == [problem.messages for problem in wanted]
-    assert [problem.id for problem in own] == [f"easy/{problem.id}" for problem in wanted]
+    mixed = [problem for i in range(200) if (problem := task.problem("train", i)).id.startswith("easy/")]
+    expected = [easy.problem("train", i) for i in range(len(mixed))]
+    assert [problem.messages for problem in mixed] == [problem.messages for problem in expected]
+    assert [problem.id for problem in mixed] == [f"easy/{problem.id}" for problem in expected]
 
 
 def test_a_problem_is_a_function_of_its_position():
@@ -93,11 +93,11 @@ def test_each_problem_is_judged_by_its_own_task():
     )
     task = configured_task(section, 0)
     problems = [task.problem("heldout", i) for i in range(4)]
-    found = task.rewards([(problem, problem.solution) for problem in problems])
-    assert found == [task.reward(problem, problem.solution) for problem in problems]
-    assert found[0] == found[2] == {"reward": 1.0, "correct": 1.0, "format": 1.0}
+    judged = task.rewards([(problem, problem.solution) for problem in problems])
+    assert judged == [task.reward(problem, problem.solution) for problem in problems]
+    assert judged[0] == judged[2] == {"reward": 1.0, "correct": 1.0, "format": 1.0}
     length = max(0, 10 - len(problems[1].solution)) / 10
-    assert found[1] == {
+    assert judged[1] == {
         "reward": 2 * length + 1.0, "length": length, "errors": 0.0,
         "task": 1.0, "task/correct": 1.0, "task/format": 1.0,
     }  # fmt: skip

@@ -54,7 +54,7 @@ RESPONSE = "So \\boxed{\\frac{1}{2}}.\n<answer> 7 </answer>\nThat is 1,234.5 ###
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("place", "answer"),
     [
         ("response", RESPONSE.strip()),
         ("line", "That is 1,234.5 #### 9 apples"),
@@ -64,11 +64,11 @@ RESPONSE = "So \\boxed{\\frac{1}{2}}.\n<answer> 7 </answer>\nThat is 1,234.5 ###
         ("marker", "9 apples"),
     ],
 )
-def test_where_an_answer_stands(place, found):
-    assert answer_finder(place)(RESPONSE) == found
+def test_where_an_answer_stands(place, answer):
+    assert answer_finder(place)(RESPONSE) == answer
     assert answer_finder(place)("") is None
     twice = RESPONSE.replace("7", "8").replace("9", "3").replace("1}", "5}") + RESPONSE
-    assert answer_finder(place)(twice) == (twice.strip() if place == "response" else found)
+    assert answer_finder(place)(twice) == (twice.strip() if place == "response" else answer)
 
 
 @pytest.mark.parametrize("text", ["\\boxed{1", "<answer>7", "7</answer>", "####", "</answer><answer>"])
@@ -153,9 +153,9 @@ def test_rewards_add_up_by_weight(make):
         {"name": f"{HERE}:brevity", "weight": 2, "args": {"scale": 3}, "label": "short"},
     )
     asked = task.problem("train", 0)
-    wanted = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0}
+    parts = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0}
     response = "x" * (5 - len(asked.answer)) + " " + asked.answer
-    assert task.reward(asked, response) == {"reward": 1.0 - 0.25 + 0.25 + 1.0, **wanted}
+    assert task.reward(asked, response) == {"reward": 1.0 - 0.25 + 0.25 + 1.0, **parts}
     assert task.reports == []
     assert task.extracted_answer(asked, "first 3, then 12") == "12"
 
@@ -164,11 +164,11 @@ def test_many_responses_keep_their_order_and_are_computed_in_parallel(make):
     task = make({"name": f"{HERE}:everything"}, {"name": f"{HERE}:where"}, reward_workers=2)
     problems = [task.problem("train", i % 3) for i in range(60)]
     right = [i % 7 == 0 for i in range(60)]
-    found = task.rewards(
+    judged = task.rewards(
         [(each, each.answer if good else "no") for each, good in zip(problems, right, strict=True)]
     )
-    assert [parts["everything"] for parts in found] == [float(good) for good in right]
-    processes = {parts["where"] for parts in found}
+    assert [parts["everything"] for parts in judged] == [float(good) for good in right]
+    processes = {parts["where"] for parts in judged}
     assert len(processes) <= 2 and os.getpid() not in processes
 
 
@@ -196,12 +196,12 @@ def test_a_reward_that_fails_counts_as_zero_and_is_counted_and_reported(make):
     asked = task.problem("train", 0)
     texts = ["fine", *FAILURES, "fine"]
     start = time.monotonic()
-    found = task.rewards([(asked, each) for each in texts])
+    judged = task.rewards([(asked, each) for each in texts])
     assert time.monotonic() - start < 60
     good, bad = {"reward": 3.0, "moody": 1.0, "length": 1.0, "errors": 0.0}, {
         "reward": 1.0, "moody": 0.0, "length": 1.0, "errors": 1.0
     }  # fmt: skip
-    assert found == [good, *[bad] * len(FAILURES), good]
+    assert judged == [good, *[bad] * len(FAILURES), good]
     for (name, what), report in zip(FAILURES.items(), task.reports, strict=True):
         prompt = json.dumps(asked.messages[0]["content"])
         assert report.startswith("task.rewards.0 (moody): ") and what in report
@@ -230,9 +230,9 @@ def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
 def test_a_catastrophic_pattern_is_bounded(make):
     task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5, reward_errors="zero")
     start = time.monotonic()
-    found = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
+    judged = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
     assert time.monotonic() - start < 20
-    assert [(parts["format"], parts["errors"]) for parts in found] == [(0.0, 1.0), (1.0, 0.0)]
+    assert [(parts["format"], parts["errors"]) for parts in judged] == [(0.0, 1.0), (1.0, 0.0)]
 
 
 def test_a_worker_is_used_again_and_the_run_is_not_its_parent_for_long(make):
@@ -252,8 +252,8 @@ def test_code(make):
     good, half = "def add(a, b): return a + b", "def add(a, b): return a + abs(b)"
     forged = "print('all tests passed')\nimport os; os._exit(0)"
     blocks = [f"Here:\n```python\n{code}\n```\nDone." for code in (good, half, forged)]
-    found = task.rewards([(asked, block) for block in blocks])
-    assert [(parts["code"], parts["share"]) for parts in found] == [(1, 1), (0, 0.5), (0, 0)]
+    judged = task.rewards([(asked, block) for block in blocks])
+    assert [(parts["code"], parts["share"]) for parts in judged] == [(1, 1), (0, 0.5), (0, 0)]
 
 
 @pytest.mark.slow
@@ -273,9 +273,9 @@ def test_math(make):
     asked = problem(answers[0])
     right = ["$\\frac{2}{4}$", "The answer is \\boxed{0.5}", "0.50"]
     wrong = ["$\\frac{1}{3}$", "", "\\boxed{", "__import__('os').system('true')", "\\boxed{2 +}"]
-    found = task.rewards([(asked, each) for each in right + wrong])
-    assert [parts["math"] for parts in found] == [1.0] * len(right) + [0.0] * len(wrong)
-    assert [parts["errors"] for parts in found] == [0.0] * len(found)
+    judged = task.rewards([(asked, each) for each in right + wrong])
+    assert [parts["math"] for parts in judged] == [1.0] * len(right) + [0.0] * len(wrong)
+    assert [parts["errors"] for parts in judged] == [0.0] * len(judged)
     start = time.monotonic()
     hard = task.reward(asked, "$9^{9^{9^{9^{9}}}}$")
     assert hard["math"] == 0.0 and time.monotonic() - start < 20
@@ -285,7 +285,7 @@ def test_math(make):
 
 @pytest.mark.slow
 def test_reasoning_gym(tmp_path):
-    """The environment's own score; string_insertion's evaluates the answer as Python."""
+    """The environment's score; string_insertion evaluates the answer as Python."""
     create_dataset = pytest.importorskip("reasoning_gym").create_dataset
     section = {"name": "reasoning_gym", "args": {"environment": "string_insertion"}, "reward_workers": 1}
     section["sandbox"] = SANDBOX
@@ -298,9 +298,9 @@ def test_reasoning_gym(tmp_path):
         assert "<answer>" in asked.messages[0]["content"]
         mark = tmp_path / "escaped"
         evil = f"<answer>[open({str(mark)!r}, 'w').write('x')]</answer>"
-        found = task.rewards([(asked, each) for each in (f"<answer>{asked.answer}</answer>", "none", evil)])
-        assert found[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0}
-        assert found[1]["score"] == 0.0 and found[2]["score"] < 1.0 and not mark.exists()
+        judged = task.rewards([(asked, each) for each in (f"<answer>{asked.answer}</answer>", "none", evil)])
+        assert judged[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0}
+        assert judged[1]["score"] == 0.0 and judged[2]["score"] < 1.0 and not mark.exists()
         direct = create_dataset("string_insertion", seed=0, size=1)
         direct.score_answer(f"[open({str(mark)!r}, 'w').write('x')]", direct[0])
         assert mark.exists()  # so it is what the sandbox prevents

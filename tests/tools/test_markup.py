@@ -26,7 +26,7 @@ def markup(tokenizer):
     return make_markup(("calc", "look"), *MARKERS, 40, tokenizer)
 
 
-def found(markup, tokenizer, text, begin=0, known=0):
+def find_call(markup, tokenizer, text, begin=0, known=0):
     ids = tokenizer.encode(text)
     call = markup.find(ids, begin, known)
     return call and (tokenizer.decode(ids[: call.end]), call.name, call.text)
@@ -51,7 +51,7 @@ def found(markup, tokenizer, text, begin=0, known=0):
     ],
 )
 def test_a_call_ends_with_the_token_that_closes_it(markup, tokenizer, text, call):
-    assert found(markup, tokenizer, text) == call
+    assert find_call(markup, tokenizer, text) == call
     ids, known = tokenizer.encode(text), 0
     for end in range(1, len(ids) + 1):  # looked at token by token it is the same
         one = markup.find(ids[:end], 0, known)
@@ -65,9 +65,9 @@ def test_a_call_ends_with_the_token_that_closes_it(markup, tokenizer, text, call
 def test_only_what_the_policy_wrote_since_the_last_answer_is_searched(markup, tokenizer):
     text = "<calc>1</calc><answer><calc>2</calc></answer> so</calc>"
     begin = len(tokenizer.encode("<calc>1</calc><answer><calc>2</calc></answer>"))
-    assert found(markup, tokenizer, text, begin, begin) is None
+    assert find_call(markup, tokenizer, text, begin, begin) is None
     again = text + "<calc>3</calc>"
-    assert found(markup, tokenizer, again, begin, begin) == (again, "calc", "3")
+    assert find_call(markup, tokenizer, again, begin, begin) == (again, "calc", "3")
 
 
 def test_an_answer_is_marked_and_cut_and_never_special(markup, tokenizer):
@@ -83,15 +83,17 @@ def test_an_answer_is_marked_and_cut_and_never_special(markup, tokenizer):
 
 def test_a_solution_is_tokenized_as_a_rollout_would_have_it(markup, tokenizer):
     text = "a<calc>12+3</calc><answer>15</answer>#15<calc>1</calc><answer>1</answer>"
-    ids, own = markup.encode_response(text)
+    ids, sampled = markup.encode_response(text)
     assert tokenizer.decode(ids) == text
-    kept = [token for token, mine in zip(ids, own, strict=True) if mine]
+    kept = [token for token, by_policy in zip(ids, sampled, strict=True) if by_policy]
     assert tokenizer.decode(kept) == "a<calc>12+3</calc>#15<calc>1</calc>"
     first = tokenizer.encode("a<calc>12+3</calc>")
     assert ids[: len(first)] == first
     answer = markup.answer_ids("15")
     assert ids[len(first) : len(first) + len(answer)] == answer
-    assert own[: len(first)] == [True] * len(first) and not any(own[len(first) : len(first) + len(answer)])
+    assert sampled[: len(first)] == [True] * len(first) and not any(
+        sampled[len(first) : len(first) + len(answer)]
+    )
 
 
 def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, tokenizer):
@@ -101,10 +103,13 @@ def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, toke
         "<calc>1<answer>2</answer>",
         "<calc>1</calc> so <answer>2</answer>",
     ):
-        ids, own = markup.encode_response(text)
-        assert tokenizer.decode(ids) == text and all(own)
-    ids, own = markup.encode_response("<look>1</look><answer>2</answer><answer>3</answer>")
-    assert tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if not mine]) == "<answer>2</answer>"
+        ids, sampled = markup.encode_response(text)
+        assert tokenizer.decode(ids) == text and all(sampled)
+    ids, sampled = markup.encode_response("<look>1</look><answer>2</answer><answer>3</answer>")
+    assert (
+        tokenizer.decode([i for i, by_policy in zip(ids, sampled, strict=True) if not by_policy])
+        == "<answer>2</answer>"
+    )
 
 
 # -- the config ------------------------------------------------------------------------------------------

@@ -54,86 +54,86 @@ def tool():
     tool.release.set()
 
 
-def answers_of(own, wanted):
-    found = {}
-    while len(found) < wanted:
-        for answer in own.answers(None):
-            assert answer.key not in found
-            found[answer.key] = answer
-    return found
+def answers_of(pool, count):
+    answers = {}
+    while len(answers) < count:
+        for answer in pool.answers(None):
+            assert answer.key not in answers
+            answers[answer.key] = answer
+    return answers
 
 
 def test_every_call_is_answered_under_its_key_in_any_order(tool):
-    own = ToolWorkers(3, 10.0)
+    pool = ToolWorkers(3, 10.0)
     texts = [f"sleep{seconds}" for seconds in (0.08, 0.0, 0.04, 0.02, 0.0, 0.06)]
     for key, text in enumerate(texts):
-        own.submit(key, "tool", tool, text)
-    found = answers_of(own, len(texts))
-    assert [found[key].text for key in range(len(texts))] == [text.upper() for text in texts]
-    assert not any(answer.failed for answer in found.values())
-    assert found[0].seconds >= 0.08
+        pool.submit(key, "tool", tool, text)
+    answers = answers_of(pool, len(texts))
+    assert [answers[key].text for key in range(len(texts))] == [text.upper() for text in texts]
+    assert not any(answer.failed for answer in answers.values())
+    assert answers[0].seconds >= 0.08
     assert 1 <= tool.most <= 3
-    assert not own.pending
+    assert not pool.pending
 
 
 def test_what_a_tool_raises_is_one_line(tool):
-    own = ToolWorkers(2, 10.0)
+    pool = ToolWorkers(2, 10.0)
     for key, text in enumerate(["wrong", "raise", "exit", "number"]):
-        own.submit(key, "tool", tool, text)
-    found = answers_of(own, 4)
-    assert found[0].text == "error: that is wrong"
-    assert found[1].text.startswith("error: ValueError: xxx") and len(found[1].text) == 200
-    assert found[2].text == "error: SystemExit: 3"
-    assert found[3].text == "error: TypeError: tool answered with int, not with text"
-    assert all(answer.failed for answer in found.values())
+        pool.submit(key, "tool", tool, text)
+    answers = answers_of(pool, 4)
+    assert answers[0].text == "error: that is wrong"
+    assert answers[1].text.startswith("error: ValueError: xxx") and len(answers[1].text) == 200
+    assert answers[2].text == "error: SystemExit: 3"
+    assert answers[3].text == "error: TypeError: tool answered with int, not with text"
+    assert all(answer.failed for answer in answers.values())
 
 
 def test_what_is_wrong_with_the_machine_is_not_for_the_policy(tool):
-    own = ToolWorkers(2, 10.0)
-    own.submit(0, "tool", tool, "machine")
+    pool = ToolWorkers(2, 10.0)
+    pool.submit(0, "tool", tool, "machine")
     with pytest.raises(UserError, match="no process left"):
-        answers_of(own, 1)
+        answers_of(pool, 1)
 
 
 def test_a_call_that_hangs_is_given_up_and_the_next_ones_work(tool):
-    own = ToolWorkers(1, 0.1)
+    pool = ToolWorkers(1, 0.1)
     for key, text in enumerate(["hang", "a", "hang", "b"]):
-        own.submit(key, "tool", tool, text)
+        pool.submit(key, "tool", tool, text)
     start = time.monotonic()
-    found = answers_of(own, 4)
+    answers = answers_of(pool, 4)
     assert time.monotonic() - start < 5.0
     given_up = "error: no answer after 0.1 s"
-    assert [found[key].text for key in range(4)] == [given_up, "A", given_up, "B"]
+    assert [answers[key].text for key in range(4)] == [given_up, "A", given_up, "B"]
     tool.release.set()  # answers that come late belong to nobody
     time.sleep(0.05)
-    own.submit(4, "tool", tool, "c")
-    assert [answer.text for answer in answers_of(own, 1).values()] == ["C"]
+    pool.submit(4, "tool", tool, "c")
+    assert [answer.text for answer in answers_of(pool, 1).values()] == ["C"]
 
 
 def test_nobody_waits_longer_than_asked(tool):
-    own = ToolWorkers(1, 60.0)
-    own.submit(0, "tool", tool, "hang")
+    pool = ToolWorkers(1, 60.0)
+    pool.submit(0, "tool", tool, "hang")
     start = time.monotonic()
-    assert own.answers(0.05) == [] and own.answers(0.0) == []
+    assert pool.answers(0.05) == [] and pool.answers(0.0) == []
     assert 0.05 <= time.monotonic() - start < 2.0
-    assert own.pending
+    assert pool.pending
 
 
 def test_what_was_forgotten_is_not_answered(tool):
-    own = ToolWorkers(1, 60.0)
+    pool = ToolWorkers(1, 60.0)
     for key, text in enumerate(["hang", "a"]):
-        own.submit(key, "tool", tool, text)
-    own.forget()
-    assert not own.pending
+        pool.submit(key, "tool", tool, text)
+    pool.forget()
+    assert not pool.pending
     tool.release.set()
-    own.submit(7, "tool", tool, "b")
-    assert [answer.key for answer in own.answers(None)] == [7]
+    pool.submit(7, "tool", tool, "b")
+    assert [answer.key for answer in pool.answers(None)] == [7]
 
 
 def test_a_tool_that_always_hangs_ends_the_run(tool, monkeypatch):
     monkeypatch.setattr(workers, "MOST_ABANDONED", 3)
-    own = ToolWorkers(2, 0.02)
+    pool = ToolWorkers(2, 0.02)
     for key in range(10):
-        own.submit(key, "slow", tool, "hang")
+        pool.submit(key, "slow", tool, "hang")
     with pytest.raises(UserError, match=r"tools: 4 calls .* of slow after 0\.02 s.*tools\.time_limit"):
-        answers_of(own, 10)
+        answers_of(pool, 10)

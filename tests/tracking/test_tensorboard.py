@@ -15,24 +15,24 @@ from rljax.tracking.tensorboard import TensorBoard
 
 def events(directory):
     """All events of a run, by reading the record format: a length, its checksum, the data, its checksum."""
-    found = []
+    read_events = []
     for file in sorted((directory.path / "tensorboard").iterdir()):
         data, at = file.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            found.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            read_events.append(Event.FromString(data[at + 12 : at + 12 + length]))
             at += 12 + length + 4
-    return found
+    return read_events
 
 
 def scalars(directory):
-    """(step, name) of all that is shown, with its value; a step that is there twice is an error."""
-    found = {}
+    """Values by (step, name); asserts that no step occurs twice."""
+    values = {}
     for event in events(directory):
         for value in event.summary.value:
-            assert (event.step, value.tag) not in found
-            found[event.step, value.tag] = value.simple_value
-    return found
+            assert (event.step, value.tag) not in values
+            values[event.step, value.tag] = value.simple_value
+    return values
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def train(directory, *lines):
 def test_every_number_of_the_metrics_is_there(directory):
     line = {"step": 3, "reward/mean": 0.5, "rollout/tokens": 12, "flag": True, "note": "text", "none": None}
     train(directory, line, {"step": 4, "entropy": np.float32(0.25), "x": math.nan}).close(failed=False)
-    found = scalars(directory)
-    assert math.isnan(found.pop((4, "x")))
-    assert found == {
+    values = scalars(directory)
+    assert math.isnan(values.pop((4, "x")))
+    assert values == {
         (3, "reward/mean"): 0.5,
         (3, "rollout/tokens"): 12.0,
         (3, "flag"): 1.0,

@@ -12,7 +12,7 @@ from rljax.tracking import Trackers
 from tests.test_run_directory import make_config
 
 wandb = pytest.importorskip("wandb", reason="the wandb extra is not installed")
-pytestmark = pytest.mark.slow  # each session starts a process of its own
+pytestmark = pytest.mark.slow  # every session starts a process
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +60,11 @@ def sent(path):
     runs, lines = set(), []
     for file in sorted(path.glob("wandb/offline-run-*/run-*.wandb")):
         for _ in range(100):  # its process may still be writing
-            found = [Record.FromString(data) for data in records(file)]
-            if found and found[-1].HasField("exit"):
+            written = [Record.FromString(data) for data in records(file)]
+            if written and written[-1].HasField("exit"):
                 break
             time.sleep(0.1)
-        for record in found:
+        for record in written:
             if record.HasField("run"):
                 runs.add((record.run.run_id, record.run.project, record.run.display_name))
             if record.HasField("history"):

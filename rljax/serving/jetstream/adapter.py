@@ -5,8 +5,8 @@
 
 The package is an extra: `pip install 'rljax[jetstream]'`. Its release 0.2.2 imports seqio, and with it
 TensorFlow, for tokenizers that are not used here, and its orchestrator calls `jax.tree_map`, which JAX has
-removed; `docs/serving.md` says how it was driven without either. Releases differ in what a prefill returns:
-up to 0.2.2 the prefix alone, from 0.3.0 on the first token, too. The installed one decides.
+removed; `docs/serving.md` describes how it was driven without either. Up to release 0.2.2 a prefill returns
+the prefix alone, from 0.3.0 on also the first token; the adapter follows the installed release.
 """
 
 import typing
@@ -30,29 +30,29 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"JetStream's interface cannot be imported ({error}): pip install 'rljax[jetstream]'; docs/serving.md"
-        " says what its 0.2.2 takes"
+        " describes the requirements of its 0.2.2"
     ) from error
 
 FIRST_TOKEN = typing.get_origin(typing.get_type_hints(engine_api.Engine.prefill).get("return")) is tuple
-"""Whether the installed JetStream wants the first token from a prefill."""
+"""Whether the installed JetStream expects the first token from a prefill."""
 
 
 @struct.dataclass
 class JetStreamTokens(ResultTokens, engine_api.ResultTokens):
-    """Results that the orchestrator knows, with log-probabilities in releases that have none, too."""
+    """Results of the orchestrator's type, with log-probabilities even where its release has none."""
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """A policy's tokenizer as JetStream calls one.
+    """A policy's tokenizer under JetStream's interface.
 
-    Nothing is put before a text: chat templates write every special token. JetStream itself puts `bos_id`
-    before requests that come as token ids, unless they name a `session_cache`.
+    It adds no token before a text, because chat templates write every special token. JetStream puts `bos_id`
+    before requests of token ids, unless they name a `session_cache`.
 
     Args:
-      tokenizer: the policy's.
-      stop_tokens: tokens that end a response.
-      engine: says how prompts are padded.
-      max_prompt_length: in tokens.
+      tokenizer: tokenizer of the policy.
+      stop_tokens: ids of the tokens that end a response.
+      engine: engine that determines the padding of prompts.
+      max_prompt_length: most tokens of a prompt.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         self._max_prompt_length = max_prompt_length
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Array | np.ndarray, int]:
-        """Token ids, padded to a length that is compiled, and how many there are.
+        """Returns token ids, padded to a compiled length, and their number without padding.
 
-        An error here would end JetStream's process: of a text that is too long the end is kept, as by
-        JetStream's own tokenizers, and one without tokens is BOS.
+        An error here would end JetStream's process. So a text that is too long keeps its end, as in
+        JetStream's tokenizers, and a text without tokens becomes BOS.
         """
         most = min(kwargs.get("max_prefill_length") or self._max_prompt_length, self._max_prompt_length)
         ids = self._tokenizer.encode(s)[-most:] or [self.bos_id]
@@ -103,7 +103,7 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
 
     Args:
       engine: the decode engine.
-      tokenizer: the policy's.
+      tokenizer: tokenizer of the policy.
       slots, max_prompt_length, seed: see `SlotEngine`.
     """
 
@@ -125,7 +125,7 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
         sampler: Callable[[Any], Any] | None = None,
         request_id: uuid.UUID | None = None,
     ) -> Any:
-        """See `SlotEngine.prefill`; a `SlotPrefix` alone where `FIRST_TOKEN` is False."""
+        """See `SlotEngine.prefill`; returns only a `SlotPrefix` where `FIRST_TOKEN` is False."""
         if FIRST_TOKEN:
             return super().prefill(
                 params=params,
@@ -139,8 +139,8 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
         return self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
 
     def free_resource(self, slot: int) -> None:
-        """Nothing: JetStream calls it when the slot may have been given to the next request already, which
-        would be cut short.
+        """Does nothing: JetStream may call it when the slot already decodes the next request, which it would
+        cut short.
         """
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
@@ -148,7 +148,7 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
         return tokenizer_pb2.TokenizerParameters(path=str(self._tokenizer.directory), extra_ids=0)
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:
-        """The policy's tokenizer, whatever `metadata` says."""
+        """Returns the policy's tokenizer; `metadata` is ignored."""
         del metadata
         return JetStreamTokenizer(
             self._tokenizer, self.engine.eos_token_ids, self.engine, self.max_prefill_length

@@ -1,4 +1,4 @@
-"""The engine as JetStream 0.3.0 calls one: a prompt at a time, slots by number, a token a call.
+"""The engine under JetStream 0.3.0's interface: one prompt at a time, slots by number, one token per call.
 
     prefix, first = slots.prefill(params=params, padded_tokens=tokens, true_length=n)
     state = slots.insert(prefix, state, slot)            # or bulk_insert(prefix, state, the slots of a group)
@@ -6,13 +6,12 @@
     slots.free_resource(slot)
 
 Method names, arguments and results are those of `jetstream.engine.engine_api.Engine` in google/JetStream, so
-an orchestrator written for it can drive the engine; `adapter.py` is the same as a subclass of
-that abstract class. Inside rljax the wider calls of `DecodeEngine` are used: many prompts a prefill, many
-steps between two host syncs, drafts.
+an orchestrator written for it can drive the engine; `adapter.py` has a subclass of that abstract class. rljax
+itself uses the wider calls of `DecodeEngine`: many prompts per prefill, many steps per host sync, drafts.
 
-JetStream hands the first token out with the prefill. The engine samples none there (see `DecodeEngine`), so
-the prompt takes its first decode step in a state of its own, and that state is what is inserted. Nothing is
-sampled by another program than in training, and the tokens are the same bits.
+JetStream returns the first token with the prefill, where the engine samples none (see `DecodeEngine`). So the
+prompt takes its first decode step in a separate decode state, which is then inserted. The programs that
+sample are those of training, and the tokens are the same bits.
 """
 
 import threading
@@ -33,7 +32,7 @@ from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.sampling.noise import request_key
 
-_PURPOSE = 3  # of the noise: 0 trains, 1 evaluates, 2 serves
+_PURPOSE = 3  # of the noise; 0 is training, 1 evaluation, 2 serving
 
 
 @struct.dataclass
@@ -44,7 +43,7 @@ class SlotTokens:
       tokens: int32 [samples, columns].
       valid: int32 [samples, columns], 0 where there is no token.
       lengths: int32 [samples], response tokens so far.
-      log_prob: float32 [samples, columns], under the distribution really sampled.
+      log_prob: float32 [samples, columns], under the sampling distribution.
     """
 
     tokens: Any
@@ -55,12 +54,12 @@ class SlotTokens:
 
 @struct.dataclass
 class ResultTokens:
-    """Tokens of a call, with JetStream's fields: one array, and the columns of its parts.
+    """Tokens of a call in JetStream's format: one array, and the column ranges of its parts.
 
     Attributes:
-      data: int32 [rows, 2 * columns + 1]: tokens, which of them are some, and response tokens so far.
+      data: int32 [rows, 2 * columns + 1]: tokens, their validity (0 or 1), and response tokens so far.
       tokens_idx, valid_idx, length_idx: ranges of columns of `data`.
-      samples_per_slot: rows of a slot.
+      samples_per_slot: number of rows per slot.
       log_prob: float32 [rows, columns].
     """
 
@@ -72,10 +71,10 @@ class ResultTokens:
     log_prob: Any = None
 
     def copy_to_host_async(self) -> None:
-        """Nothing to do: the host sync has copied it already."""
+        """Does nothing: the host sync has copied the data."""
 
     def convert_to_numpy(self) -> "ResultTokens":
-        """The same on the host."""
+        """Returns the same results as NumPy arrays."""
         return self.replace(data=np.asarray(self.data))
 
     def get_result_at_slot(self, slot: int) -> SlotTokens:
@@ -93,11 +92,11 @@ class ResultTokens:
 
 @struct.dataclass
 class SlotPrefix:
-    """A prefilled prompt, and how far each of its samples is.
+    """A prefilled prompt with the progress of its samples.
 
     Attributes:
-      prefix: a row for every sample (more where shapes are rounded up).
-      noise_keys: uint32 [G, 2], of the samples.
+      prefix: KV cache and last tokens, one row per sample (more where shapes are rounded up).
+      noise_keys: uint32 [G, 2], noise keys of the samples.
       sampled: int32 [G], response tokens so far: 0 or 1.
       ended: bool [G], whether that token ended the response.
     """
@@ -113,7 +112,7 @@ class SlotState:
     """Decode state between calls.
 
     Attributes:
-      decode: the engine's state, with the largest cache there is.
+      decode: decode state of the engine, with the largest cache bucket.
       sampled: int32 [B], response tokens of each slot so far.
     """
 
@@ -122,17 +121,17 @@ class SlotState:
 
 
 class SlotEngine:
-    """A `DecodeEngine` by JetStream's method names and shapes.
+    """A `DecodeEngine` with JetStream's method names and shapes.
 
-    A slot decodes until an EOS token or the end of its cache; shorter limits and stop strings are the
-    caller's to see to, and `free_resource` ends a slot early.
+    A slot decodes until an EOS token or the end of its cache. The caller enforces shorter limits and stop
+    strings, and ends a slot early by `free_resource`.
 
     Args:
       engine: the decode engine.
       slots: requests decoded at a time, rounded up to a batch bucket.
-      max_prompt_length: in tokens; shorter than the largest cache bucket.
-      seed: of all noise. A request's own is a pure function of it and of `request_id` or `rng`; of how many
-        requests came before where neither is given.
+      max_prompt_length: most tokens of a prompt, below the largest cache bucket.
+      seed: seed of all noise. The noise of a request is a pure function of the seed and of `request_id` or
+        `rng`, or without these of the number of requests before it.
     """
 
     result_type: type[ResultTokens] = ResultTokens
@@ -149,9 +148,9 @@ class SlotEngine:
         self._seed = seed
         self._requests = 0
         self._freed: set[int] = set()
-        self._lock = threading.Lock()  # JetStream prefills, generates and detokenizes in threads of their own
+        self._lock = threading.Lock()  # JetStream prefills, generates and detokenizes in separate threads
 
-    # -- the contract ----------------------------------------------------------------------------------------
+    # -- JetStream's interface -------------------------------------------------------------------------------
 
     def load_params(self, params: Params) -> Params:
         """See `DecodeEngine.load_params`."""
@@ -167,15 +166,15 @@ class SlotEngine:
         sampler: Callable[[Any], Any] | None = None,
         request_id: uuid.UUID | None = None,
     ) -> tuple[SlotPrefix, ResultTokens]:
-        """A prompt and its first token.
+        """Prefills a prompt and samples its first token.
 
         Args:
           params: weights from `load_params`.
           existing_prefix: must be None: prompts are prefilled whole.
-          padded_tokens: int [T], the prompt and what it is padded with.
+          padded_tokens: int [T], the prompt with padding.
           true_length: length of the prompt without padding.
-          sampler: must be None: the engine has one distribution, which training shares.
-          request_id: the request's identity, for its noise.
+          sampler: must be None: the engine has one distribution, the one that is trained.
+          request_id: identity of the request, for its noise.
         """
         keys = self._noise_keys(1, None, request_id)
         prefix = self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
@@ -193,10 +192,10 @@ class SlotEngine:
         num_samples: int = 1,
         request_id: uuid.UUID | None = None,
     ) -> tuple[SlotPrefix, ResultTokens]:
-        """A prompt and the first tokens of `num_samples` responses to it; the result has a row for each.
+        """Prefills a prompt and samples the first tokens of `num_samples` responses; results have a row each.
 
         Args:
-          rng: a JAX random key, the request's identity in place of `request_id`.
+          rng: a JAX random key, the identity of the request in place of `request_id`.
 
         The other arguments are those of `prefill`.
         """
@@ -209,18 +208,18 @@ class SlotEngine:
     def insert(
         self, prefix: SlotPrefix, decode_state: SlotState, slot: int, request_id: uuid.UUID | None = None
     ) -> SlotState:
-        """The prompt's first sample into a slot. Consumes `decode_state`."""
-        del request_id  # the prefill has made the noise from it
+        """Inserts the first sample of a prompt into a slot. Consumes `decode_state`."""
+        del request_id  # the prefill has derived the noise from it
         return self._insert(prefix, decode_state, [int(slot)])
 
     def bulk_insert(self, prefix: SlotPrefix, decode_state: SlotState, slots: Sequence[int]) -> SlotState:
-        """Sample i of the prompt into slots[i]. Consumes `decode_state`."""
+        """Inserts sample i of a prompt into slots[i]. Consumes `decode_state`."""
         return self._insert(prefix, decode_state, [int(slot) for slot in slots])
 
     def generate(
         self, params: Params, decode_state: SlotState, sampler: Callable[[Any], Any] | None = None
     ) -> tuple[SlotState, ResultTokens]:
-        """A token for every slot that decodes; what the others get is not valid. Consumes `decode_state`."""
+        """Samples a token for every active slot; other slots get invalid ones. Consumes `decode_state`."""
         self._refuse(sampler, None)
         with self._lock:
             freed, self._freed = sorted(self._freed), set()
@@ -239,12 +238,12 @@ class SlotEngine:
         return SlotState(state, jnp.asarray(sampled)), results
 
     def free_resource(self, slot: int) -> None:
-        """The slot stops decoding before the next token."""
+        """Frees a slot; it stops decoding before the next token."""
         with self._lock:
             self._freed.add(int(slot))
 
     def init_decode_state(self) -> SlotState:
-        """A state with all slots free."""
+        """Returns a decode state with all slots free."""
         state = self.engine.init_state(self._slots, self.engine.buckets.cache[-1])
         return SlotState(state, jnp.zeros(state.batch, jnp.int32))
 
@@ -262,7 +261,7 @@ class SlotEngine:
 
     @property
     def max_prefill_length(self) -> int:
-        """JetStream's own padding of token requests wants a power of two here."""
+        """Most tokens of a prompt. JetStream's padding of token requests needs a power of two here."""
         return self._max_prompt_length
 
     @property
@@ -277,18 +276,18 @@ class SlotEngine:
 
     @property
     def use_chunked_prefill(self) -> bool:
-        """A prompt is prefilled whole."""
+        """False: a prompt is prefilled whole."""
         return False
 
     @property
     def prefill_chunk_size(self) -> int:
-        """Asked for only with chunks."""
+        """Unused: JetStream reads it only with chunked prefill."""
         return self._max_prompt_length
 
-    # -- how -------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------
 
     def _noise_keys(self, samples: int, rng: Any, request_id: uuid.UUID | None) -> np.ndarray:
-        """uint32 [samples, 2]."""
+        """Returns the noise keys of a request's samples, uint32 [samples, 2]."""
         if rng is not None:
             if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
                 rng = jax.random.key_data(rng)
@@ -318,7 +317,7 @@ class SlotEngine:
         sampler: Any,
         keys: np.ndarray,
     ) -> SlotPrefix:
-        """The prompt, with nothing sampled."""
+        """Prefills a prompt without sampling."""
         self._refuse(sampler, existing_prefix)
         prompt = np.asarray(padded_tokens)[: int(true_length)]
         if not 0 < len(prompt) <= self._max_prompt_length:
@@ -330,14 +329,14 @@ class SlotEngine:
         return SlotPrefix(prefix, jnp.asarray(keys), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
 
     def _with_first_tokens(self, params: Params, prompt: SlotPrefix) -> tuple[SlotPrefix, ResultTokens]:
-        """The prompt after one decode step of every sample."""
+        """Decodes one token of every sample of a prefilled prompt."""
         keys, length = np.asarray(prompt.noise_keys), int(prompt.prefix.lengths[0])
         count, limit = len(keys), self.engine.buckets.cache[-1] - length
         state = self.engine.init_state(count, length + 1)
         assignments = [Assignment(0, i, key, limit) for i, key in enumerate(keys)]
         state = self.engine.bulk_insert(prompt.prefix, state, assignments)
         state, result = self.engine.generate(params, state, max_steps=1)
-        # A slot's last token is not yet in its cache, as a prompt's is not.
+        # As for a prompt, the last token of a slot is not in its cache yet.
         prefix = Prefix(state.cache, state.tokens, state.lengths + 1)
         one = np.ones((count, 1), np.int32)
         results = self._results(result.tokens[:count], one, one[:, 0], result.logprobs[:count], count)
@@ -350,17 +349,17 @@ class SlotEngine:
         )
         if len(slots) > len(keys):
             raise ValueError(f"slots: {len(slots)}, but {len(keys)} samples were prefilled (num_samples)")
-        rows = range(len(slots)) if sampled.any() else [0] * len(slots)  # unsampled, one row serves all
+        rows = range(len(slots)) if sampled.any() else [0] * len(slots)  # before sampling, all share one row
         with self._lock:
             self._freed -= set(slots)
-        last = int(prompt.prefix.lengths[0])  # the prompt, and what was sampled
-        limit = self.engine.buckets.cache[-1] - last
+        length = int(prompt.prefix.lengths[0])  # of the prompt with the sampled token
+        limit = self.engine.buckets.cache[-1] - length
         assignments = [
             Assignment(row, slot, keys[i], limit)
             for i, (row, slot) in enumerate(zip(rows, slots, strict=True))
         ]
         decode = self.engine.bulk_insert(prompt.prefix, state.decode, assignments)
-        if decode.counts is not None and sampled.any():  # penalties know of the first tokens, too
+        if decode.counts is not None and sampled.any():  # penalties count the first tokens as well
             first = prompt.prefix.last_tokens[: len(slots)]
             decode = decode.replace(counts=decode.counts.at[jnp.asarray(slots), first].set(1))
         over = [slot for i, slot in enumerate(slots) if ended[i]]

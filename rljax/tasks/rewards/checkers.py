@@ -1,9 +1,9 @@
-"""Rewards that are computed in workers: they may hang, or evaluate what a response says.
+"""Rewards that are computed in workers, because they may hang or evaluate text of a response.
 
-A factory takes a reward's arguments and returns its checker. It is called in the worker; a ValueError is
-about an argument and begins with its name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number. Where not every answer will do, it has a function `check_answer`, which raises
-a ValueError for one that it could never judge by.
+A factory takes the arguments of a reward and returns its checker. The worker calls it; a ValueError is about
+an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
+"data"}, and returns a number. A checker that cannot judge by every reference answer has a function
+`check_answer`, which raises a ValueError for an answer that it cannot use.
 """
 
 import importlib
@@ -17,13 +17,13 @@ Checker = Callable[[Mapping[str, Any]], float]
 
 
 def format(pattern: str, whole: bool = True) -> Checker:
-    """1 if the regular expression matches the response, else 0; `.` matches line breaks as well.
+    """Rewards 1 if the regular expression matches the response, else 0; `.` matches line breaks as well.
 
-    In a worker since a pattern may take exponential time on some response: it then ends at the time limit.
+    Runs in a worker because a pattern may take exponential time on some responses; the time limit ends it.
 
     Args:
-      pattern: in Python's syntax.
-      whole: it must match all of the response, and not only a part.
+      pattern: a regular expression in Python's syntax.
+      whole: whether it must match the whole response, not only a part.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -34,87 +34,88 @@ def format(pattern: str, whole: bool = True) -> Checker:
 
 
 def math() -> Checker:
-    """1 if the response's last formula is mathematically equal to the answer, else 0, by math-verify.
+    """Rewards 1 if the response's last formula is mathematically equal to the answer, else 0, by math-verify.
 
-    In the sandbox since sympy evaluates text as Python. Its own time limits need signals and are off: the
-    worker bounds the time.
+    Runs in the sandbox because sympy evaluates text as Python. The time limits of math-verify need signals
+    and are off: the worker bounds the time.
     """
     import logging
 
     from math_verify import parse, verify
 
-    logging.disable(logging.WARNING)  # it warns once a process that it has no time limit
+    logging.disable(logging.WARNING)  # math-verify warns in every process that it has no time limit
 
     def parsed(answer: str) -> list[Any]:
-        right = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
-        if not right:
+        formula = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+        reference = parse(formula, parsing_timeout=None)
+        if not reference:
             raise ValueError(f"math-verify finds no formula in the answer {answer[:60]!r}")
-        return right
+        return reference
 
     def check(request: Mapping[str, Any]) -> float:
-        right = parsed(request["answer"])
-        found = parse(request["response"], parsing_timeout=None)
-        return float(verify(right, found, timeout_seconds=None))
+        reference = parsed(request["answer"])
+        response = parse(request["response"], parsing_timeout=None)
+        return float(verify(reference, response, timeout_seconds=None))
 
     check.check_answer = parsed
-    check({"answer": "\\frac{1}{2}", "response": "$0.5$"})  # what it loads when it is first used
+    check({"answer": "\\frac{1}{2}", "response": "$0.5$"})  # loads modules that the first use imports
     return check
 
 
 def reasoning_gym(dataset: str, config: Mapping[str, Any], tag: str) -> Checker:
-    """The environment's own score of what is in the response's last `<tag>...</tag>`, from 0 to 1.
+    """Scores the content of the response's last `<tag>...</tag>` by the environment, from 0 to 1.
 
-    In the sandbox since several of these scores evaluate the answer as Python. The problem is made anew from
-    its number.
+    Runs in the sandbox because several environments evaluate the answer as Python. The problem is made again
+    from its number.
     """
     from reasoning_gym import create_dataset
     from reasoning_gym.utils import extract_answer
 
-    made = create_dataset(dataset, **config)
+    environment = create_dataset(dataset, **config)
 
     def check(request: Mapping[str, Any]) -> float:
         answer = extract_answer(request["response"], tag_name=tag)
-        return float(made.score_answer(answer, made[request["data"]["item"]]))
+        return float(environment.score_answer(answer, environment[request["data"]["item"]]))
 
     return check
 
 
 def function(path: str, args: Mapping[str, Any]) -> Checker:
-    """A function of the user's, by its import path `module:function`.
+    """Calls a function of the user's, by its import path `module:function`.
 
-    It is called with those of the keywords `response`, `answer`, `messages` and `data` that it names, and
-    `args`.
+    The function gets `args`, and the keywords among `response`, `answer`, `messages` and `data` that its
+    signature names.
 
     Raises:
-      ValueError: it cannot be imported or called so.
+      ValueError: the function cannot be imported, or cannot be called with these arguments.
     """
     module, _, name = path.partition(":")
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except Exception as error:
         raise ValueError(f"name: {path}: importing {module} raised {error!r}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ValueError(f"name: {path}: {module} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"name: {path}: is a {type(found).__name__}, not a function")
-    given = ("response", "answer", "messages", "data")
+        target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"name: {path}: is a {type(target).__name__}, not a function")
+    available = ("response", "answer", "messages", "data")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         any_name = inspect.Parameter.VAR_KEYWORD in kinds
-        wanted = [name for name in given if any_name or name in signature.parameters]
-        signature.bind(**dict.fromkeys(wanted), **args)
+        keywords = [name for name in available if any_name or name in signature.parameters]
+        signature.bind(**dict.fromkeys(keywords), **args)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"name: {path}: cannot be called with its args and keywords among {', '.join(given)}: {error}"
+            f"name: {path}: cannot be called with its args and keywords among {', '.join(available)}: {error}"
         ) from error
-    if "response" not in wanted:
+    if "response" not in keywords:
         raise ValueError(f"name: {path}: takes no keyword `response`")
 
     def check(request: Mapping[str, Any]) -> float:
-        return _number(found(**{name: request[name] for name in wanted}, **args))
+        return _number(target(**{name: request[name] for name in keywords}, **args))
 
     return check
 

@@ -20,7 +20,7 @@ from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
 from rljax.tasks.wrapper import Wrapper
 
-_REPORTED = 10  # errors of a session that are shown one by one
+_REPORTED = 10  # errors shown one by one; further ones are only counted
 _PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _SHOWN = 160  # characters of a prompt or response in an error
 
@@ -28,21 +28,21 @@ Parts = dict[str, float]
 
 
 class RewardedTask(Wrapper):
-    """A task's problems, and the sum of weighted rewards.
+    """A task's problems, judged by a weighted sum of rewards.
 
-    A response's parts are "reward", the sum; each reward under its metric's name, before its weight; and
-    "errors", 1 if a reward raised, hung or died on it, else 0.
+    A response's parts are "reward", the sum; every reward by the name of its metric, before weighting; and
+    "errors", 1 if a reward raised, hung or died on the response, else 0.
 
     Args:
-      task: the problems, and the reward `task` where it has one. With an attribute `checker` (name and
-        arguments of one of `CHECKERS`) that is the reward, computed in the sandbox.
-      config: with the rewards, and how they are computed.
-      report: told of rewards that fail, where `config.reward_errors` is "zero".
-      key: key of the list of rewards, for errors.
+      task: source of the problems, and of the reward `task` where it has one. An attribute `checker` (name
+        and arguments of one of `CHECKERS`) is this reward, computed in the sandbox.
+      config: the rewards and their settings.
+      report: called with a line for a reward that fails, where `config.reward_errors` is "zero".
+      key: config key of the list of rewards, for errors.
 
     Raises:
-      ConfigError: a reward that cannot be, or a problem that it cannot judge.
-      SandboxError: programs cannot be run as the config says.
+      ConfigError: an invalid reward, or a problem that a reward cannot judge.
+      SandboxError: this machine cannot isolate programs as the config demands.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RewardedTask(Wrapper):
         self._sandbox = Sandbox(limits, config.sandbox.allow_weak)
         self._check_problems()
         if places & {"sandbox", "tests"}:
-            _ = self._sandbox.strong  # a SandboxError if it must be and is not
+            _ = self._sandbox.strong  # raises a SandboxError where isolation is missing and not waived
         if "tests" in places:
             check_limits(self._sandbox)
         self._pool = None
@@ -84,34 +84,34 @@ class RewardedTask(Wrapper):
         return self._task.problem(split, index)
 
     def rewards(self, answered: Sequence[Answered]) -> list[Parts]:
-        """The rewards of many responses, computed in parallel.
+        """Returns the rewards of many responses, computed in parallel.
 
         Raises:
           UserError: a reward failed, and `task.reward_errors` is "stop".
         """
-        under_way = [[self._begin(reward, *each) for reward in self._rewards] for each in answered]
+        under_way = [[self._begin(reward, *pair) for reward in self._rewards] for pair in answered]
         try:
-            return [self._total(each, futures) for each, futures in zip(answered, under_way, strict=True)]
+            return [self._total(pair, futures) for pair, futures in zip(answered, under_way, strict=True)]
         finally:
             for futures in under_way:
                 for future in futures:
                     future.cancel()
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
-        """Extracts the answer as the first reward that looks for one does; otherwise as the task does."""
+        """Extracts the answer by the first reward that has a rule for it, else by the task's rule."""
         for reward in self._rewards:
             if hasattr(reward.compute, "vote"):
                 return reward.compute.vote(response_text)
         return extracted_answer(self._task, problem, response_text)
 
     def close(self) -> None:
-        """Ends the workers. Without it they end with the process."""
+        """Ends the workers. Without this call they end with the process."""
         super().close()
         if self._pool is not None:
             self._pool.close()
 
     def _made(self, reward: Reward) -> Reward:
-        """A reward of the place "task" as what the task itself has."""
+        """Returns the reward, with the place "task" replaced by the task's checker where it has one."""
         if reward.place != "task":
             return reward
         checker = getattr(self._task, "checker", None)
@@ -124,25 +124,25 @@ class RewardedTask(Wrapper):
     def _check_problems(self) -> None:
         """Checks that the rewards can judge each problem of a finite task."""
         for problem in self.finite_problems():
-            for reward, given in zip(self._rewards, self._config.rewards, strict=True):
+            for reward, config in zip(self._rewards, self._config.rewards, strict=True):
                 if reward.place == "tests":
                     _tests(reward, problem)
-                elif given.name in ("exact", "math") and not problem.answer.strip():
+                elif config.name in ("exact", "math") and not problem.answer.strip():
                     raise ConfigError(f"{problem.id}: the answer is empty, and {reward.key} judges by it")
-                elif given.name == "numeric" and number(problem.answer) is None:
+                elif config.name == "numeric" and number(problem.answer) is None:
                     raise ConfigError(
                         f"{problem.id}: the answer {problem.answer[:60]!r} is not a number, which"
                         f" {reward.key} needs"
                     )
 
     def _check_formulas(self) -> None:
-        """Checks that `math` can read each answer of a finite task; plain numbers always can be read."""
+        """Checks that `math` can parse each answer of a finite task; it can always parse plain numbers."""
         problems: dict[str, Problem] = {}
         for problem in self.finite_problems():
             if not _PLAIN_NUMBER.fullmatch(problem.answer.strip()):
                 problems.setdefault(problem.answer, problem)
-        for reward, given in zip(self._rewards, self._config.rewards, strict=True):
-            refused = self._pool.refused_answers(reward, list(problems)) if given.name == "math" else []
+        for reward, config in zip(self._rewards, self._config.rewards, strict=True):
+            refused = self._pool.refused_answers(reward, list(problems)) if config.name == "math" else []
             if not refused:
                 continue
             many = f"; there are {len(refused):,} such answers" if refused[1:] else ""
@@ -155,7 +155,7 @@ class RewardedTask(Wrapper):
             self._report(f"{message}. Responses to them count as 0")
 
     def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
-        """One reward of one response, done or under way."""
+        """Starts computing one reward of one response; cheap rewards are computed at once."""
         if reward.place in ("here", "task"):
             done: concurrent.futures.Future = concurrent.futures.Future()
             try:
@@ -188,9 +188,9 @@ class RewardedTask(Wrapper):
             except (CheckerError, SandboxError) as error:
                 self._fail(reward, answered, str(error))
                 value, errors = 0.0, 1.0
-            if isinstance(value, dict):  # the task's own, with its parts
-                own = {f"{reward.metric}/{name}": part for name, part in value.items() if name != "reward"}
-                parts |= own
+            if isinstance(value, dict):  # the task's reward, with its parts
+                task_parts = {f"{reward.metric}/{name}": x for name, x in value.items() if name != "reward"}
+                parts |= task_parts
                 value = value["reward"]
             total += reward.weight * value
             parts[reward.metric] = value
@@ -223,7 +223,7 @@ def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:
 
 
 def _shown(text: str) -> str:
-    """A text in quotes on one line, its middle left out where it is long."""
+    """Returns a text in quotes on one line; a long one without its middle."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
     return json.dumps(text, ensure_ascii=False)

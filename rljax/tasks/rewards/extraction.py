@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
-# Nothing in it can fail after it has begun, so a search takes linear time on any text.
-# No sign stands right behind a digit ("5-10"), and no number begins with the full stop of a word or of "...".
+# No part can fail after its beginning has matched, so a search takes linear time on any text.
+# A minus right after a digit is no sign ("5-10"), and a full stop after a word or in "..." begins no number.
 _NUMBER = re.compile(
     r"(?:(?<![0-9])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?%?"
@@ -17,13 +17,13 @@ PLACES = ("response", "line", "number", "boxed", "tag", "marker")
 
 
 def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str | None]:
-    r"""The function that finds the answer in a response; None where it has none.
+    r"""Returns a function that finds the answer in a response, and returns None where there is none.
 
     Args:
-      answer_in: "response", all of it; "line", its last line that is not empty; "number", its last number;
-        "boxed", what is in its last `\boxed{...}`; "tag", what is in its last `<answer>...</answer>`;
-        "marker", what follows the last `marker` on its line.
-      marker: for "marker", e.g. GSM8K's "####".
+      answer_in: "response", the whole response; "line", its last line that is not empty; "number", its last
+        number; "boxed", the content of its last `\boxed{...}`; "tag", the content of its last
+        `<answer>...</answer>`; "marker", the text after the last `marker`, to the end of the line.
+      marker: marker of the place "marker", e.g. GSM8K's "####".
 
     Raises:
       ValueError: an unknown place, or an empty marker.
@@ -46,9 +46,9 @@ def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str |
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """Returns the text behind the last marker, to the end of its line."""
-    _, found, tail = text.rpartition(marker)
-    return tail.partition("\n")[0].strip() or None if found else None
+    """Returns the text after the last marker, to the end of its line; None if it is empty or missing."""
+    _, separator, tail = text.rpartition(marker)
+    return tail.partition("\n")[0].strip() or None if separator else None
 
 
 def _boxed(text: str) -> str | None:
@@ -61,7 +61,7 @@ def _boxed(text: str) -> str | None:
         depth += (text[end] == "{") - (text[end] == "}")
         if depth == 0:
             return text[start:end].strip()
-    return None  # cut off before its end
+    return None  # the response was cut off inside the box
 
 
 def _tagged(text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The workers that compute a run's rewards: bounded in time, ended when they hang, started anew."""
+"""The workers that compute a run's rewards: bounded in time, ended when they hang, and restarted."""
 
 import concurrent.futures
 import json
@@ -15,29 +15,29 @@ from rljax.errors import ConfigError
 from rljax.sandbox.process import Process, Sandbox, start_unconfined
 from rljax.tasks.rewards.registry import Reward
 
-_START_SECONDS = 120.0  # a user's module may import much
-_GRACE_SECONDS = 5.0  # beyond the time limit that a sandboxed worker keeps itself
+_START_SECONDS = 120.0  # a user's module may import many packages
+_GRACE_SECONDS = 5.0  # on top of the time limit, which a sandboxed worker enforces itself
 _MAX_ANSWER = 1 << 16
-_CHECKED_TOGETHER = 32  # answers; a child of the worker takes as long to start as to read a few
+_CHECKED_TOGETHER = 32  # answers per request: starting a child takes as long as parsing a few answers
 _WORKER = "rljax.tasks.rewards.worker"
 
 
 class CheckerError(Exception):
-    """A reward raised or hung; the message says which, without the problem."""
+    """A reward raised or hung; the message says which, and does not name the problem."""
 
 
 class CheckerPool:
-    """Threads, each with a worker of its own for each place, started when first needed.
+    """Threads with one worker process per place and thread, started when first needed.
 
     Args:
-      rewards: those of the places "worker" and "sandbox"; `compute` refers to them by their position.
-      sandbox: limits of those in the sandbox.
-      seconds: one reward of one response may take.
+      rewards: rewards of the places "worker" and "sandbox"; workers know them by their position.
+      sandbox: sandbox of the rewards of the place "sandbox".
+      seconds: time limit of one reward of one response.
       threads: number of threads.
 
     Attributes:
       executor: the threads.
-      close: ends all workers; called when the pool is garbage.
+      close: ends all workers; also called when the pool is garbage-collected.
     """
 
     def __init__(self, rewards: Sequence[Reward], sandbox: Sandbox, seconds: float, threads: int) -> None:
@@ -45,25 +45,25 @@ class CheckerPool:
         self._sandbox = sandbox
         self._seconds = seconds
         self.executor = concurrent.futures.ThreadPoolExecutor(threads, "rljax-reward")
-        self._own = threading.local()
+        self._workers = threading.local()
         self._started: list[Process] = []
         self._lock = threading.Lock()
         self.close = weakref.finalize(self, _end, self.executor, self._started)
 
     def check(self) -> None:
-        """Starts one worker for each place; a ConfigError says what is wrong with a reward."""
+        """Starts one worker for each place; raises a ConfigError for an invalid reward."""
         for place in ("worker", "sandbox"):
             if any(reward.place == place for reward in self._rewards):
                 self.executor.submit(self._worker, place).result()
 
     def compute(self, reward: Reward, request: Mapping[str, Any]) -> float:
-        """One reward of one response, in the calling thread's worker; call it within `executor`.
+        """Computes one reward of one response, in the calling thread's worker; call it within `executor`.
 
         Raises:
-          CheckerError: it raised, hung or died.
+          CheckerError: the reward raised, hung or died.
         """
         worker = self._worker(reward.place)
-        number = self._of(reward.place).index(reward)
+        number = self._rewards_at(reward.place).index(reward)
         seconds = self._seconds + (_GRACE_SECONDS if reward.place == "sandbox" else 0.0)
         data = json.dumps({"number": number, **request}, default=str).encode() + b"\n"
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
@@ -80,7 +80,7 @@ class CheckerPool:
         raise CheckerError(str(answer["error"]))
 
     def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
-        """Those by which the reward could never judge (`check_answer`), or that take it too long to read."""
+        """Returns the answers that the reward cannot judge by (`check_answer`) or takes too long to parse."""
         parts = [answers[i : i + _CHECKED_TOGETHER] for i in range(0, len(answers), _CHECKED_TOGETHER)]
         under_way = [self.executor.submit(self._refused, reward, part) for part in parts]
         return [answer for part in under_way for answer in part.result()]
@@ -103,27 +103,27 @@ class CheckerPool:
             answers = answers[accepted + 1 :]
         return refused
 
-    def _of(self, place: str) -> list[Reward]:
+    def _rewards_at(self, place: str) -> list[Reward]:
         return [reward for reward in self._rewards if reward.place == place]
 
     def _worker(self, place: str) -> Process:
-        worker = getattr(self._own, place, None)
+        worker = getattr(self._workers, place, None)
         if worker is None:
             worker = self._start(place)
-            setattr(self._own, place, worker)
+            setattr(self._workers, place, worker)
             with self._lock:
                 self._started.append(worker)
         return worker
 
     def _drop(self, place: str) -> None:
-        worker = getattr(self._own, place)
-        setattr(self._own, place, None)
+        worker = getattr(self._workers, place)
+        setattr(self._workers, place, None)
         with self._lock:
             self._started.remove(worker)
         worker.close()
 
     def _start(self, place: str) -> Process:
-        rewards = self._of(place)
+        rewards = self._rewards_at(place)
         if place == "sandbox":
             process = self._sandbox.start(f"from {_WORKER} import main; main()")
         else:
@@ -143,10 +143,10 @@ class CheckerPool:
             answer = json.loads(finished.output)
         except ValueError:
             process.close()
-            found = finished.output[:200] or b"nothing"
+            output = finished.output[:200] or b"nothing"
             raise ConfigError(
                 f"task.rewards: a worker for {', '.join(reward.metric for reward in rewards)} did not start"
-                f" ({finished.ending}; it said {found!r})"
+                f" ({finished.ending}; it said {output!r})"
             ) from None
         if "error" in answer:
             process.close()
@@ -161,8 +161,10 @@ def _end(executor: concurrent.futures.Executor, started: list[Process]) -> None:
 
 
 def checker_sandbox(sandbox: Sandbox) -> Sandbox:
-    """The sandbox with the packages that checkers import: site-packages and rljax itself, read-only."""
-    found = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    packages = [os.path.realpath(path) for path in found if os.path.isdir(path)]
-    own = Path(rljax.__file__).resolve().parent
-    return Sandbox(sandbox.limits, sandbox.allow_weak, (*packages, str(own)), (*packages, str(own.parent)))
+    """Returns the sandbox with the packages that checkers import: site-packages and rljax, read-only."""
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    packages = [os.path.realpath(path) for path in paths if os.path.isdir(path)]
+    source = Path(rljax.__file__).resolve().parent
+    return Sandbox(
+        sandbox.limits, sandbox.allow_weak, (*packages, str(source)), (*packages, str(source.parent))
+    )

@@ -1,4 +1,4 @@
-"""Rewards by name: where each runs, and what its arguments may be."""
+"""Rewards by name, with the place where each runs and its arguments."""
 
 import dataclasses
 import importlib.util
@@ -11,8 +11,8 @@ from rljax.errors import ConfigError, known_names
 from rljax.tasks.rewards import checkers, text
 
 Place = Literal["here", "worker", "sandbox", "tests", "task"]
-"""In the training process; in a worker; in a worker within the sandbox; unit tests, each response in a
-sandbox of its own; or what the task itself says."""
+"""Where a reward is computed: in the training process; in a worker; in a worker within the sandbox; as unit
+tests, with one sandbox per response; or by the task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Kind:
 
     Attributes:
       place: place where it is computed.
-      factory: makes it from its arguments; what they may be is in its signature.
-      package: package that it imports, and the extra that installs it.
+      factory: makes the reward from its arguments; its signature names them.
+      package: the package that it imports, and the extra that installs this package.
     """
 
     place: Place
@@ -40,12 +40,12 @@ class CodeReward:
 
 
 def code(tests: str = "tests", seconds: float = 2.0, partial: bool = False) -> CodeReward:
-    """1 if the code in the response's last fenced block passes all of the problem's tests, else 0.
+    """Rewards 1 if the code in the response's last fenced block passes all tests of the problem, else 0.
 
     Args:
-      tests: column of the dataset with the tests; their forms are in `rljax/sandbox/code_tests.py`.
-      seconds: time limit of one test; `task.reward_timeout` bounds all of them together.
-      partial: the share of tests that pass, instead of all or nothing.
+      tests: column of the dataset with the tests; `rljax/sandbox/code_tests.py` describes their forms.
+      seconds: time limit of one test; `task.reward_timeout` bounds the whole set.
+      partial: reward the share of tests that pass, instead of all or nothing.
     """
     if not isinstance(tests, str) or not tests:
         raise ValueError(f"args.tests: should be the name of a column, not {tests!r}")
@@ -57,7 +57,7 @@ def code(tests: str = "tests", seconds: float = 2.0, partial: bool = False) -> C
 
 
 def _task() -> None:
-    """The task's own reward."""
+    """Stands for the task's reward, which has no arguments."""
 
 
 REWARDS: dict[str, Kind] = {
@@ -76,11 +76,11 @@ class Reward:
     """One reward of a run.
 
     Attributes:
-      metric: its name in metrics.
-      weight: its factor.
+      metric: name in metrics.
+      weight: factor in the sum.
       place: place where it is computed.
       compute: a `TextReward` ("here"), a `CodeReward` ("tests"), a name and arguments for a worker, or None.
-      key: its key in the config, for errors.
+      key: config key, for errors.
     """
 
     metric: str
@@ -91,14 +91,14 @@ class Reward:
 
 
 def make_reward(config: RewardConfig, key: str) -> Reward:
-    """A reward as the config has it.
+    """Makes the reward of a config.
 
     Args:
       config: one item of `task.rewards`.
       key: name of the item in errors, such as "task.rewards.0".
 
     Raises:
-      ConfigError: an unknown name or argument, a value it cannot take, or a package that is not installed.
+      ConfigError: an unknown name or argument, an invalid value, or a package that is not installed.
     """
     if ":" in config.name:
         if config.name.startswith(":") or config.name.endswith(":"):
@@ -124,7 +124,7 @@ def make_reward(config: RewardConfig, key: str) -> Reward:
 
 
 def require_package(package: tuple[str, str] | None, who: str) -> None:
-    """A ConfigError that names the extra, if a (package, extra) cannot be imported."""
+    """Raises a ConfigError that names the extra, if the package of a (package, extra) is not installed."""
     if package is not None and importlib.util.find_spec(package[0]) is None:
         raise ConfigError(f"{who} needs {package[0]}: install the extra (pip install 'rljax[{package[1]}]')")
 

@@ -1,6 +1,6 @@
-"""Rewards that look at a response as text. They take linear time, so they are computed where the run is.
+"""Rewards of the response's text. They take linear time, so the training process computes them.
 
-A reward's `vote` is the answer it finds, in a form in which equal answers are equal texts (maj@k).
+`vote` of a reward returns the response's answer in a normal form (equal answers are equal texts), for maj@k.
 """
 
 import re
@@ -13,24 +13,24 @@ from rljax.tasks.rewards.extraction import answer_finder
 TextReward = Callable[[Problem, str], float]
 
 _SMALL_EXPONENT = re.compile(r"[^eE]*(?:[eE][+-]?[0-9]{1,3})?")  # 1e999999999 would fill the memory
-_LONGEST_NUMBER = 60  # characters; converting digits takes quadratic time
+_LONGEST_NUMBER = 60  # characters; converting n digits takes time quadratic in n
 
 
 def exact(answer_in: str = "response", marker: str = "####", ignore_case: bool = False) -> TextReward:
-    """1 if the response's answer is the problem's, character by character, else 0. White space at the ends
-    does not count; where the answer stands: see `answer_finder`.
+    """Rewards 1 if the response's answer equals the problem's, character by character, else 0. White space at
+    the ends does not count. For the arguments see `answer_finder`.
     """
     find = answer_finder(answer_in, marker)
 
     def reward(problem: Problem, response: str) -> float:
-        found, right = find(response), problem.answer.strip()
-        if found is not None and ignore_case:
-            found, right = found.casefold(), right.casefold()
-        return float(found == right)
+        answer, right = find(response), problem.answer.strip()
+        if answer is not None and ignore_case:
+            answer, right = answer.casefold(), right.casefold()
+        return float(answer == right)
 
     def vote(response: str) -> str | None:
-        found = find(response)
-        return found.casefold() if found is not None and ignore_case else found
+        answer = find(response)
+        return answer.casefold() if answer is not None and ignore_case else answer
 
     reward.vote = vote
     return reward
@@ -39,13 +39,14 @@ def exact(answer_in: str = "response", marker: str = "####", ignore_case: bool =
 def numeric(
     answer_in: str = "number", marker: str = "####", tolerance: float = 0.0, relative: float = 0.0
 ) -> TextReward:
-    """1 if the response's answer is the problem's number, else 0. "1,234.50", "1/2" and "50%" are numbers.
+    """Rewards 1 if the response's answer is the problem's number, else 0. "1,234.50", "1/2" and "50%" are
+    numbers.
 
     Args:
       answer_in: place of the answer; see `answer_finder`.
       marker: likewise.
       tolerance: largest absolute error.
-      relative: largest error as a share of the right number.
+      relative: largest error, as a share of the right number.
     """
     find = answer_finder(answer_in, marker)
     for name, value in (("tolerance", tolerance), ("relative", relative)):
@@ -53,8 +54,8 @@ def numeric(
             raise ValueError(f"args.{name}: should be a number of at least 0, not {value!r}")
 
     def reward(problem: Problem, response: str) -> float:
-        found, right = find(response), number(problem.answer)
-        value = None if found is None else number(found)
+        answer, right = find(response), number(problem.answer)
+        value = None if answer is None else number(answer)
         if right is None:
             raise ValueError(f"the answer {problem.answer[:60]!r} is not a number")
         return float(
@@ -63,16 +64,16 @@ def numeric(
         )
 
     def vote(response: str) -> str | None:
-        found = find(response)
-        value = None if found is None else number(found)
-        return found if value is None else str(value)
+        answer = find(response)
+        value = None if answer is None else number(answer)
+        return answer if value is None else str(value)
 
     reward.vote = vote
     return reward
 
 
 def length(target: int, limit: int) -> TextReward:
-    """1 up to `target` characters, 0 from `limit` on, and a straight line between."""
+    """Rewards 1 up to `target` characters, 0 from `limit` on, and linearly less in between."""
     for name, value in (("target", target), ("limit", limit)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"args.{name}: should be a whole number of at least 0, not {value!r}")
@@ -82,7 +83,7 @@ def length(target: int, limit: int) -> TextReward:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a text is, exactly; None if it is none."""
+    """Parses a number exactly; returns None for other text."""
     text = text.strip().strip("$").strip().removesuffix(".").replace(",", "")
     percent = text.endswith("%")
     text = text.removesuffix("%").strip()

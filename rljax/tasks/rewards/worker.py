@@ -1,13 +1,12 @@
 """A process that computes rewards: JSON lines in, JSON lines out.
 
-The first line sets it up: {"rewards": [[name, args], ...], "fork", "seconds"}; the answer is {"ok": true} or
-{"error", "number"} with the number of the reward at fault. Each further line is a request, {"number",
-"messages", "response", "answer", "data"}; the answer is {"value"} or {"error"}. Or {"number", "answers"}: the
-value is how many of them, from the first one on, the reward can judge by.
+The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"ok": true} or
+{"error", "number"} with the number of the invalid reward. Every further line is a request, {"number",
+"messages", "response", "answer", "data"}; the reply is {"value"} or {"error"}. A request may also be
+{"number", "answers"}: the value is then the number of leading answers that the reward can judge by.
 
-With `fork` each request is answered by a child, which ends at the time limit: in the sandbox, where a
-response may take over the process that evaluates it, that process is then not the one that judges the next
-response.
+With `fork`, a child process computes each reply and ends at the time limit. The sandbox needs this: a
+response may take over the process that evaluates it, and that process must not judge the next response.
 """
 
 import contextlib
@@ -30,14 +29,14 @@ _MAX_ANSWER = 1 << 16
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Replies until the input ends."""
     with contextlib.suppress(AttributeError, OSError):  # Linux
         prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # ends with the run, even while it hangs
-        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child can trace it
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the worker ends with the run, even while it hangs
+        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child can trace the worker
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a reward prints is no answer
+    os.dup2(2, 1)  # text printed by a reward must not mix with replies
     setup = json.loads(requests.readline())
     made = _set_up(setup["rewards"])
     _send(answers, made if isinstance(made, dict) else {"ok": True})
@@ -56,7 +55,7 @@ def _send(answers: Any, answer: Mapping[str, Any]) -> None:
 
 
 def _set_up(rewards: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Checker] | dict[str, Any]:
-    """The checkers, or what is wrong with one of them."""
+    """Makes the checkers; returns a reply with the error if one of them is invalid."""
     made = []
     for number, (name, args) in enumerate(rewards):
         try:
@@ -112,20 +111,20 @@ def _in_child(checker: Checker, request: Mapping[str, Any], seconds: float) -> d
     if not closed:
         return {"error": f"took more than {seconds:g} seconds"}
     try:
-        found = json.loads(answer)
-        if set(found) == {"value"}:
-            value = float(found["value"])
+        reply = json.loads(answer)
+        if set(reply) == {"value"}:
+            value = float(reply["value"])
             return {"value": value} if math.isfinite(value) else {"error": f"returned {value}"}
-        return {"error": str(found["error"])[:300]}
+        return {"error": str(reply["error"])[:300]}
     except (ValueError, TypeError, KeyError, RecursionError):
         return {"error": "died without an answer"}
 
 
 def _end(child: int) -> None:
-    """Ends a child, its process group, and in the strong jail all that it left behind.
+    """Ends a child, its process group, and in the strong jail all other processes that it has started.
 
-    There this process is the second of its pid namespace, which nothing can be that has the run and the
-    jail's launcher for ancestors in the same one.
+    The worker is process number 2 only in the jail's pid namespace: elsewhere the run and the jail's launcher
+    are its ancestors in the same namespace. So it signals all processes only inside the jail.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

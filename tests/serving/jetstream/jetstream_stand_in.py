@@ -138,14 +138,14 @@ class TokenizerParameters:
 def modules() -> dict[str, types.ModuleType]:
     """For `sys.modules`."""
     engine = types.ModuleType("jetstream.engine")
-    found = {"jetstream": types.ModuleType("jetstream"), "jetstream.engine": engine}
+    modules = {"jetstream": types.ModuleType("jetstream"), "jetstream.engine": engine}
     for name, contents in (
         ("engine_api", (Engine, ResultTokens)),
         ("tokenizer_api", (Tokenizer,)),
         ("tokenizer_pb2", (TokenizerParameters,)),
     ):
-        module = found[f"jetstream.engine.{name}"] = types.ModuleType(f"jetstream.engine.{name}")
+        module = modules[f"jetstream.engine.{name}"] = types.ModuleType(f"jetstream.engine.{name}")
         vars(module).update({each.__name__: each for each in contents})
         setattr(engine, name, module)
-    found["jetstream"].engine = engine
-    return found
+    modules["jetstream"].engine = engine
+    return modules

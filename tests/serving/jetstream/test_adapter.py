@@ -1,4 +1,4 @@
-"""The adapter for google-jetstream: through its abstract class, and through its own orchestrator.
+"""The adapter for google-jetstream: through its abstract class, and through its orchestrator.
 
 The package wants TensorFlow, by way of seqio, so it is no part of the dev extra; docs/serving.md says how to
 install it without. Where it is missing, a stand-in with the abstract classes of its 0.3.0 takes its place.
@@ -92,10 +92,10 @@ def test_through_the_abstract_class(served, run, jetstream):
         assert isinstance(result, engine_api.ResultTokens)
         result = result.convert_to_numpy()
         for slot, tokens in got.items():
-            own = result.get_result_at_slot(slot)
-            if own.valid[0, 0]:
-                tokens.append(int(own.tokens[0, 0]))
-                assert own.lengths[0] == len(tokens) and np.isfinite(result.log_prob[slot, 0])
+            slot_tokens = result.get_result_at_slot(slot)
+            if slot_tokens.valid[0, 0]:
+                tokens.append(int(slot_tokens.tokens[0, 0]))
+                assert slot_tokens.lengths[0] == len(tokens) and np.isfinite(result.log_prob[slot, 0])
     for slot, prompt in enumerate(PROMPTS[:3]):
         tokens = [token for token in got[slot] if token not in tokenizer.stop_tokens]
         assert tokens == expected_tokens(served, prompt, slot)
@@ -121,11 +121,11 @@ def test_the_adapter_takes_what_jetstream_gives(jetstream):
     demanded = jetstream_stand_in.Engine.__abstractmethods__
     for name in demanded:
         if not isinstance(vars(jetstream_stand_in.Engine)[name], property):
-            wanted, ours = (
+            parameters, ours = (
                 inspect.signature(getattr(kind, name)).parameters
                 for kind in (jetstream_stand_in.Engine, adapter.JetStreamEngine)
             )
-            positional = [each for each in wanted if each not in ("args", "kwargs")]
+            positional = [parameter for parameter in parameters if parameter not in ("args", "kwargs")]
             assert set(positional) <= set(ours), name
 
 
