@@ -7,6 +7,7 @@ checkpoint gives the same numbers here and there. Every line names what it depen
 that asks something else now is refused, and one whose answer or rewards have changed is judged anew.
 """
 
+import contextlib
 import datetime
 import os
 import time
@@ -154,7 +155,8 @@ class Evaluator:
             scheduler.speculator.load_state(state)
         self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
         params = scheduler.engine.load_params(policy.params)
-        warm_up(scheduler, params, config)
+        first_prompts = [len(request.prompt_ids) for request in everything]
+        warm_up(scheduler, params, config, first_prompts=first_prompts)
         done, start = len(wanted) - len(missing), time.perf_counter()
         self.progress.stage("evaluate", len(wanted), completed=done, sparse=True)
         # Slots end in bursts: the time of a few responses would say nothing of what is left.
@@ -168,7 +170,8 @@ class Evaluator:
                 shown = finished
             self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(wanted):,} done")
 
-        with log:
+        speculator = contextlib.nullcontext() if scheduler.speculator is None else scheduler.speculator
+        with log, speculator:
             scheduler.run(
                 params,
                 [requests[key] for key in missing],
