@@ -1,4 +1,4 @@
-"""Verifying passes that are compiled while responses are decoded: the same tokens, whenever they are ready."""
+"""Verifying passes compiled while responses are decoded: the same tokens, whenever they are ready."""
 
 import threading
 
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
         assert_same(plain, expected)
         completions, statistics = scheduler.run(params, requests, release)
         assert_same(completions, expected)
-        assert 0 < statistics.verified and finished == len(requests)
+        assert statistics.verified > 0 and finished == len(requests)
         compiled = engine.pool.compilations
         completions, statistics = scheduler.run(params, requests)
         assert_same(completions, expected)
