@@ -171,7 +171,7 @@ class DecodeEngine:
         return jax.tree.map(_placed_shape, shapes, decode_state_shardings(shapes, self.config, self.mesh))
 
     def param_shapes(self, params: Params) -> Params:
-        """Returns `params` with a `jax.ShapeDtypeStruct` in the place of every array, for `compile_verify`."""
+        """Returns the shapes of `params`, which `compile_verify` takes in their place."""
         return jax.tree.map(lambda x: _placed_shape(x, None if self.mesh is None else x.sharding), params)
 
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:

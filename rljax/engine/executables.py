@@ -142,10 +142,10 @@ class ExecutablePool:
 
     def summary(self) -> str:
         """Returns one line for the user: number of programs, time, and the largest one's memory."""
-        largest = max(self.bytes().values(), default=0)
+        largest, count = max(self.bytes().values(), default=0), len(self) - self.behind
         return (
-            f"programs: {len(self) - self.behind} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest"
-            f" takes {largest / 1e6:.0f} MB while it runs"
+            f"programs: {count} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest takes"
+            f" {largest / 1e6:.0f} MB while it runs"
         )
 
     def get(
