@@ -24,6 +24,7 @@ class BackgroundCompiler:
       buckets: the engine's.
       shapes: shapes to compile. Others are added when `is_ready` asks for them.
       near: the shape that is used first.
+      start: begin at once; False begins when `is_ready` asks for the first time.
 
     Attributes:
       near: the present shape, or one that comes before those that are compiled.
@@ -36,6 +37,7 @@ class BackgroundCompiler:
         buckets: Buckets,
         shapes: Iterable[Shape],
         near: Shape,
+        start: bool = True,
     ) -> None:
         self._compile_shape, self._buckets, self.near = compile_shape, buckets, near
         self._waiting = list(dict.fromkeys(shapes))
@@ -47,7 +49,8 @@ class BackgroundCompiler:
         self.errors: dict[Shape, Exception] = {}
         self._stopped = False
         self._thread: threading.Thread | None = None
-        self._start()
+        if start:
+            self._start()
 
     @property
     def total(self) -> int:
@@ -69,11 +72,12 @@ class BackgroundCompiler:
             self._known.add(shape)
             with self._lock:
                 self._waiting.append(shape)
-            self._start()
+        self._start()
         return False
 
     def wait(self) -> None:
         """Waits until all shapes are compiled."""
+        self._start()
         self._join()
         self._take_over()
 
@@ -90,7 +94,7 @@ class BackgroundCompiler:
     def _start(self) -> None:
         """Starts the thread unless it runs."""
         with self._lock:
-            if self._thread is None and self._waiting:
+            if self._thread is None and self._waiting and not self._stopped:
                 atexit.register(self.close)  # the interpreter must not end under a thread that compiles
                 self._thread = threading.Thread(target=self._run, name="compiler", daemon=True)
                 self._thread.start()

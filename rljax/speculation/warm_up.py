@@ -5,6 +5,7 @@ is plain until those of the present decode state are ready, and their times are 
 """
 
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposer
 
 _REPEATS = 3
+_SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
 _PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
 
 
@@ -73,7 +75,9 @@ def warm_up_behind(
     slots: int,
     first_prompts: Sequence[int] = (),
 ) -> BackgroundCompiler:
-    """Compiles every program that drafts, and begins to compile in a thread those that verify.
+    """Compiles every program that drafts, and leaves those that verify to a thread.
+
+    The thread begins at once where cores are to spare, else with the first rollout.
 
     Args:
       engine, params, proposers, drafters, max_batch, prompt_length, widens: see `warm_up`.
@@ -96,7 +100,7 @@ def warm_up_behind(
             proposer.warm_up(params, batch, length, _REPEATS)
     near = buckets.batch_for(slots), longest
     compile_shape = functools.partial(_compile_passes, engine, engine.param_shapes(params))
-    return BackgroundCompiler(compile_shape, buckets, shapes, near)
+    return BackgroundCompiler(compile_shape, buckets, shapes, near, (os.cpu_count() or 1) >= _SPARE_CORES)
 
 
 def _prepare_drafters(

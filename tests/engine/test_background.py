@@ -61,6 +61,16 @@ def test_a_shape_that_nobody_foresaw_is_compiled_when_it_is_asked_for():
     assert compiler.is_ready((4, 64))
 
 
+def test_the_thread_may_begin_with_the_first_question():
+    gate = Gate()
+    compiler = BackgroundCompiler(gate, BUCKETS, SHAPES[:1], near=(2, 64), start=False)
+    gate.open()
+    assert compiler._thread is None and compiler.left == 1 and not gate.order
+    assert not compiler.is_ready((2, 64))
+    compiler.wait()
+    assert compiler.is_ready((2, 64))
+
+
 def test_an_error_leaves_the_shape_out_with_a_warning():
     def fail(shape, should_stop):
         if shape == (2, 64):
