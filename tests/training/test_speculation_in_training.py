@@ -221,13 +221,19 @@ def compiling_threads():
     return [thread for thread in threading.enumerate() if thread.name == "compiler"]
 
 
-def test_passes_that_are_compiled_behind_change_no_number(world, plain):
+def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypatch):
+    step = loop.training_step
+
+    def wait_after_two(run):
+        if run.step == 2:
+            run.speculator.decoder.compiler.wait()
+        return step(run)
+
+    monkeypatch.setattr(loop, "training_step", wait_after_two)
     lines = run(world, "behind", "engine.compile=behind", drafter="srt", verified=[True])
     check_same(world, "behind", lines, plain)
-    assert [line["engine/compiled_behind"] for line in lines[1:]] == sorted(
-        line["engine/compiled_behind"] for line in lines[1:]
-    )
-    assert lines[-1]["engine/compiled_behind"] > 0 < lines[-1]["time/compiled_behind"]
+    assert lines[-1]["engine/compiled_behind"] > 0
+    assert lines[-1]["time/compiled_behind"] > 0
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
     assert not compiling_threads()
 
