@@ -18,6 +18,7 @@ _HARMLESS = (
     "evaluation",
     "tracking",
     "engine.compilation_cache",
+    "engine.compile",
     "speculation.calibration_dir",
     "warm_start.cache_dir",
 )

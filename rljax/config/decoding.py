@@ -124,6 +124,11 @@ class EngineConfig(Section):
         description="Rule by which drafts are verified. coupled samples the tokens of plain decoding, bit for"
         " bit. Set another rule, which samples from the same distribution, for comparison.",
     )
+    compile: Literal["before", "behind"] = Field(
+        "behind",
+        description="When verifying passes are compiled. behind begins at once and decodes plainly until they"
+        " are ready; before waits for all of them and measures them undisturbed, as benchmarks need.",
+    )
     compilation_cache: str | None = Field(
         "cache/compilation",
         description="Directory that keeps compiled programs for the next process; null compiles every time."

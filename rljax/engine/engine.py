@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from rljax.engine import appending, kv_cache
 from rljax.engine.appending import AppendedChunk, Continuation
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows
+from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, empty_tree, pack_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.host_sync import Assignment, DecodeResult, Pending
 from rljax.engine.placement import decode_state_shardings
@@ -147,8 +147,13 @@ class DecodeEngine:
 
     def init_state(self, slots: int, length: int) -> DecodeState:
         """Returns an idle state for `slots` requests of up to `length` positions, rounded up to buckets."""
-        batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
-        state = DecodeState(
+        state = self._empty_state(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+        if self.mesh is None:
+            return state
+        return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
+
+    def _empty_state(self, batch: int, size: int) -> DecodeState:
+        return DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
             tokens=jnp.zeros(batch, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
@@ -157,9 +162,17 @@ class DecodeEngine:
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
             counts=jnp.zeros((batch, self.config.vocab_size), jnp.int32) if self.sampling.penalizes else None,
         )
+
+    def _state_shapes(self, batch: int, size: int) -> DecodeState:
+        """Returns `init_state` with a `jax.ShapeDtypeStruct` in the place of every array."""
+        shapes = jax.eval_shape(lambda: self._empty_state(batch, size))
         if self.mesh is None:
-            return state
-        return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
+            return shapes
+        return jax.tree.map(_placed_shape, shapes, decode_state_shardings(shapes, self.config, self.mesh))
+
+    def param_shapes(self, params: Params) -> Params:
+        """Returns the shapes of `params`, which `compile_verify` takes in their place."""
+        return jax.tree.map(lambda x: _placed_shape(x, None if self.mesh is None else x.sharding), params)
 
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Computes keys and values of `prompts` (token ids, none empty) in one pass."""
@@ -267,6 +280,21 @@ class DecodeEngine:
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
         """Returns the bytes that `verify` needs on a device beside its arguments. Only compiles."""
         return temporary_bytes(self._verifying(params, state, tree, rows, None)[0])
+
+    def compile_verify(self, params: Params, batch: int, length: int, rows: int, nodes: int) -> int:
+        """Compiles a verifying pass without a decode state; another thread may decode meanwhile.
+
+        Args:
+          params: weights from `load_params`, or their `param_shapes`.
+          batch, length: the shape of the state.
+          rows, nodes: rows of the pass and draft nodes of a slot, as from `Buckets.passes`.
+
+        Returns:
+          The bytes that the pass needs on a device beside its arguments.
+        """
+        tree = empty_tree(batch, nodes)
+        packed = pack_rows(tree, np.arange(batch), rows)
+        return self.verify_bytes(params, self._state_shapes(batch, length), tree, packed)
 
     def _verifying(
         self,
@@ -458,3 +486,7 @@ class DecodeEngine:
                 state, nothing = self.init_state(batch, length), appending.empty_chunk(batch)
                 for rows in appending.ROWS:
                     state = self._append(params, state, nothing, appending.node_rows(nothing, rows))
+
+
+def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -1,8 +1,11 @@
 """The pool of compiled programs: compiled ahead of time, shared, counted, and stored for later processes."""
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,25 +21,31 @@ class _CacheHits:
     """Programs that JAX took from its compilation cache in this process.
 
     On a CPU such a program runs, but it is incomplete when it is serialized again: the next process that
-      loads
-    it fails with "function not found". JAX returns the same program if it is compiled again in this process,
-    so these programs are remembered by their fingerprints.
+    loads it fails with "function not found". JAX returns the same program if it is compiled again in this
+    process, so these programs are remembered by their fingerprints. Hits are counted by thread: JAX reports
+    one in the thread that compiles.
     """
 
-    count = 0
     fingerprints: ClassVar[set[bytes]] = set()
+    _hits: ClassVar[threading.local] = threading.local()
+
+    @classmethod
+    def count(cls) -> int:
+        """Returns the number of hits in this thread so far."""
+        return getattr(cls._hits, "count", 0)
 
     @classmethod
     def listen(cls, event: str, **_: Any) -> None:
-        cls.count += event == "/jax/compilation_cache/cache_hits"
+        cls._hits.count = cls.count() + (event == "/jax/compilation_cache/cache_hits")
 
     @classmethod
     def is_one(cls, program: Any, hits_before: int) -> bool:
-        """Whether a program that was just compiled came from the cache."""
+        """Whether a program that was just compiled in this thread came from the cache."""
         fingerprint = program.runtime_executable().fingerprint
-        if cls.count != hits_before and fingerprint is not None:
+        hit = cls.count() != hits_before
+        if hit and fingerprint is not None:
             cls.fingerprints.add(fingerprint)
-        return cls.count != hits_before or fingerprint in cls.fingerprints
+        return hit or fingerprint in cls.fingerprints
 
 
 jax.monitoring.register_event_listener(_CacheHits.listen)
@@ -92,6 +101,8 @@ def memory_mappings() -> tuple[int, int] | None:
 class ExecutablePool:
     """Compiled programs by key, all compiled with the same options.
 
+    Threads may share a pool: a key that one of them compiles is compiled once, and others wait for it.
+
     Args:
       row_invariant: compile with `row_invariant_compiler_options`.
       directory: directory to store programs in for later processes; None for none.
@@ -99,16 +110,23 @@ class ExecutablePool:
     Attributes:
       compilations: number of programs compiled so far.
       loaded: number of programs loaded from the directory so far.
-      seconds: time spent on both.
+      seconds: time spent on both, in the background excluded.
+      behind: number of programs compiled or loaded `in_background` so far.
+      seconds_behind: time spent on these.
     """
 
     def __init__(self, row_invariant: bool = True, directory: str | os.PathLike[str] | None = None) -> None:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._under_way: dict[Hashable, Future[Callable[..., Any]]] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.local()
         self._options = row_invariant_compiler_options() if row_invariant else {}
         self._stored = None if directory is None else StoredPrograms(directory)
         self.compilations = 0
         self.loaded = 0
         self.seconds = 0.0
+        self.behind = 0
+        self.seconds_behind = 0.0
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._programs
@@ -118,14 +136,16 @@ class ExecutablePool:
 
     def bytes(self) -> dict[Hashable, int]:
         """`temporary_bytes` of every program."""
-        return {key: temporary_bytes(program) for key, program in self._programs.items()}
+        with self._lock:
+            programs = dict(self._programs)
+        return {key: temporary_bytes(program) for key, program in programs.items()}
 
     def summary(self) -> str:
         """Returns one line for the user: number of programs, time, and the largest one's memory."""
-        largest = max(self.bytes().values(), default=0)
+        largest, count = max(self.bytes().values(), default=0), len(self) - self.behind
         return (
-            f"programs: {len(self)} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest"
-            f" takes {largest / 1e6:.0f} MB while it runs"
+            f"programs: {count} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest takes"
+            f" {largest / 1e6:.0f} MB while it runs"
         )
 
     def get(
@@ -148,12 +168,57 @@ class ExecutablePool:
           UserError: the operating system allows no more programs.
         """
         program = self._programs.get(key)
-        if program is None:
+        if program is not None:
+            return program
+        with self._lock:
+            others = self._under_way.get(key)
+            if others is None and key not in self._programs:
+                future = self._under_way[key] = Future()
+        if others is not None:
+            return others.result()  # another thread compiles it
+        if key in self._programs:
+            return self._programs[key]
+        return self._compile(key, future, function, args, donate_argnums)
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Context in which this thread's programs count as compiled in the background."""
+        self._thread.in_background = True
+        try:
+            yield
+        finally:
+            self._thread.in_background = False
+
+    def _compile(
+        self,
+        key: Hashable,
+        future: "Future[Callable[..., Any]]",
+        function: Callable[..., Any],
+        args: tuple,
+        donate_argnums: tuple[int, ...],
+    ) -> Callable[..., Any]:
+        """Compiles or loads a program that no other thread is at, and hands it or the error to `future`."""
+        try:
             if len(self) % _CHECKED_EVERY == 0:
                 self._check_mappings()
             start = time.perf_counter()
-            program = self._programs[key] = self._make(key, function, args, donate_argnums)
-            self.seconds += time.perf_counter() - start
+            program = self._make(key, function, args, donate_argnums)
+            seconds = time.perf_counter() - start
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[key]
+            # An interrupt ends this thread's work alone; the others then compile anew.
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            raise
+        with self._lock:
+            self._programs[key] = program
+            del self._under_way[key]
+            if getattr(self._thread, "in_background", False):
+                self.behind += 1
+                self.seconds_behind += seconds
+            else:
+                self.seconds += seconds
+        future.set_result(program)
         return program
 
     def _check_mappings(self) -> None:
@@ -172,12 +237,14 @@ class ExecutablePool:
         if self._stored is not None:
             program = self._stored.load(key, args, settings)
             if program is not None:
-                self.loaded += 1
+                with self._lock:
+                    self.loaded += 1
                 return program
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
-        hits = _CacheHits.count
+        hits = _CacheHits.count()
         program = lowered.compile(compiler_options=self._options)
-        self.compilations += 1
+        with self._lock:
+            self.compilations += 1
         if not _CacheHits.is_one(program, hits) and self._stored is not None:
             self._stored.save(key, args, settings, program)
         return program

@@ -7,6 +7,7 @@ the same numbers for a checkpoint. Every line holds a digest of its inputs. If t
 changed, its responses are refused; if its answer or the rewards have changed, its responses are judged again.
 """
 
+import contextlib
 import datetime
 import os
 import time
@@ -156,7 +157,8 @@ class Evaluator:
             scheduler.speculator.load_state(state)
         self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
         params = scheduler.engine.load_params(policy.params)
-        warm_up(scheduler, params, config)
+        first_prompts = [len(request.prompt_ids) for request in all_requests]
+        warm_up(scheduler, params, config, first_prompts=first_prompts)
         # Decode the missing responses, and append each to the log as it finishes.
         done, start = len(all_keys) - len(missing), time.perf_counter()
         self.progress.stage("evaluate", len(all_keys), completed=done, sparse=True)
@@ -171,7 +173,8 @@ class Evaluator:
                 shown = finished
             self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(all_keys):,} done")
 
-        with log:
+        speculator = contextlib.nullcontext() if scheduler.speculator is None else scheduler.speculator
+        with log, speculator:
             scheduler.run(
                 params,
                 [requests[key] for key in missing],

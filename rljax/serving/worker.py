@@ -229,6 +229,8 @@ class EngineWorker:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        if self.speculator is not None:
+            self.speculator.close()
         return not self._thread.is_alive()
 
     def wait(self) -> BaseException | None:

@@ -1,19 +1,25 @@
 """How long passes of each shape took so far (`PassTimes`), and when the device works (`DeviceClock`)."""
 
 import collections
+import math
 import statistics
 import time
+
+import numpy as np
 
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.requests import DecodeStatistics
 
 _TIMES_KEPT = 9
+_UNKNOWN = 0.01  # seconds of a plain step before anything was measured
 
 
 class PassTimes:
     """Seconds by the shape of the decode state: medians of the last measurements.
 
-    A shape that was never measured raises a KeyError. Batch and cache length are the buckets of the state.
+    A shape that was never measured has the time of its measured neighbours. The estimate is an optimistic
+    one, because a pass is measured only once it is chosen: a pass that nothing is known of takes as long as
+    a plain step, and drafting half of it. Batch and cache length are the buckets of the state.
     """
 
     def __init__(self) -> None:
@@ -23,17 +29,42 @@ class PassTimes:
         """Whether a plain step over this shape was measured."""
         return ("plain", batch, length) in self._seconds
 
+    def has_verify(self, batch: int, length: int, rows: int) -> bool:
+        """Whether a verifying pass of this shape was measured."""
+        return ("verify", batch, length, rows) in self._seconds
+
     def plain(self, batch: int, length: int) -> float:
         """Seconds of a plain step."""
-        return self._median("plain", batch, length)
+        if self.has_plain(batch, length):
+            return self._median("plain", batch, length)
+        shape = self._nearest("plain", batch, length)
+        if shape is not None:
+            return self._median("plain", *shape)
+        shape = self._nearest("verify", batch, length)
+        if shape is not None:
+            return min(self._by_rows(*shape).values())
+        return _UNKNOWN
 
     def verify(self, batch: int, length: int, rows: int) -> float:
         """Seconds of a verifying pass over `rows` rows."""
-        return self._median("verify", batch, length, rows)
+        if self.has_verify(batch, length, rows):
+            return self._median("verify", batch, length, rows)
+        # Between the measured passes of this shape, where a plain step has a row for every slot.
+        by_rows = self._by_rows(batch, length)
+        if not by_rows and (shape := self._nearest("verify", batch, length)) is not None:
+            by_rows = self._by_rows(*shape)
+        by_rows.setdefault(batch, self.plain(batch, length))
+        measured = sorted(by_rows)
+        return float(np.interp(rows, measured, [by_rows[rows] for rows in measured]))
 
     def draft(self, batch: int, length: int, drafter: str, strategy: DraftStrategy | None = None) -> float:
         """Seconds of drafting: a tree of this strategy, or without one a step of a self-drafter."""
-        return self._median("draft", batch, length, drafter, strategy)
+        if ("draft", batch, length, drafter, strategy) in self._seconds:
+            return self._median("draft", batch, length, drafter, strategy)
+        shape = self._nearest("draft", batch, length, drafter, strategy)
+        if shape is not None:
+            return self._median("draft", *shape, drafter, strategy)
+        return self.plain(batch, length) / 2
 
     def plain_rate(self, responses: int, batch: int, length: int) -> float:
         """Tokens per second of plain steps over so many responses."""
@@ -52,6 +83,30 @@ class PassTimes:
     ) -> None:
         """Drafting was measured, see `draft`."""
         self._add(seconds, "draft", batch, length, drafter, strategy)
+
+    def forget_passes(self) -> None:
+        """Forgets the times of plain steps and of verifying passes: they are measured anew."""
+        self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] == "draft"}
+
+    def _nearest(self, kind: str, batch: int, length: int, *rest) -> tuple[int, int] | None:
+        """The measured batch and cache length that are nearest in ratio; None if there are none.
+
+        Args:
+          kind: kind of work.
+          batch, length: the shape.
+          rest: the rest of the key, unless any would do.
+        """
+        shapes = {key[1:3] for key in self._seconds if key[0] == kind and (not rest or key[3:] == rest)}
+
+        def distance(shape: tuple[int, int]) -> float:
+            return abs(math.log(shape[0] / batch)) + abs(math.log(shape[1] / length))
+
+        return min(sorted(shapes), key=distance, default=None)
+
+    def _by_rows(self, batch: int, length: int) -> dict[int, float]:
+        """Seconds of the measured verifying passes of a shape, by rows."""
+        keys = [key for key in self._seconds if key[:3] == ("verify", batch, length)]
+        return {key[3]: self._median(*key) for key in keys}
 
     def _median(self, *key) -> float:
         return statistics.median(self._seconds[key])

@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from rljax.engine.background import BackgroundCompiler
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult, Pending
@@ -26,6 +27,8 @@ from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
 from rljax.speculation.pass_times import DeviceClock, PassTimes
 from rljax.speculation.proposals import ActiveSlots
+
+_STEPS_WHILE_COMPILING = 16  # plain steps between two questions whether verifying passes are ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,11 @@ class SpeculativeDecoder:
       draft_counts: by drafter, draft nodes of the last pass verified and accepted: int32 [n] each, in the
         order of its active slots. Empty after plain steps.
       drafted, accepted: int64 [requests], draft nodes verified for each request, and accepted.
+      compiler: compiles verifying passes in the background. Shapes that are not ready decode plainly. None
+        where all passes are compiled before, or when they are first used.
     """
+
+    compiler: BackgroundCompiler | None = None
 
     def __init__(
         self, engine: DecodeEngine, manager: Manager, drafters: DrafterGroup, times: PassTimes, max_batch: int
@@ -75,6 +82,8 @@ class SpeculativeDecoder:
         self.engine, self.manager, self.drafters = engine, manager, drafters
         self.times, self.max_batch = times, max_batch
         self.decisions, self.clock = DecisionLog(), DeviceClock()
+        self._used: set[tuple[int, int, int]] = set()  # shapes of passes that have run
+        self._compiling = False  # in the background, when it was asked last
 
     def begin(self, requests: int, statistics: DecodeStatistics) -> None:
         """A rollout of so many requests begins."""
@@ -120,7 +129,8 @@ class SpeculativeDecoder:
 
         Another pass, over other slots, may be under way. Arguments as of `decode`.
         """
-        if not self._may_verify(state.batch):
+        if not self._is_ready(state):
+            self._choice = None
             return state, None
         start, draft_seconds = time.perf_counter(), self._statistics.draft_seconds
         timed = self._only_passes_before(state)
@@ -177,8 +187,10 @@ class SpeculativeDecoder:
             last_end = self.clock.last_end
             now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
             seconds = now - max(under_way.dispatched, last_end)
-            if under_way.timed:
+            # The first run of a program takes longer, and an untried pass would seem too slow for good.
+            if under_way.timed and (under_way.shape in self._used or self.times.has_verify(*under_way.shape)):
                 self.times.add_verify(*under_way.shape, seconds)
+        self._used.add(under_way.shape)
         self._statistics.device_seconds += seconds
         return result, seconds
 
@@ -231,6 +243,7 @@ class SpeculativeDecoder:
         Arguments as of `decode`.
         """
         may_verify, most = self._may_verify(state.batch), most_steps
+        waits = may_verify and not self._is_ready(state)
         if most is None:
             most = self.engine.decode_steps_per_sync
         # New requests: drafters are asked again soon.
@@ -241,7 +254,9 @@ class SpeculativeDecoder:
         # Decode until the drafters are asked again, or for as long as the host allows.
         timed = may_verify and self._only_passes_before(state)
         start = self.clock.dispatched()
-        steps = min(self._patience, most) if may_verify else most
+        steps = most
+        if may_verify:
+            steps = min(_STEPS_WHILE_COMPILING if waits else self._patience, most)
         state, result = self.engine.generate(params, state, steps, until_active)
         seconds = self.clock.finished() - start
         # Tell.
@@ -255,12 +270,30 @@ class SpeculativeDecoder:
             self.decisions.add(record)
         self.draft_counts = {}
         self.drafters.advance(result)
-        self._patience = min(2 * self._patience, self.engine.decode_steps_per_sync)
+        if not waits:
+            self._patience = min(2 * self._patience, self.engine.decode_steps_per_sync)
         return state, result
 
     def _may_verify(self, batch: int) -> bool:
         """Whether some compiled pass verifies drafts of a batch."""
         return batch <= self.max_batch and bool(self.engine.buckets.passes(batch))
+
+    def _is_ready(self, state: DecodeState) -> bool:
+        """Whether a batch may be verified now: its passes are compiled, and its plain step was measured."""
+        shape = (state.batch, state.cache.length)
+        if self.compiler is None:
+            return self._may_verify(state.batch)
+        if not self._may_verify(state.batch):
+            self.compiler.near = shape
+            return False
+        ready = self.compiler.is_ready(shape)
+        # Compiling slows everything down, unevenly: measure again when it is over.
+        compiling = self.compiler.left > 0
+        if self._compiling and not compiling:
+            self.times.forget_passes()
+        self._compiling = compiling
+        # A pass that is too large may have been left out just now.
+        return ready and self._may_verify(state.batch) and self.times.has_plain(*shape)
 
     def _only_passes_before(self, state: DecodeState) -> bool:
         """Whether the device need not prefill, insert or move anything first."""

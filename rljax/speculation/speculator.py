@@ -6,7 +6,7 @@ a rollout begins, requests join, slots are filled and moved, tokens are kept, an
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from rljax.speculation.proposals import Proposer
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.saved_state import drafter_states, load_drafter_states
 from rljax.speculation.speculative_pass import SpeculativeDecoder
-from rljax.speculation.warm_up import warm_up
+from rljax.speculation.warm_up import warm_up, warm_up_behind
 
 
 class Speculator:
@@ -258,9 +258,61 @@ class Speculator:
             self.engine, params, self.proposers, followers, self._times, self.max_batch, prompt_length, widens
         )
 
+    def warm_up_behind(
+        self,
+        params: Params,
+        slots: int,
+        prompt_length: int = 1,
+        widens: bool = False,
+        first_prompts: Sequence[int] = (),
+    ) -> None:
+        """Compiles every program that drafts, and in a thread those that verify. `close` ends it.
+
+        Args:
+          params: weights from `engine.load_params`.
+          slots: requests decoded at a time, at most.
+          prompt_length: the longest prompt, in tokens.
+          widens: compile what `widen` needs, too.
+          first_prompts: lengths of the first prompts; the passes that they use come first.
+        """
+        self.close()
+        followers = self._group.on_device
+        self.decoder.compiler = warm_up_behind(
+            self.engine,
+            params,
+            self.proposers,
+            followers,
+            self.max_batch,
+            prompt_length,
+            widens,
+            slots,
+            first_prompts,
+        )
+
+    @property
+    def compiling(self) -> int:
+        """Number of decode-state shapes whose verifying passes are still compiled in the background."""
+        return 0 if self.decoder.compiler is None else self.decoder.compiler.left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the compilation in the background. Shapes that are not ready go on without verification."""
+        if self.decoder.compiler is not None:
+            self.decoder.compiler.close()
+
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """Metrics of speculation in the rollouts of `statistics`, with those that drafters report."""
-        return speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
+        metrics = speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
+        if self.decoder.compiler is not None:
+            pool = self.engine.pool
+            metrics["engine/compiled_behind"] = pool.behind
+            metrics["time/compiled_behind"] = pool.seconds_behind
+        return metrics
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content: drafters, acceptance of their drafts, the manager's, and response lengths."""

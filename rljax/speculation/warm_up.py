@@ -1,13 +1,20 @@
-"""Compiling and measuring before the first rollout: passes of every shape, plain steps, and drafting."""
+"""Compiling and measuring: passes of every shape, plain steps, and drafting.
 
+`warm_up` does it all before the first rollout. `warm_up_behind` leaves verifying passes to a thread: decoding
+is plain until those of the present decode state are ready, and their times are measured as they are used.
+"""
+
+import functools
+import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from drafters.device import DeviceDrafter, KnowingDrafter
+from rljax.engine.background import BackgroundCompiler, Shape
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
@@ -17,6 +24,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposer
 
 _REPEATS = 3
+_SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
 _PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
 
 
@@ -42,16 +50,10 @@ def warm_up(
       prompt_length: the longest prompt, in tokens.
       widens: compile for states that grow, too.
     """
-    for proposer in proposers:
-        proposer.refresh(params)
-    if drafters:
-        batches = engine.buckets.batch
-        prefixes = engine.warm_up_prefill(params, batches[-1], prompt_length)
-        for drafter in drafters:
-            drafter.warm_up(prefixes, batches, prompt_length, widens)
+    _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
     for batch in engine.buckets.verified_batches(max_batch):
         for length in engine.buckets.cache:
-            if not times.has_plain(batch, length):
+            if not _is_measured(engine, times, batch, length):
                 for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
                     for seconds in measured:
                         if rows:
@@ -60,6 +62,90 @@ def warm_up(
                             times.add_plain(batch, length, seconds)
             for proposer in proposers:
                 proposer.warm_up(params, batch, length, _REPEATS)
+
+
+def warm_up_behind(
+    engine: DecodeEngine,
+    params: Params,
+    proposers: Sequence[Proposer],
+    drafters: Sequence[DeviceDrafter],
+    max_batch: int,
+    prompt_length: int,
+    widens: bool,
+    slots: int,
+    first_prompts: Sequence[int] = (),
+) -> BackgroundCompiler:
+    """Compiles every program that drafts, and leaves those that verify to a thread.
+
+    The thread begins at once where cores are to spare, else with the first rollout.
+
+    Args:
+      engine, params, proposers, drafters, max_batch, prompt_length, widens: see `warm_up`.
+      slots: requests decoded at a time, at most.
+      first_prompts: lengths of the first prompts, in tokens. The shapes that they start in come first, and
+        shapes with shorter caches than they need are compiled only when they are asked for.
+
+    Returns:
+      What has the verifying passes, shape by shape.
+    """
+    buckets = engine.buckets
+    _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
+    shortest = buckets.cache_for(min(first_prompts, default=0) + 1)
+    longest = buckets.cache_for(max(first_prompts, default=min(prompt_length, buckets.cache[-1] - 1)) + 1)
+    lengths = [length for length in buckets.cache if length >= shortest]
+    batches = [batch for batch in buckets.verified_batches(max_batch) if batch <= buckets.batch_for(slots)]
+    shapes = [(batch, length) for batch in batches for length in lengths]
+    for batch, length in shapes:
+        for proposer in proposers:
+            proposer.warm_up(params, batch, length, _REPEATS)
+    near = buckets.batch_for(slots), longest
+    compile_shape = functools.partial(_compile_passes, engine, engine.param_shapes(params))
+    return BackgroundCompiler(compile_shape, buckets, shapes, near, (os.cpu_count() or 1) >= _SPARE_CORES)
+
+
+def _prepare_drafters(
+    engine: DecodeEngine,
+    params: Params,
+    proposers: Sequence[Proposer],
+    drafters: Sequence[DeviceDrafter],
+    prompt_length: int,
+    widens: bool,
+) -> None:
+    """Gives the weights to drafters, and compiles what those on the device need to follow the slots."""
+    for proposer in proposers:
+        proposer.refresh(params)
+    if drafters:
+        batches = engine.buckets.batch
+        prefixes = engine.warm_up_prefill(params, batches[-1], prompt_length)
+        for drafter in drafters:
+            drafter.warm_up(prefixes, batches, prompt_length, widens)
+
+
+def _is_measured(engine: DecodeEngine, times: PassTimes, batch: int, length: int) -> bool:
+    """Whether the times of all passes of a shape are known."""
+    passes = engine.buckets.passes(batch)
+    return times.has_plain(batch, length) and all(times.has_verify(batch, length, rows) for rows, _ in passes)
+
+
+def _compile_passes(
+    engine: DecodeEngine, params: Params, shape: Shape, should_stop: Callable[[], bool]
+) -> Callable[[], None] | None:
+    """Compiles the verifying passes of a shape. Returns what leaves out those that are too large, if any."""
+    too_large = []
+    with engine.pool.in_background():
+        for rows, nodes in engine.buckets.passes(shape[0]):
+            if should_stop():
+                break
+            needed = engine.compile_verify(params, *shape, rows, nodes)
+            free = free_bytes()
+            if free is not None and needed > free:
+                too_large.append((rows, needed, free))
+
+    def leave_out() -> None:
+        for rows, needed, free in too_large:
+            _leave_out(engine, shape[0], rows, needed, free)
+
+    return leave_out if too_large else None
 
 
 def time_passes(
@@ -108,12 +194,17 @@ def _drop_too_large(engine: DecodeEngine, params: Params, state: DecodeState) ->
         tree = empty_tree(batch, nodes)
         needed = engine.verify_bytes(params, state, tree, pack_rows(tree, np.arange(batch), rows))
         if needed > free:
-            engine.buckets.too_large.add((batch, rows))
-            warnings.warn(
-                f"a pass over {rows} tokens of {batch} responses needs {needed / 1e6:.0f} MB where"
-                f" {free / 1e6:.0f} MB are free: it is left out",
-                stacklevel=2,
-            )
+            _leave_out(engine, batch, rows, needed, free)
+
+
+def _leave_out(engine: DecodeEngine, batch: int, rows: int, needed: int, free: int) -> None:
+    """Takes a pass that needs more bytes than are free out of the buckets."""
+    engine.buckets.too_large.add((batch, rows))
+    warnings.warn(
+        f"a pass over {rows} tokens of {batch} responses needs {needed / 1e6:.0f} MB where"
+        f" {free / 1e6:.0f} MB are free: it is left out",
+        stacklevel=2,
+    )
 
 
 def time_drafts(

@@ -9,6 +9,7 @@ completions, statistics = scheduler.run(params, requests)
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
@@ -165,6 +166,9 @@ def warm_up(
     params: Params,
     config: ExperimentConfig,
     requests_join: bool = False,
+    resumes: bool = False,
+    wait: bool | None = None,
+    first_prompts: Sequence[int] = (),
 ) -> None:
     """Compiles every program that decoding the config's prompts and responses needs.
 
@@ -174,18 +178,27 @@ def warm_up(
       config: the config of `make_scheduler`.
       requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
         states of any size, and decode states grow to more slots.
+      resumes: whether requests may arrive with response tokens, which are prefilled behind the prompt.
+      wait: whether to wait for verifying passes, too, and to measure them; None for `engine.compile`. If not,
+        they are compiled in a thread that `Speculator.close` ends.
+      first_prompts: lengths of the first prompts, in tokens. The passes that they use come first.
     """
     prompt_length, speculator = config.rollout.max_prompt_length, scheduler.speculator
     late_inserts = requests_join or (speculator is not None and speculator.run_ahead is not None)
-    scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late_inserts)
+    scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late_inserts, resumes)
     if config.tools is not None:
         scheduler.engine.warm_up_append(params, scheduler.max_slots)
     if requests_join:
         for length in scheduler.engine.buckets.cache:
             scheduler.engine.widen(scheduler.engine.init_state(1, length), scheduler.max_slots)
-    if speculator is not None:
-        rehearse_drafters(config.speculation)
+    if speculator is None:
+        return
+    rehearse_drafters(config.speculation)
+    if config.engine.compile == "before" if wait is None else wait:
         speculator.warm_up(params, prompt_length, requests_join)
+    else:
+        slots = scheduler.max_slots
+        speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts)
 
 
 def _roofline(

@@ -12,8 +12,9 @@ from rljax.training.training_run import TrainingRun
 
 
 def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> None:
-    """Shows sampled tokens and finished responses, of `total`."""
-    run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done")
+    """Shows sampled tokens, finished responses, of `total`, and what is still being compiled."""
+    compiling = f", {run.compiling} shapes compiling" if run.compiling else ""
+    run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{compiling}")
 
 
 def show_update(run: TrainingRun, number: int) -> None:

@@ -1,5 +1,6 @@
 """One process that works on a run: from a config to `loop.train`, under the run's lock and with signals."""
 
+import contextlib
 import time
 
 import jax
@@ -39,7 +40,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 training = TrainingRun(config, directory, checkpoints, progress, start, stop)
-                with training.trackers:
+                with training.trackers, contextlib.closing(training):
                     train(training, allow_changes)
         except KeyboardInterrupt:
             if stop.signal is None:

@@ -10,7 +10,7 @@ from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import num_params
 from rljax.progress import Progress
-from rljax.rollout.collector import Collector, check_prompts
+from rljax.rollout.collector import TRAINING, Collector, check_prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
@@ -130,10 +130,32 @@ class TrainingRun:
         self.data_digests: dict[str, str] = fingerprint(task)
         self.drafter_state: dict[str, np.ndarray] = {}
 
-    def compile(self) -> None:
-        """Compiles every program that the run needs."""
+    def compile(self, wait: bool | None = None) -> None:
+        """Compiles every program that the run needs. Verifying passes may follow in the background, see
+        `assembly.warm_up`; `close` ends that.
+
+        Args:
+          wait: whether to wait for verifying passes; None for `engine.compile`.
+        """
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        warm_up(self.collector.scheduler, params, self.config)
+        scheduler, first_prompts = self.collector.scheduler, []
+        if self.speculator is not None:
+            indices = range(self.data_position, self.data_position + self.config.rollout.prompts_per_step)
+            requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
+            first_prompts = [len(request.prompt_ids) for request in requests]
+        warm_up(scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
         self.learner.warm_up(self.state)
         self.progress.message(self.pool.summary())
+        if self.compiling:
+            self.progress.message(f"verifying passes: {self.compiling} shapes are compiled meanwhile")
+
+    @property
+    def compiling(self) -> int:
+        """Number of decode-state shapes whose verifying passes are still compiled in the background."""
+        return 0 if self.speculator is None else self.speculator.compiling
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        if self.speculator is not None:
+            self.speculator.close()

@@ -29,7 +29,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
     """
     check_variants(config, names)
     with open_run(config) as (run, progress):
-        run.compile()
+        run.compile(wait=True)
         plain, *variants = make_variants(run, names)
         baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
         same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses

@@ -52,7 +52,7 @@ def strategy_rows(config: ExperimentConfig, training_steps: int) -> list[Row]:
       training_steps: rollouts that the head is trained on.
     """
     with tempfile.TemporaryDirectory() as directory, open_run(config) as (run, progress):
-        run.compile()
+        run.compile(wait=True)
         times: dict[Any, PassTimes] = {}
         head = Path(directory) / "head"
         _train_head(run, head, training_steps, times)

@@ -161,7 +161,7 @@ def make_variant(
         engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
     )
     if keys is not None:
-        warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}))
+        warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}), wait=True)
     collector = Collector(
         run.collector.task,
         run.collector.tokenizer,

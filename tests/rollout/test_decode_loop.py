@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter
+from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.numerics.rows import Numerics
 from rljax.requests import PartialResponse
@@ -13,6 +14,7 @@ from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
+from rljax.training import assembly
 from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
@@ -160,3 +162,24 @@ def test_ended_responses_are_refused(engine, params, requests):
         loop.submit([LiveResponse.resume(requests[0], ended)])
     with pytest.raises(ValueError, match="logprobs"):
         PartialResponse((5,), ())
+
+
+def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
+    base = {"run_dir": "nowhere", "policy": {"path": "nowhere"}, "task": {"name": "t"}}
+    config = ExperimentConfig.model_validate({**base, "rollout": {"max_prompt_length": 20}})
+    params = make_engine(SamplingParams()).load_params(make_params())
+    longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
+    whole = Scheduler(make_engine(SamplingParams()), SLOTS).run(params, [requests[longest]])[0][0]
+    partial = PartialResponse(tuple(whole.response_ids[:90].tolist()), tuple(whole.logprobs[:90].tolist()))
+    compiled = {}
+    for resumes in (False, True):
+        engine = make_engine(SamplingParams())
+        assembly.warm_up(Scheduler(engine, SLOTS), params, config, requests_join=True, resumes=resumes)
+        before = engine.pool.compilations
+        loop = DecodeLoop(engine, params, SLOTS, policy=SERVER)
+        response = LiveResponse.resume(requests[longest], partial)
+        loop.submit([response])
+        finish(loop)
+        assert_same([response.completion(False)], [whole])
+        compiled[resumes] = engine.pool.compilations - before
+    assert compiled[True] == 0 < compiled[False]

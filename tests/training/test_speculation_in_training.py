@@ -1,6 +1,7 @@
 """Whole runs with speculation: the same rewards and the same parameters as without, also after a stop."""
 
 import itertools
+import threading
 import zlib
 
 import jax
@@ -12,14 +13,14 @@ from drafters.registry import DRAFTERS
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers import selection
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training import session
+from rljax.training import loop, session
 from tests.training.tiny_run import train
 
 pytestmark = pytest.mark.slow
 
 STEPS, HALF = 20, 10
 # What may differ: times, and how the tokens came about.
-_HOW = ("time/", "speculation/", "engine/compilations")
+_HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_behind")
 _HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 
 
@@ -214,3 +215,36 @@ def _due(line):
     """Without the evaluation at the end of a leg that no rhythm asked for."""
     due = line["step"] % 2 == 0
     return {name: value for name, value in line.items() if due or not name.startswith("evaluation/")}
+
+
+def compiling_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "compiler"]
+
+
+def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypatch):
+    step = loop.training_step
+
+    def wait_after_two(run):
+        if run.step == 2:
+            run.speculator.decoder.compiler.wait()
+        return step(run)
+
+    monkeypatch.setattr(loop, "training_step", wait_after_two)
+    lines = run(world, "behind", "engine.compile=behind", drafter="srt", verified=[True])
+    check_same(world, "behind", lines, plain)
+    assert lines[-1]["engine/compiled_behind"] > 0
+    assert lines[-1]["time/compiled_behind"] > 0
+    assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
+    assert not compiling_threads()
+
+
+def test_an_interrupted_run_leaves_no_thread_behind(world, monkeypatch):
+    def interrupt(run):
+        assert not run.speculator.decoder.compiler.is_ready((4, 128))
+        assert run.compiling and compiling_threads()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "training_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(world, "interrupted", "engine.compile=behind", "engine.compilation_cache=null", drafter="srt")
+    assert not compiling_threads()

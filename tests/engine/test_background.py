@@ -1,0 +1,176 @@
+"""Compiling in the background: what comes first, what is ready when, and how it ends."""
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.engine.background import BackgroundCompiler
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from tests.tiny_policy import BUCKETS as TINY
+from tests.tiny_policy import CONFIG, EOS, make_params
+
+BUCKETS = Buckets((2, 4, 8), (64, 128, 192))
+SHAPES = [(batch, length) for batch in (2, 4) for length in (64, 128, 192)]
+
+
+class Gate:
+    """Compiles nothing, one shape at each `open`, and remembers the order."""
+
+    def __init__(self):
+        self.order, self._turns, self._begun = [], threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, shape, should_stop):
+        self.order.append(shape)
+        self._begun.release()
+        self._turns.acquire()
+
+    def begun(self):
+        self._begun.acquire()
+
+    def open(self, times=1):
+        self._turns.release(times)
+
+
+def test_what_is_nearest_to_the_present_state_comes_first():
+    gate = Gate()
+    compiler = BackgroundCompiler(gate, BUCKETS, SHAPES, near=(8, 128))
+    gate.begun()
+    assert compiler.total == compiler.left == 6
+    assert not compiler.is_ready((2, 64))  # the decode state has moved
+    gate.open()
+    gate.begun()
+    assert gate.order == [(4, 128), (2, 64)]  # the second ahead of those near to the first
+    gate.open(5)
+    compiler.wait()
+    assert gate.order[2:4] == [(2, 128), (4, 64)]  # caches grow, so these come before larger batches
+    assert compiler.left == 0 and all(map(compiler.is_ready, SHAPES))
+
+
+def test_a_shape_that_nobody_foresaw_is_compiled_when_it_is_asked_for():
+    compiler = BackgroundCompiler(lambda *_: None, BUCKETS, [], near=(2, 64))
+    assert compiler.total == 0
+    assert not compiler.is_ready((4, 64)) and compiler.total == 1
+    compiler.wait()
+    assert compiler.is_ready((4, 64))
+
+
+def test_the_thread_may_begin_with_the_first_question():
+    gate = Gate()
+    compiler = BackgroundCompiler(gate, BUCKETS, SHAPES[:1], near=(2, 64), start=False)
+    gate.open()
+    assert compiler._thread is None and compiler.left == 1 and not gate.order
+    assert not compiler.is_ready((2, 64))
+    compiler.wait()
+    assert compiler.is_ready((2, 64))
+
+
+def test_an_error_leaves_the_shape_out_with_a_warning():
+    def fail(shape, should_stop):
+        if shape == (2, 64):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of\nmemory")
+
+    compiler = BackgroundCompiler(fail, BUCKETS, SHAPES, near=(2, 64))
+    with pytest.warns(UserWarning, match=r"^2 responses in caches of 64 decode plainly, .* out of memory$"):
+        compiler.wait()
+    assert not compiler.is_ready((2, 64)) and compiler.left == 0 and list(compiler.errors) == [(2, 64)]
+    assert all(compiler.is_ready(shape) for shape in SHAPES[1:])
+
+
+def test_results_are_taken_over_by_the_thread_that_decodes():
+    threads = []
+    compiler = BackgroundCompiler(
+        lambda *_: lambda: threads.append(threading.current_thread()), BUCKETS, [(2, 64)], near=(2, 64)
+    )
+    compiler.wait()
+    assert threads == [threading.current_thread()]
+
+
+def test_closing_waits_for_one_program_and_no_more():
+    gate = Gate()
+    compiler = BackgroundCompiler(gate, BUCKETS, SHAPES, near=(2, 64))
+    gate.begun()
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    gate.open()
+    closing.join(60)
+    assert not closing.is_alive() and len(gate.order) == 1
+    assert not compiler.is_ready((2, 64))  # half of it may be missing
+    assert not compiler.is_ready((4, 192)) and len(gate.order) == 1
+
+
+def test_two_threads_compile_a_program_once(monkeypatch):
+    pool, begun, go_on, make = ExecutablePool(), threading.Event(), threading.Event(), ExecutablePool._make
+
+    def slow(*args):
+        begun.set()
+        assert go_on.wait(60)
+        return make(*args)
+
+    monkeypatch.setattr(ExecutablePool, "_make", slow)
+    programs = []
+
+    def compile_sine():
+        programs.append(pool.get("sine", jnp.sin, (jnp.zeros(4),)))
+
+    def behind():
+        with pool.in_background():
+            compile_sine()
+
+    threads = [threading.Thread(target=behind), threading.Thread(target=compile_sine)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert programs[0] is programs[1] and pool.compilations == len(pool) == pool.behind == 1
+    assert pool.seconds == 0 < pool.seconds_behind
+
+
+def test_an_error_in_one_thread_reaches_those_that_wait_and_the_next_compiles_anew(monkeypatch):
+    pool, begun, go_on, make = ExecutablePool(), threading.Event(), threading.Event(), ExecutablePool._make
+
+    def fail(*_):
+        begun.set()
+        assert go_on.wait(60)
+        raise ValueError("no such program")
+
+    monkeypatch.setattr(ExecutablePool, "_make", fail)
+    errors = []
+
+    def compile_sine():
+        try:
+            pool.get("sine", jnp.sin, (jnp.zeros(4),))
+        except ValueError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=compile_sine) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert errors == ["no such program"] * 2
+    monkeypatch.setattr(ExecutablePool, "_make", make)
+    assert pool.get("sine", jnp.sin, (jnp.zeros(4),))(jnp.zeros(4)).shape == (4,)
+
+
+def test_a_pass_compiled_without_a_decode_state_is_the_one_that_verifies():
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), TINY, (EOS,))
+    params = engine.load_params(make_params())
+    needed = engine.compile_verify(engine.param_shapes(params), 2, 64, 8, 3)
+    assert needed > 0
+    compiled = engine.pool.compilations
+    tree = empty_tree(2, 3)
+    rows = pack_rows(tree, np.arange(2), 8)
+    _, pending = engine.verify(params, engine.init_state(2, 64), tree, rows)
+    assert pending.result().tokens.shape[0] == 2
+    assert engine.pool.compilations == compiled == 1
