@@ -4,8 +4,8 @@ A directory with `config.json` and `model.safetensors`. Only trained weights are
 embeddings and LM head from the policy (`tie_word_embeddings` as in the policy; EAGLE-3's `draft_vocab_size`
 null means the policy's whole vocabulary). An EAGLE-3 head with a draft vocabulary has an LM head of its own
 as well: `lm_head.weight` [V', d], `d2t` int64 [V'] (id i of the head is token i + d2t[i] of the policy) and
-`t2d` bool [V] (which tokens these are). The layer of an EAGLE-3 head is called `midlayer` by the EAGLE authors,
-SpecForge and SGLang, `layers.0` by vLLM; both are read. The two engines differ in:
+`t2d` bool [V] (which tokens these are). The layer of an EAGLE-3 head is `midlayer` to the EAGLE authors,
+SpecForge and SGLang, and `layers.0` to vLLM; both are read. The two engines differ in:
 
 - the architecture of EAGLE: SGLang wants `LlamaForCausalLMEagle`; vLLM puts "Eagle" in front of
   `LlamaForCausalLM` itself. Both read EAGLE-3 as `LlamaForCausalLMEagle3`.
@@ -30,6 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
+from drafters.eagle.saving import holds_saved, load_saved
 from rljax.errors import CheckpointError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import read_json_object
@@ -184,7 +185,8 @@ def _at(params: Params, path: tuple[str, ...]) -> Any:
 
 
 def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
-    """Loads a head and its float32 weights, written by `save_head` or by others in the same layout.
+    """Loads a head and its float32 weights, written by `save_head` or by others in the same layout, or by a
+    run to its `save_dir` (`saving.py`).
 
     An EAGLE head is loaded as `eagle`; to train it as HASS, replace `variant`.
 
@@ -192,6 +194,9 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
       CheckpointError: it is no such head, or not one for this policy.
     """
     directory = Path(directory)
+    if holds_saved(directory):
+        config, saved = load_saved(directory, policy)
+        return config, jax.block_until_ready(jax.tree.map(jnp.asarray, saved))
     content = read_json_object(directory / "config.json")
     for key, field in _CONFIG_KEYS.items():
         if content.get(key) is not None and content[key] != getattr(policy, field):
