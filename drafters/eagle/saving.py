@@ -147,7 +147,9 @@ class AsyncHeadSaver:
             if config.vocabulary is not None:
                 tensors[_VOCABULARY] = config.vocabulary.offsets
         # Not a daemon: a process that ends normally first finishes its save.
-        self._thread = threading.Thread(target=self._write, args=(step, tensors, metadata), name="head checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, tensors, metadata), name="head checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:

@@ -106,7 +106,7 @@ def test_a_saved_head_is_loaded_by_the_key_that_names_a_head(variant, tmp_path):
     same(loaded, params)
     drafter = make_drafter("eagle", variant=config.variant, path=str(tmp_path))
     assert drafter.reads(POLICY, None) == config.layers and drafter.config == config
-    with pytest.raises(CheckpointError, match="head.safetensors: fc is .* there"):
+    with pytest.raises(CheckpointError, match=r"head\.safetensors: fc is .* there"):
         load_head(tmp_path, dataclasses.replace(POLICY, hidden_size=16))
 
 
