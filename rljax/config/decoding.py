@@ -186,7 +186,7 @@ class SpeculationConfig(Section):
         default_factory=dict,
         description="More drafters by name, each with its arguments; before every pass the one that promises"
         " most drafts. Add eagle or quantized to srt where some prompts are new and others come back. kind"
-        " among the arguments says which drafter it is, for several of a kind: tiny: {kind: small_model, ...};"
+        " among the arguments says which drafter it is, for several of a kind: tiny: {kind: small_model};"
         " without it, the name does.",
     )
     choice: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = Field(

@@ -1,6 +1,7 @@
 """Several drafters of a kind, through the config: the tokens are those of plain decoding, and both draft."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -57,11 +58,12 @@ def test_the_tokens_are_those_of_plain_decoding(kind, tmp_path):
     drafted = dict.fromkeys(("one", "two"), 0)
     for proposer in scheduler.speculator.proposers:
         if proposer.name in drafted:
-            promise = proposer.promise
+            turns = itertools.cycle((0, 1) if proposer.name == "one" else (1, 0))
 
-            def in_turn(*asked, name=proposer.name, promise=promise):
-                drafted[name] += 1
-                return promise(*asked)
+            def in_turn(*asked, name=proposer.name, promise=proposer.promise, turns=turns):
+                promised = next(turns) * promise(*asked)
+                drafted[name] += promised > 0
+                return promised
 
             proposer.promise = in_turn
     for _ in range(2):
