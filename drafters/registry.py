@@ -66,8 +66,11 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     if config.drafter is None:
         return {}
     drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
-    for name, args in config.others.items():
-        drafters[name] = _make("speculation.others", f"speculation.others.{name}", name, args)
+    kinds, arguments = config.kinds, config.arguments
+    for name, given in config.others.items():
+        args_key = f"speculation.others.{name}"
+        key = f"{args_key}.kind" if "kind" in given else "speculation.others"
+        drafters[name] = _make(key, args_key, kinds[name], arguments[name])
     on_device = [isinstance(drafter, SelfDrafter | DeviceDrafter) for drafter in drafters.values()]
     if config.run_ahead_below and all(on_device):
         raise ConfigError(
@@ -79,22 +82,30 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
 
 def rehearse_drafters(config: SpeculationConfig) -> None:
     """Compiles the loops of the drafters on the host (`drafters/rehearsal.py`)."""
-    names = {} if config.drafter is None else {config.drafter: config.args, **config.others}
-    for name, args in names.items():
-        if name in HOST_DRAFTERS:
+    kinds = config.kinds
+    for name, args in config.arguments.items():
+        if kinds[name] in HOST_DRAFTERS:
             args = {key: value for key, value in args.items() if key != "spill_dir"}  # no files
-            rehearse(make_drafter(name, **args), config.max_drafts)
+            rehearse(make_drafter(kinds[name], **args), config.max_drafts)
 
 
 def states_read(
     drafters: Mapping[str, Drafter], policy: ModelConfig, tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...] | None:
     """Returns `hidden_layers` of the engine that these drafters draft for: the layers whose features they
-    read. Raises a UserError where a drafter cannot draft for the policy.
+    read. Raises a UserError where a drafter cannot draft for the policy, or two read different layers.
     """
-    on_device = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
-    read = [drafter.reads(policy, tokenizer) for drafter in on_device]
-    return next((layers for layers in read if layers is not None), None)
+    on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
+    read = {name: drafter.reads(policy, tokenizer) for name, drafter in on_device.items()}
+    read = {name: layers for name, layers in read.items() if layers is not None}
+    first = next(iter(read), None)
+    for name, layers in read.items():
+        if layers != read[first]:
+            raise ConfigError(
+                f"speculation.others: {name} reads the features behind layers {list(layers)}, but {first}"
+                f" those behind {list(read[first])}; several heads must read the same"
+            )
+    return None if first is None else read[first]
 
 
 def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:

@@ -20,7 +20,8 @@ class EagleArguments(Arguments):
     )
     path: str | None = Field(
         None,
-        description="Directory of a trained head (scripts/train_drafter.py); null is a new one.",
+        description="Directory of a trained head (scripts/train_drafter.py), of a published EAGLE checkpoint,"
+        " or save_dir of another run; null is a new one.",
     )
     depths: list[int] = Field(
         [2, 4, 6],

@@ -2,7 +2,10 @@
 
 A directory with `config.json` and `model.safetensors`. Only trained weights are stored: both engines take
 embeddings and LM head from the policy (`tie_word_embeddings` as in the policy; EAGLE-3's `draft_vocab_size`
-null means the policy's whole vocabulary). The two engines differ in:
+null means the policy's whole vocabulary). An EAGLE-3 head with a draft vocabulary has an LM head of its own
+as well: `lm_head.weight` [V', d], `d2t` int64 [V'] (id i of the head is token i + d2t[i] of the policy) and
+`t2d` bool [V] (which tokens these are). The layer of an EAGLE-3 head is `midlayer` to the EAGLE authors,
+SpecForge and SGLang, and `layers.0` to vLLM; both are read. The two engines differ in:
 
 - the architecture of EAGLE: SGLang wants `LlamaForCausalLMEagle`; vLLM puts "Eagle" in front of
   `LlamaForCausalLM` itself. Both read EAGLE-3 as `LlamaForCausalLMEagle3`.
@@ -13,6 +16,7 @@ HASS is EAGLE trained otherwise: the same files.
 """
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +29,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from drafters.eagle.model import HeadConfig, head_shapes
+from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
+from drafters.eagle.saving import holds_saved, load_saved
 from rljax.errors import CheckpointError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import read_json_object
@@ -67,6 +72,8 @@ def _tensor_names(config: HeadConfig) -> dict[str, tuple[tuple[str, ...], tuple[
         names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (("layer", key), shape)
     if config.fused:
         names["norm.weight"] = (("norm",), shapes["norm"])
+    if config.vocabulary is not None:
+        names["lm_head.weight"] = (("lm_head",), shapes["lm_head"])
     return names
 
 
@@ -97,6 +104,9 @@ def _config_json(config: HeadConfig, dtype: np.dtype, engine: ServingEngine) -> 
     }
     if config.fused:
         content |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None}
+        if config.vocabulary is not None:
+            # The head's LM head is its own, whether the policy's is tied to its embeddings or not.
+            content |= {"draft_vocab_size": len(config.vocabulary), "tie_word_embeddings": False}
         if engine == "sglang":
             layers = [layer - 1 for layer in config.layers]
             content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
@@ -139,6 +149,10 @@ def save_head(
         # SGLang's layer has a bias whether a file brings one or not.
         bias = params.get("fc_bias", np.zeros(config.policy.hidden_size))
         tensors["fc.bias"] = np.ascontiguousarray(np.asarray(bias).astype(stored_as))
+    if config.vocabulary is not None:
+        known = np.zeros(config.policy.vocab_size, bool)
+        known[config.vocabulary.tokens] = True
+        tensors |= {"d2t": config.vocabulary.offsets, "t2d": known}
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
     try:
@@ -171,7 +185,8 @@ def _at(params: Params, path: tuple[str, ...]) -> Any:
 
 
 def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
-    """Loads a head and its float32 weights, written by `save_head` or by others in the same layout.
+    """Loads a head and its float32 weights, written by `save_head` or by others in the same layout, or by a
+    run to its `save_dir` (`saving.py`).
 
     An EAGLE head is loaded as `eagle`; to train it as HASS, replace `variant`.
 
@@ -179,6 +194,9 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
       CheckpointError: it is no such head, or not one for this policy.
     """
     directory = Path(directory)
+    if holds_saved(directory):
+        config, saved = load_saved(directory, policy)
+        return config, jax.block_until_ready(jax.tree.map(jnp.asarray, saved))
     content = read_json_object(directory / "config.json")
     for key, field in _CONFIG_KEYS.items():
         if content.get(key) is not None and content[key] != getattr(policy, field):
@@ -190,11 +208,10 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
         tensors = safetensors.numpy.load_file(directory / _WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{directory / _WEIGHTS} cannot be read as safetensors: {error}") from error
-    if any(name in tensors for name in _VOCAB_MAPS):
-        raise CheckpointError(
-            f"{directory / _WEIGHTS}: the head has a vocabulary of its own (d2t); here heads share the"
-            " policy's"
-        )
+    # Some writers keep the names of a whole model.
+    tensors = {name.removeprefix("model."): array for name, array in tensors.items()}
+    if any("hidden_norm" in name for name in tensors):  # an EAGLE-3 head
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): array for name, array in tensors.items()}
     config = _head_config(directory / "config.json", content, tensors, policy)
     expected = _tensor_names(config)
     params: Params = {"layer": {}}
@@ -211,7 +228,7 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
     bias = tensors.get("fc.bias")
     if bias is not None and np.any(bias):
         params["fc_bias"] = jnp.asarray(bias.astype(np.float32))
-    surplus = sorted(set(tensors) - set(expected) - {"fc.bias", *_FROM_THE_POLICY})
+    surplus = sorted(set(tensors) - set(expected) - {"fc.bias", *_FROM_THE_POLICY, *_VOCAB_MAPS})
     if surplus:
         raise CheckpointError(
             f"{directory / _WEIGHTS}: {surplus[0]} is not part of a {config.variant} head, whose layer has no"
@@ -225,13 +242,46 @@ def _head_config(
 ) -> HeadConfig:
     """Returns the shape of the stored head; the layer of an EAGLE-3 head is named `midlayer`."""
     if not any(name.startswith("midlayer.") for name in tensors):
+        if any(name in tensors for name in _VOCAB_MAPS):
+            raise CheckpointError(f"{file.parent / _WEIGHTS}: d2t and t2d belong to EAGLE-3 heads only")
         return HeadConfig("eagle", policy)
+    if content.get("norm_before_residual"):
+        raise CheckpointError(
+            f"{file}: norm_before_residual is true; here the layer adds to the hidden state before its norm"
+        )
+    vocabulary = _vocabulary(file, content, tensors, policy)
     if content.get("eagle_aux_hidden_state_layer_ids"):
         layers = tuple(content["eagle_aux_hidden_state_layer_ids"])
     else:
         nested = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
         layers = tuple(layer + 1 for layer in nested)
     try:
-        return HeadConfig("eagle3", policy, layers)
+        return HeadConfig("eagle3", policy, layers, vocabulary)
     except ValueError as error:
         raise CheckpointError(f"{file}: eagle_aux_hidden_state_layer_ids: {error}") from error
+
+
+def _vocabulary(
+    file: Path, content: dict[str, Any], tensors: dict[str, np.ndarray], policy: ModelConfig
+) -> DraftVocabulary | None:
+    """Returns the draft vocabulary; None for a head that uses the policy's LM head."""
+    weights, size, d2t = file.parent / _WEIGHTS, content.get("draft_vocab_size"), tensors.get("d2t")
+    if d2t is None:
+        if size not in (None, policy.vocab_size):
+            raise CheckpointError(f"{weights}: d2t [{size}] is missing")
+        has_lm_head = size is not None and "lm_head.weight" in tensors  # for the policy's whole vocabulary
+        return DraftVocabulary(np.arange(size)) if has_lm_head else None
+    if d2t.ndim != 1 or (size is not None and len(d2t) != size):
+        raise CheckpointError(f"{weights}: d2t is {list(d2t.shape)}, but draft_vocab_size is {size}")
+    try:
+        vocabulary = DraftVocabulary.from_offsets(d2t)
+    except ValueError as error:
+        raise CheckpointError(f"{weights}: d2t: {error}") from error
+    if vocabulary.tokens.max() >= policy.vocab_size:
+        raise CheckpointError(
+            f"{weights}: d2t leads to token {vocabulary.tokens.max()}, but the policy has {policy.vocab_size}"
+        )
+    t2d = tensors.get("t2d")
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), np.sort(vocabulary.tokens)):
+        raise CheckpointError(f"{weights}: t2d marks other tokens than d2t")
+    return vocabulary

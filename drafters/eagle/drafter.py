@@ -214,7 +214,7 @@ class EagleDrafter:
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
                 with _saving():
-                    self._saver.save(self._step, self._trainer.params)
+                    self._saver.save(self._step, self._trainer.params, self.config)
             self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:

@@ -24,10 +24,11 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array, lax
 
-from drafters.eagle.model import HeadConfig, apply_head, head_logits, hidden_inputs
+from drafters.eagle.model import DraftVocabulary, HeadConfig, apply_head, head_logits, hidden_inputs
 from rljax.engine.draft_tree import DraftStrategy, DraftTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
@@ -180,24 +181,28 @@ def _children(
     sampling: SamplingParams,
     numerics: Numerics,
     top_k: int,
+    vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Array, Array]:
     """The most promising tokens behind every node, best first.
 
     Args:
-      logits: float32 [B, n, V].
+      logits: float32 [B, n, V], or [B, n, V'] with a draft vocabulary.
       positions: int32 [B], where those tokens would stand.
       noise_keys: uint32 [B, 2], or None.
+      vocabulary: the draft vocabulary; None is the policy's whole vocabulary.
 
     Returns:
       tokens int32 [B, n, k], log-probabilities float32 [B, n, k].
     """
-    vocab_size = logits.shape[-1]
+    ids = np.arange(logits.shape[-1]) if vocabulary is None else vocabulary.tokens
     if not sampling.greedy:
         logits = transform_logits(logits, sampling, numerics)
         if noise_keys is not None:
-            entries = jnp.arange(vocab_size, dtype=jnp.uint32)[None]
+            entries = jnp.asarray(ids, jnp.uint32)[None]
             logits = logits + gumbel(noise_keys, positions, entries)[:, None]
     best, tokens = lax.top_k(logits, top_k)
+    if vocabulary is not None:
+        tokens = jnp.asarray(vocabulary.tokens)[tokens]
     # At most 0, in spite of rounding: no child may seem likelier than its parent.
     return tokens.astype(jnp.int32), jnp.minimum(best - log_normalizer(logits, numerics), 0.0)
 
@@ -232,7 +237,7 @@ def draft(
 
     def children(outputs: Array, level: int) -> tuple[Array, Array]:
         logits = head_logits(params, config, shared, outputs, numerics)
-        return _children(logits, positions + level, noise_keys, sampling, numerics, top_k)
+        return _children(logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary)
 
     tokens, scores = children(state.outputs.astype(numerics.dtype)[:, None], 1)
     scores = jnp.where(known[:, None, None], scores, -jnp.inf)

@@ -27,9 +27,15 @@ layer, without biases and query/key norms, whatever the policy is: that is what 
                   norm [d]
                   h = fc (low ; middle ; high), or the head's own output; the layer attends from
                   (norm e ; norm h) and adds to h; the LM head reads the output after `norm`
+                  lm_head [V', d], with a draft vocabulary only: the head's own
+
+**Draft vocabulary.** Published EAGLE-3 heads have logits over V' frequent tokens only, and an LM head of
+their own for them. `DraftVocabulary` maps their ids to the policy's. A token outside it is never drafted.
 """
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -47,6 +53,47 @@ Variant = Literal["eagle", "hass", "eagle3"]
 VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3")
 
 
+class DraftVocabulary:
+    """The tokens that a head can draft. Immutable; hashed once, as it is a static argument of programs.
+
+    Args:
+      tokens: int [V'], the policy's token id for every id of the head.
+
+    Raises:
+      ValueError: a token is negative or there twice, or there are none.
+    """
+
+    def __init__(self, tokens: Sequence[int] | np.ndarray) -> None:
+        tokens = np.array(tokens, np.int32)
+        if tokens.ndim != 1 or not tokens.size or tokens.min() < 0 or len(np.unique(tokens)) < tokens.size:
+            raise ValueError("tokens: expected at least one token id, each once and not negative")
+        tokens.flags.writeable = False
+        self.tokens = tokens
+        self._digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+
+    @classmethod
+    def from_offsets(cls, d2t: np.ndarray) -> "DraftVocabulary":
+        """Returns the vocabulary of a checkpoint's `d2t` [V']: id i of the head is token i + d2t[i]."""
+        return cls(np.arange(len(d2t)) + np.asarray(d2t, np.int64))
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The `d2t` of a checkpoint, int64 [V']."""
+        return self.tokens.astype(np.int64) - np.arange(self.tokens.size)
+
+    def __len__(self) -> int:
+        return self.tokens.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DraftVocabulary) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"DraftVocabulary({len(self)} tokens, {self._digest})"
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
     """The shape of a head.
@@ -56,11 +103,14 @@ class HeadConfig:
       policy: the policy's architecture.
       layers: for eagle3, behind how many of the policy's layers the low, middle and high states are taken;
         empty for SGLang's and vLLM's default (see `default_layers`).
+      vocabulary: for eagle3, the tokens that the head can draft; None is the policy's whole vocabulary, with
+        the policy's LM head.
     """
 
     variant: Variant
     policy: ModelConfig
     layers: tuple[int, ...] = ()
+    vocabulary: DraftVocabulary | None = None
 
     def __post_init__(self):
         if self.variant not in VARIANTS:
@@ -72,6 +122,14 @@ class HeadConfig:
             if len(layers) != 3 or not all(0 <= layer <= self.policy.num_layers for layer in layers):
                 raise ValueError(f"layers: expected 3 from 0 to {self.policy.num_layers}, got {layers}")
             object.__setattr__(self, "layers", tuple(layers))
+        if self.vocabulary is not None:
+            if self.variant != "eagle3":
+                raise ValueError(f"vocabulary: {self.variant} drafts from the policy's whole vocabulary")
+            if self.vocabulary.tokens.max() >= self.policy.vocab_size:
+                raise ValueError(
+                    f"vocabulary: token {self.vocabulary.tokens.max()} is outside the policy's vocabulary of"
+                    f" {self.policy.vocab_size}"
+                )
 
     @property
     def fused(self) -> bool:
@@ -109,7 +167,8 @@ def head_shapes(config: HeadConfig) -> Params:
         return {"fc": (d, 2 * d), "layer": layer}
     layer |= {name: (layer[name][0], 2 * d) for name in ("q", "k", "v")}
     layer |= {"embed_norm": (d,), "hidden_norm": (d,)}
-    return {"fc": (d, 3 * d), "layer": layer, "norm": (d,)}
+    shapes = {"fc": (d, 3 * d), "layer": layer, "norm": (d,)}
+    return shapes if config.vocabulary is None else shapes | {"lm_head": (len(config.vocabulary), d)}
 
 
 def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
@@ -118,7 +177,8 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     `fc` passes the hidden state on (eagle3: the mean of the three) and adds a little of the embedding, and
     the layer adds little to it, so an untrained EAGLE head answers with the hidden state one token late: the
     L1 loss begins near, not at noise. `norm` begins as the policy's final norm, which the LM head was trained
-    behind. Everything else is normal with standard deviation input^-0.5.
+    behind, an LM head over a draft vocabulary as the rows of the policy's. Everything else is normal with
+    standard deviation input^-0.5.
     """
     rng = np.random.default_rng(seed)
     d = config.policy.hidden_size
@@ -138,6 +198,9 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
         params["fc"] = 0.1 * params["fc"] + jnp.concatenate([identity / 3.0] * 3, axis=1)
         # A copy: the head's arrays are given up to its updates, the policy's are not.
         params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True)
+        if config.vocabulary is not None:
+            rows = transformer.lm_head(policy_params, config.policy)[config.vocabulary.tokens]
+            params["lm_head"] = jnp.array(rows, jnp.float32, copy=True)
     else:
         params["fc"] = params["fc"].at[:, d:].set(identity)
     return params
@@ -204,7 +267,10 @@ def apply_head(
 def head_logits(
     params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
 ) -> Array:
-    """Float32 logits [..., V] of the head's outputs [..., d]."""
+    """Float32 logits [..., V] of the head's outputs [..., d]; [..., V'] with a draft vocabulary."""
     if config.fused:
         outputs = rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
+    if config.vocabulary is not None:
+        untied = dataclasses.replace(config.policy, tie_embeddings=False)
+        return transformer.logits({"lm_head": params["lm_head"]}, untied, outputs, numerics)
     return transformer.logits(shared, config.policy, outputs, numerics)

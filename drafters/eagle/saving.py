@@ -4,9 +4,13 @@
 training goes on as soon as the weights have been copied to the host; a thread writes them. A head that was
 stopped at any moment loses what was learned since the last save, and nothing else.
 
-    head.safetensors    the weights by their path (`layer.q`), and the step; the old file or the new one
+    head.safetensors    the weights by their path (`layer.q`), and as metadata the step and the head's shape,
+                        with a draft vocabulary also `d2t` as in a checkpoint; the old file or the new one
+
+`load_head` (`checkpoint.py`) reads such a directory as well: `path` of a drafter may name a `save_dir`.
 """
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -17,11 +21,83 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from drafters.eagle.head_state import named_leaves
+from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
 from rljax.durable_files import write_durably
 from rljax.errors import CheckpointError
+from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 
 _FILE = "head.safetensors"
+_VOCABULARY = "d2t"
+
+
+def holds_saved(directory: Path) -> bool:
+    """Whether an `AsyncHeadSaver` has written to the directory."""
+    return (directory / _FILE).is_file()
+
+
+def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
+    """Loads the head that an `AsyncHeadSaver` wrote, as NumPy arrays.
+
+    Raises:
+      CheckpointError: the file is damaged, says nothing of the head's shape, or is for another policy.
+    """
+    path = directory / _FILE
+    metadata, tensors = _read(path)
+    offsets = tensors.pop(_VOCABULARY, None)
+    try:
+        vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets)
+        layers = tuple(json.loads(metadata["layers"]))
+        config = HeadConfig(metadata["variant"], policy, layers, vocabulary)
+    except KeyError as error:
+        raise CheckpointError(f"{path} does not tell the head's {error}; save it again") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    params = _nested(tensors)
+    expected, stored = named_leaves(_shaped(config)), named_leaves(params)
+    stored.pop("fc_bias", None)
+    for name in sorted(expected.keys() | stored.keys()):
+        shapes = [list(leaves[name].shape) if name in leaves else "absent" for leaves in (expected, stored)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{path}: {name} is {shapes[1]}, but a {config.variant} head of this policy has {shapes[0]}"
+                " there"
+            )
+    return config, params
+
+
+def _shaped(config: HeadConfig) -> Params:
+    """The head's params as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+        head_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """The metadata and tensors of a saved head."""
+    try:
+        tensors = safetensors.numpy.load_file(path)
+        with safetensors.safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+        int(metadata["step"])
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no saved head ({error}); delete it to go on without") from error
+    return metadata, tensors
+
+
+def _nested(tensors: dict[str, np.ndarray]) -> Params:
+    """Converts tensors named `layer.q` and the like to the params pytree."""
+    params: Params = {}
+    for name, array in tensors.items():
+        *parents, last = name.split(".")
+        place = params
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = array
+    return params
 
 
 class AsyncHeadSaver:
@@ -43,9 +119,14 @@ class AsyncHeadSaver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    def save(self, step: int, params: Params) -> None:
+    def save(self, step: int, params: Params, config: HeadConfig | None = None) -> None:
         """Starts writing, and returns when the weights are copied to the host, so that the caller may change
         or donate them. One save runs at a time: the call first waits for the last one.
+
+        Args:
+          step: the RL step behind the weights.
+          params: the head's weights.
+          config: the head's shape, which `load_saved` reads; None leaves it out.
 
         Raises:
           CheckpointError: the last save could not be written, and nobody was told.
@@ -60,8 +141,15 @@ class AsyncHeadSaver:
         tensors = {
             jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves
         }
+        metadata = {"step": str(step)}
+        if config is not None:
+            metadata |= {"variant": config.variant, "layers": json.dumps(config.layers)}
+            if config.vocabulary is not None:
+                tensors[_VOCABULARY] = config.vocabulary.offsets
         # Not a daemon: a process that ends normally first finishes its save.
-        self._thread = threading.Thread(target=self._write, args=(step, tensors), name="head checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, tensors, metadata), name="head checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -83,26 +171,15 @@ class AsyncHeadSaver:
         path = self.directory / _FILE
         if not path.exists():
             return None
-        try:
-            tensors = safetensors.numpy.load_file(path)
-            with safetensors.safe_open(path, framework="np") as file:
-                step = int(file.metadata()["step"])
-        except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is no saved head ({error}); delete it to go on without") from error
-        params: Params = {}
-        for name, array in tensors.items():
-            *parents, last = name.split(".")
-            place = params
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[last] = array
-        return step, params
+        metadata, tensors = _read(path)
+        tensors.pop(_VOCABULARY, None)
+        return int(metadata["step"]), _nested(tensors)
 
-    def _write(self, step: int, tensors: dict[str, np.ndarray]) -> None:
+    def _write(self, step: int, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
         path = self.directory / _FILE
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_durably(path, safetensors.numpy.save(tensors, metadata={"step": str(step)}))
+            write_durably(path, safetensors.numpy.save(tensors, metadata=metadata))
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
             failure = CheckpointError(f"{path}: the head of step {step} could not be written ({reason})")

@@ -212,7 +212,8 @@ class HeadTrainer:
     def metrics(self) -> dict[str, float]:
         """Returns `slices`, `slice_tokens` and `slice_seconds` of the present step; `loss`, `accept_length`
         and `acceptance/1` of the last slice; the totals `updates`, `skipped` and `refused` (sequences larger
-        than the buffer); and the present `buffer_sequences` and `buffer_bytes`.
+        than the buffer); and the present `buffer_sequences` and `buffer_bytes`. With a draft vocabulary,
+        `outside_vocabulary` too: the step's targets outside of it, which have no part in the loss.
         """
         return {
             **self._step_metrics,
@@ -308,6 +309,8 @@ class HeadTrainer:
         noted["slices"] += 1
         noted["slice_tokens"] += metrics["tokens"]
         noted["slice_seconds"] += seconds
+        if "outside_vocabulary" in metrics:
+            noted["outside_vocabulary"] = noted.get("outside_vocabulary", 0.0) + metrics["outside_vocabulary"]
         for name in ("loss", "accept_length", "acceptance/1"):
             if math.isfinite(metrics[name]):
                 noted[name] = metrics[name]

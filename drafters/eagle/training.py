@@ -10,6 +10,7 @@ The outputs of the steps come from `drafters/eagle/unrolling.py`; which losses a
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 
@@ -34,17 +35,30 @@ def _compare(
     target: Array,
     mask: Array,
     numerics: Numerics,
-) -> tuple[Array, Array, Array]:
-    """Returns loss, top-1 agreement and acceptance [P], from outputs and target hidden states [P, d].
+) -> tuple[Array, Array, Array, Array]:
+    """Returns loss, top-1 agreement, acceptance, and where the loss counts [P], from outputs and target
+    hidden states [P, d].
 
-    Positions outside the mask, which may hold any values, are computed on zeros.
+    Positions outside the mask, which may hold any values, are computed on zeros. With a draft vocabulary, the
+    loss compares with the policy's distribution over its tokens alone, and does not count where the policy's
+    likeliest token is outside of it (as in EAGLE-3's code); agreement and acceptance are those of drafting.
     """
     outputs = jnp.where(mask[:, None], outputs, 0)
     target = jnp.where(mask[:, None], target, 0)
     target_logits = transformer.logits(shared, config.policy, target, numerics)
     logits = head_logits(params, config, shared, outputs, numerics)
-    p = target_logits - log_normalizer(target_logits, numerics)
+    p = p_all = target_logits - log_normalizer(target_logits, numerics)
     q = logits - log_normalizer(logits, numerics)
+    likeliest, drafted, counted = jnp.argmax(p, axis=-1), jnp.argmax(q, axis=-1), mask
+    if config.vocabulary is not None:
+        tokens = jnp.asarray(config.vocabulary.tokens)
+        drafted = tokens[drafted]
+        known = np.zeros(config.policy.vocab_size, bool)
+        known[config.vocabulary.tokens] = True
+        counted = mask & jnp.asarray(known)[likeliest]
+        p_all, target_logits = p[..., tokens], target_logits[..., tokens]
+        p = target_logits - log_normalizer(target_logits, numerics)
+    agrees = likeliest == drafted
     loss = jnp.zeros(mask.shape, jnp.float32)
     if training.hidden_weight:
         loss += training.hidden_weight * losses.smooth_l1(outputs, target)
@@ -54,10 +68,14 @@ def _compare(
         loss += training.reverse_kl_weight * losses.reverse_kl(p, q)
     if training.lk_weight:
         loss += training.lk_weight * losses.lk(p, q)
-    agrees = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
-    accepted = lax.stop_gradient(losses.acceptance(p, q))
+    accepted = lax.stop_gradient(losses.acceptance(p_all, q))
     zero = jnp.zeros_like(accepted)
-    return jnp.where(mask, loss, zero), jnp.where(mask & agrees, 1.0, zero), jnp.where(mask, accepted, zero)
+    return (
+        jnp.where(counted, loss, zero),
+        jnp.where(mask & agrees, 1.0, zero),
+        jnp.where(mask, accepted, zero),
+        counted.astype(jnp.float32),
+    )
 
 
 def head_loss(
@@ -77,7 +95,8 @@ def head_loss(
       the loss [], and metrics []: for each step, J from 1, `loss/J`, `agreement/J` (the policy and the head
       have the same most likely token) and `acceptance/J`; `accept_length`, the mean over starts of the tokens
       that a verifying pass over a chain of k would yield (`losses.expected_accept_length`), without tokens
-      behind the response; `starts`, their number.
+      behind the response; `starts`, their number; with a draft vocabulary, `outside_vocabulary`, the number
+      of starts whose likeliest token is outside of it, which have no part in the loss.
     """
     if config.fused and training.hidden_weight:
         raise ValueError("hidden_weight: eagle3's outputs are not compared with hidden states; set it to 0")
@@ -94,7 +113,7 @@ def head_loss(
         return x.reshape(chunks, size, *x.shape[1:])
 
     @jax.checkpoint
-    def compare(part: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def compare(part: tuple[Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         return _compare(params, config, training, shared, *part, numerics)
 
     total = jnp.float32(0.0)
@@ -104,15 +123,18 @@ def head_loss(
         inside = (shifted(batch.segment_ids, step + 1) == batch.segment_ids) & (batch.segment_ids > 0)
         mask = inside & shifted(batch.response_mask, step + 1)
         parts = (chunked(output), chunked(shifted(final, step + 1)), chunked(mask))
-        loss, agrees, accepted = lax.map(compare, parts)
+        loss, agrees, accepted, counted = lax.map(compare, parts)
         count = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1.0)
-        total += training.step_decay**step * jnp.sum(loss) / count
-        metrics[f"loss/{step + 1}"] = jnp.sum(loss) / count
+        learnt = jnp.maximum(jnp.sum(counted), 1.0)
+        total += training.step_decay**step * jnp.sum(loss) / learnt
+        metrics[f"loss/{step + 1}"] = jnp.sum(loss) / learnt
         metrics[f"agreement/{step + 1}"] = jnp.sum(agrees) / count
         metrics[f"acceptance/{step + 1}"] = jnp.sum(accepted) / count
         acceptances.append(accepted)
         if step == 0:
             starts = chunked(mask).astype(jnp.float32)
+            if config.vocabulary is not None:
+                metrics["outside_vocabulary"] = jnp.sum(starts) - jnp.sum(counted)
     lengths = losses.expected_accept_length(jnp.stack(acceptances))
     metrics["starts"] = jnp.sum(starts)
     metrics["accept_length"] = jnp.sum(starts * lengths) / jnp.maximum(metrics["starts"], 1.0)

@@ -203,7 +203,9 @@ class SpeculationConfig(Section):
     others: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Further drafters by name, with their arguments; before every pass the manager chooses"
-        " one. Add eagle or quantized to srt where some prompts are new and others return.",
+        " one. Add eagle or quantized to srt where some prompts are new and others return. kind among the"
+        " arguments says which drafter it is, for several of a kind: tiny: {kind: small_model}; without it,"
+        " the name does.",
     )
     choice: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = Field(
         "expected",
@@ -306,9 +308,35 @@ class SpeculationConfig(Section):
             raise ValueError("speculation.choice: roofline needs speculation.drafter: quantized, alone")
         if self.drafter in self.others:
             raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
+        for name, args in self.others.items():
+            if "kind" not in args:
+                continue
+            if not isinstance(args["kind"], str):
+                raise ValueError(
+                    f"speculation.others.{name}.kind: should be a drafter's name, got {args['kind']!r}"
+                )
+            if not name.replace("_", "").replace("-", "").isalnum():
+                raise ValueError(
+                    f"speculation.others: {name!r} is no name for a drafter; use letters, digits, - and _"
+                )
         return self
 
     @property
     def drafters(self) -> list[str]:
         """The names of all drafters."""
         return [] if self.drafter is None else [self.drafter, *self.others]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of every drafter, by its name."""
+        first = {} if self.drafter is None else {self.drafter: self.drafter}
+        return first | {name: args.get("kind", name) for name, args in self.others.items()}
+
+    @property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """The arguments of every drafter, by its name, without its kind."""
+        first = {} if self.drafter is None else {self.drafter: self.args}
+        return first | {
+            name: {key: value for key, value in args.items() if key != "kind"}
+            for name, args in self.others.items()
+        }

@@ -227,7 +227,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     if config.tools is not None:
         yield from mistaken_answers(config.tools, config.task)
-    drafters = config.speculation.drafters
+    drafters = config.speculation.kinds.values()
     if "quantized" in drafters and engine.verification != "coupled":
         yield (
             "speculation.drafter: quantized needs engine.verification: coupled, got"

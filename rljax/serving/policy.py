@@ -267,7 +267,7 @@ def _defaults(path: Path, say: Say) -> ExperimentConfig:
 
 def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationConfig:
     """Returns the speculation section for requests that arrive at any time, with the chosen drafters."""
-    named = {} if config.drafter is None else {config.drafter: config.args, **config.others}
+    named, kinds = config.arguments, config.kinds
     if drafter is not None:
         named = {} if drafter == "none" else {drafter: named.get(drafter, {})}
     run_files = ("spill_dir", "save_dir")  # a server must not write the run's files
@@ -279,5 +279,8 @@ def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationC
     if list(named) != config.drafters:
         changes |= {"choice": "expected", "mix": False, "strategies": []}
     first = next(iter(named), None)
-    changes |= {"drafter": first, "args": named.pop(first, {}), "others": named}
+    changes |= {"drafter": kinds.get(first, first), "args": named.pop(first, {})}
+    changes["others"] = {
+        name: args if kinds[name] == name else {"kind": kinds[name], **args} for name, args in named.items()
+    }
     return config.model_copy(update=changes)

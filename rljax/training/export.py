@@ -15,13 +15,14 @@ from drafters.arguments import checked
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import ServingEngine, save_head
 from drafters.eagle.drafter import EagleDrafter
+from rljax.config.decoding import SpeculationConfig
 from rljax.errors import CheckpointError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import Params
 from rljax.training.model_card import model_card
 from rljax.training.saved_policy import SavedPolicy
 
-_HEAD = "eagle/train.params."  # prefix of the head's weights in a checkpoint's drafter state
+_HEAD = "/train.params."  # between a head's name and its weights in a checkpoint's drafter state
 
 
 def check_destination(destination: str | os.PathLike[str], force: bool) -> Path:
@@ -86,14 +87,14 @@ def export_head(
       CheckpointError: the run has no EAGLE head, or the destination cannot be written.
     """
     state = saved.drafter_state()
-    tensors = {name.removeprefix(_HEAD): array for name, array in state.items() if name.startswith(_HEAD)}
+    speculation = saved.experiment.speculation if saved.experiment is not None else SpeculationConfig()
+    names = [name for name, kind in speculation.kinds.items() if kind == "eagle"] or ["eagle"]
+    prefix = names[0] + _HEAD  # of several heads, the first
+    tensors = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
     if not tensors:
         raise CheckpointError(f"{saved.path} has no EAGLE head at this step{_drafters_of(saved)}")
-    speculation = saved.experiment.speculation
-    arguments = speculation.args if speculation.drafter == "eagle" else speculation.others.get("eagle", {})
-    drafter = EagleDrafter(
-        checked("speculation.args", "eagle", EagleArguments, arguments | {"save_dir": None})
-    )
+    arguments = speculation.arguments.get(names[0], {}) | {"save_dir": None}
+    drafter = EagleDrafter(checked("speculation.args", "eagle", EagleArguments, arguments))
     drafter.reads(saved.policy.config, saved.policy.tokenizer)
     path = check_destination(destination, force)
     with _replacing(path) as partial:

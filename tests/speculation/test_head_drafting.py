@@ -27,6 +27,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import time_passes
+from tests.drafters.eagle.published import write_eagle3
 from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
@@ -85,6 +86,27 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, vari
     metrics = speculator.metrics(statistics)
     assert metrics["speculation/draft_share"] > 0
     assert metrics["speculation/head/updates"] == 4
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("layout", ["sglang", "vllm"])
+def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
+    params, requests, expected, tmp_path, layout, train
+):
+    write_eagle3(tmp_path / "head", CONFIG, np.arange(0, CONFIG.vocab_size, 2), layout)
+    speculator = make_speculator(path=str(tmp_path / "head"), train=train)
+    head = speculator.drafters["eagle"]
+    head._budget.allows = lambda: True
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted > 0 and statistics.accepted > 0
+        speculator.learn(outcomes(requests, completions))
+    assert head.params["lm_head"].shape == (CONFIG.vocab_size // 2, CONFIG.hidden_size)
+    if train:
+        metrics = speculator.metrics(statistics)
+        assert metrics["speculation/head/updates"] == 4
+        assert metrics["speculation/head/outside_vocabulary"] > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -115,7 +115,7 @@ def test_a_head_of_another_policy_is_refused(tmp_path):
     [
         (lambda t: t.pop("fc.weight"), r"fc\.weight \[32, 64\] is missing"),
         (lambda t: t.update({"layers.0.self_attn.q_proj.bias": np.ones(64)}), "q_proj.bias is not part"),
-        (lambda t: t.update({"d2t": np.arange(10)}), "vocabulary of its own"),
+        (lambda t: t.update({"d2t": np.arange(10)}), "d2t and t2d belong to EAGLE-3 heads only"),
     ],
 )
 def test_other_heads_are_refused(change, message, tmp_path):

@@ -1,5 +1,6 @@
 """Saves of a head in the background: copied at once, whole or not at all, errors at the next call."""
 
+import dataclasses
 import threading
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from drafters.eagle import saving
-from drafters.eagle.model import HeadConfig, init_head
+from drafters.eagle.checkpoint import load_head
+from drafters.eagle.model import DraftVocabulary, HeadConfig, init_head
 from drafters.eagle.saving import AsyncHeadSaver
+from drafters.registry import make_drafter
 from rljax.errors import CheckpointError
 from tests.drafters.eagle.tiny import POLICY, policy_params
 
@@ -85,3 +88,31 @@ def test_a_damaged_file_is_one_line(tmp_path, content):
     (tmp_path / "head.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="is no saved head"):
         AsyncHeadSaver(tmp_path).latest()
+
+
+@pytest.mark.parametrize("variant", ["hass", "eagle3", "eagle3 with a draft vocabulary"])
+def test_a_saved_head_is_loaded_by_the_key_that_names_a_head(variant, tmp_path):
+    vocabulary = DraftVocabulary(np.arange(1, POLICY.vocab_size, 2)) if " " in variant else None
+    layers = () if variant == "hass" else (1, 2, 4)
+    config = HeadConfig(variant.split()[0], POLICY, layers, vocabulary)
+    params = init_head(config, policy_params(), 3)
+    saver = AsyncHeadSaver(tmp_path)
+    saver.save(7, params, config)
+    step, latest = saver.latest()
+    assert step == 7
+    same(latest, params)
+    loaded_config, loaded = load_head(tmp_path, POLICY)
+    assert loaded_config == config
+    same(loaded, params)
+    drafter = make_drafter("eagle", variant=config.variant, path=str(tmp_path))
+    assert drafter.reads(POLICY, None) == config.layers and drafter.config == config
+    with pytest.raises(CheckpointError, match=r"head\.safetensors: fc is .* there"):
+        load_head(tmp_path, dataclasses.replace(POLICY, hidden_size=16))
+
+
+def test_a_saved_head_without_its_shape_is_refused(tmp_path):
+    saver = AsyncHeadSaver(tmp_path)
+    saver.save(7, head())
+    saver.wait()
+    with pytest.raises(CheckpointError, match="does not tell the head's 'layers'; save it again"):
+        load_head(tmp_path, POLICY)

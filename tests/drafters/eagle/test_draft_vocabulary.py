@@ -1,0 +1,163 @@
+"""EAGLE-3 checkpoints with a draft vocabulary: loaded, drafted with, trained on, written again."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from drafters.eagle.checkpoint import load_head, save_head
+from drafters.eagle.drafting import DraftStrategy, absorb, draft, empty_state
+from drafters.eagle.model import DraftVocabulary, HeadConfig, head_logits, init_head
+from drafters.eagle.objective import HeadTraining
+from drafters.eagle.spot_trainer import head_optimizer
+from drafters.eagle.training import head_loss, init_state, jitted_train_step
+from drafters.eagle.unrolling import unroll
+from rljax.errors import CheckpointError
+from rljax.models import transformer
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import gumbel, request_key
+from tests.drafters.eagle.published import greedy_chain, write_eagle3
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    ROPE,
+    packed_batch,
+    policy_params,
+    policy_states,
+    rollouts,
+    shared,
+)
+
+TOKENS = np.flatnonzero(np.arange(POLICY.vocab_size) % 3 != 1)  # 32 of 48
+LAYOUTS = ("sglang", "vllm")
+
+
+def absorbed(config, params, count=12):
+    """The state of a slot that has absorbed `count` pairs, their features, and the tokens behind them."""
+    tokens = jnp.asarray(rollouts(2, 32, 11)[:1])
+    positions = jnp.arange(32, dtype=jnp.int32)[None]
+    states = policy_states(policy_params(), tokens, positions, jnp.ones_like(tokens), config)
+    state = empty_state(config, 1, 64, jnp.float32)
+    following = tokens[:, 1 : count + 1]
+    state = absorb(
+        params, config, shared(), state, states[:, :count], following, jnp.full(1, count), ROPE, NUMERICS
+    )
+    return state, np.asarray(states[0, :count, :3]), np.asarray(following[0])
+
+
+@pytest.mark.parametrize("layers", [None, (1, 2, 4)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_published_head_drafts_as_plain_numpy_does(layout, layers, tmp_path):
+    tensors = write_eagle3(tmp_path / "head", POLICY, TOKENS, layout, layers)
+    config, params = load_head(tmp_path / "head", POLICY)
+    assert config == HeadConfig("eagle3", POLICY, layers or (), DraftVocabulary(TOKENS))
+    state, features, tokens = absorbed(config, params)
+    drafted = draft(
+        params, config, shared(), state, jnp.full(1, len(tokens)), None, ROPE,
+        DraftStrategy(5, 1, 5), SamplingParams(temperature=0.0), NUMERICS,
+    )  # fmt: skip
+    embed = np.asarray(policy_params()["embed"])
+    expected = greedy_chain(tensors, POLICY, embed, features, tokens, 5)
+    assert drafted.tree.tokens[0].tolist() == expected
+    assert set(expected) <= set(TOKENS.tolist())
+
+
+def test_drafts_are_ranked_under_the_noise_of_the_policys_tokens(tmp_path):
+    write_eagle3(tmp_path / "head", POLICY, TOKENS)
+    config, params = load_head(tmp_path / "head", POLICY)
+    state, _, tokens = absorbed(config, params)
+    keys, positions = jnp.asarray(np.stack([request_key(1, 2)])), jnp.full(1, len(tokens))
+    drafted = draft(
+        params, config, shared(), state, positions, keys, ROPE,
+        DraftStrategy(1, 4, 4), SamplingParams(), NUMERICS,
+    )  # fmt: skip
+    logits = head_logits(params, config, shared(), state.outputs, NUMERICS)[0]
+    noise = gumbel(keys, positions + 1, jnp.arange(POLICY.vocab_size, dtype=jnp.uint32)[None])[0]
+    best = np.argsort(-np.asarray(logits + noise[TOKENS]))[:4]
+    assert drafted.tree.tokens[0].tolist() == TOKENS[best].tolist()
+
+
+def test_the_loss_is_over_the_draft_vocabulary():
+    config = HeadConfig("eagle3", POLICY, vocabulary=DraftVocabulary(TOKENS))
+    params = init_head(config, policy_params(), 0)
+    batch = packed_batch(config, list(rollouts(4, 24)), [[0, 1], [2, 3]], 50)
+    _, metrics = head_loss(params, config, HeadTraining(), shared(), batch, ROPE, NUMERICS)
+    (outputs,) = unroll(params, config, shared(), batch, ROPE, NUMERICS, 1)
+    q = jax.nn.log_softmax(head_logits(params, config, shared(), outputs, NUMERICS))
+    target = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
+    loss, acceptance, agreement, outside = [], [], [], 0
+    for row, start in np.argwhere(batch.segment_ids > 0):
+        after = min(start + 1, 49)
+        if after == start or batch.segment_ids[row, after] != batch.segment_ids[row, start]:
+            continue
+        if not batch.response_mask[row, after]:
+            continue
+        p_all, drafts = np.asarray(jax.nn.softmax(target[row, after])), np.asarray(q[row, start])
+        acceptance.append(np.minimum(p_all[TOKENS], np.exp(drafts)).sum())
+        agreement.append(p_all.argmax() == TOKENS[drafts.argmax()])
+        if p_all.argmax() not in TOKENS:
+            outside += 1
+            continue
+        loss.append(-(p_all[TOKENS] / p_all[TOKENS].sum() * drafts).sum())
+    assert 0 < outside < len(acceptance) and metrics["outside_vocabulary"] == outside
+    assert metrics["starts"] == len(acceptance)
+    np.testing.assert_allclose(metrics["loss/1"], np.mean(loss), rtol=1e-5)
+    np.testing.assert_allclose(metrics["acceptance/1"], np.mean(acceptance), rtol=1e-5)
+    np.testing.assert_allclose(metrics["agreement/1"], np.mean(agreement), rtol=1e-5)
+
+
+def test_training_goes_on_from_a_published_head(tmp_path):
+    write_eagle3(tmp_path / "head", POLICY, TOKENS)
+    config, params = load_head(tmp_path / "head", POLICY)
+    batch = packed_batch(config, list(rollouts(8, 40)), [[0, 1], [2, 3], [4, 5], [6, 7]], 80)
+    optimizer = head_optimizer(3e-3)
+    state, losses = init_state(params, optimizer), []
+    for _ in range(30):
+        state, metrics = jitted_train_step(
+            state, batch, shared(), ROPE,
+            config=config, training=HeadTraining(steps=2), optimizer=optimizer, numerics=NUMERICS,
+        )  # fmt: skip
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+    assert not np.array_equal(state.params["lm_head"], params["lm_head"])
+
+
+@pytest.mark.parametrize("engine", LAYOUTS)
+def test_round_trip(engine, tmp_path):
+    tensors = write_eagle3(tmp_path / "published", POLICY, TOKENS, layers=(1, 2, 3))
+    config, params = load_head(tmp_path / "published", POLICY)
+    save_head(tmp_path / "written", config, params, "float32", engine)
+    written = safetensors.numpy.load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(written[name], array)
+        assert written[name].dtype == array.dtype
+    content = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert content["draft_vocab_size"] == len(TOKENS) and content["vocab_size"] == POLICY.vocab_size
+    again, loaded = load_head(tmp_path / "written", POLICY)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(d2t=t["d2t"] + 100), "d2t leads to token 147, but the policy has 48"),
+        (lambda t: t.update(d2t=-np.arange(32)), "d2t: tokens: expected .* each once"),
+        (lambda t: t.update(d2t=t["d2t"][:5]), r"d2t is \[5\], but draft_vocab_size is 32"),
+        (lambda t: t.update(t2d=~t["t2d"]), "t2d marks other tokens than d2t"),
+        (lambda t: t.pop("d2t"), r"d2t \[32\] is missing"),
+        (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight \[32, 32\] is missing"),
+    ],
+)
+def test_damaged_vocabularies_are_refused(change, message, tmp_path):
+    write_eagle3(tmp_path / "head", POLICY, TOKENS)
+    file = tmp_path / "head" / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(file))
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path / "head", POLICY)

@@ -1,0 +1,124 @@
+"""Several drafters of a kind, through the config: the tokens are those of plain decoding, and both draft."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from drafters.registry import make_drafters, rehearse_drafters, states_read
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import ConfigError
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.serving.policy import _speculation
+from rljax.speculation.speculator import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+
+POOL = ExecutablePool(row_invariant=True)
+BUCKETS = Buckets((2, 4), (128,), (16,), 5)
+HEAD = {"kind": "eagle", "train": False}
+
+
+def scheduler_of(drafters):
+    layers = states_read(drafters, CONFIG)
+    engine = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=layers
+    )
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes()) if drafters else None
+    return Scheduler(engine, SLOTS, None, speculator, False)
+
+
+@pytest.mark.parametrize("kind", ["small_model", "eagle", "quantized"])
+def test_the_tokens_are_those_of_plain_decoding(kind, tmp_path):
+    params, requests = make_params(), make_requests((3, 20, 8), (20, 16, 7))
+    others = {"one": {**HEAD, "seed": 1}, "two": {**HEAD, "depths": [1, 2], "seed": 2}}
+    if kind == "small_model":
+        save_model(tmp_path / "same", CONFIG, params, "float32")
+        smaller = dataclasses.replace(CONFIG, hidden_size=32, num_heads=2, num_kv_heads=1)
+        save_model(tmp_path / "smaller", smaller, init_params(smaller, 1), "float32")
+        others = {
+            "one": {"kind": kind, "path": str(tmp_path / "same")},
+            "two": {"kind": kind, "path": str(tmp_path / "smaller")},
+        }
+    elif kind == "quantized":
+        others = {"one": {"kind": kind, "bits": 4}, "two": {"kind": kind, "bits": 8}}
+    config = SpeculationConfig(drafter="srt", others=others)
+    assert config.drafters == ["srt", "one", "two"]
+    drafters = make_drafters(config)
+    assert list(drafters) == config.drafters and type(drafters["one"]) is type(drafters["two"])
+    expected, _ = scheduler_of({}).run(params, requests)
+    scheduler = scheduler_of(drafters)
+    drafted = dict.fromkeys(("one", "two"), 0)
+    for proposer in scheduler.speculator.proposers:
+        if proposer.name in drafted:
+            turns = itertools.cycle((0, 1) if proposer.name == "one" else (1, 0))
+
+            def in_turn(*asked, name=proposer.name, promise=proposer.promise, turns=turns):
+                promised = next(turns) * promise(*asked)
+                drafted[name] += promised > 0
+                return promised
+
+            proposer.promise = in_turn
+    for _ in range(2):
+        completions, statistics = scheduler.run(params, requests)
+        assert_same(completions, expected)
+    assert statistics.drafted > 0 and all(drafted.values())
+    metrics = scheduler.speculator.metrics(statistics)
+    if kind == "small_model":  # the others report nothing before they are trained
+        assert {"speculation/one/caught_up", "speculation/two/caught_up"} <= metrics.keys()
+
+
+def test_the_kind_is_the_name_by_default():
+    config = SpeculationConfig(drafter="srt", others={"quantized": {"bits": 4}, "q8": {"kind": "quantized"}})
+    assert config.kinds == {"srt": "srt", "quantized": "quantized", "q8": "quantized"}
+    assert config.arguments == {"srt": {}, "quantized": {"bits": 4}, "q8": {}}
+    rehearse_drafters(SpeculationConfig(drafter="quantized", others={"memory": {"kind": "srt"}}))
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            {"tiny": {"kind": "smal_model"}},
+            r"speculation\.others\.tiny\.kind: .*'smal_model'; did you mean 'small_model'\?",
+        ),
+        ({"quantised": {}}, r"speculation\.others: .*'quantised'; did you mean 'quantized'\?"),
+        ({"tiny": {"kind": "quantized", "bit": 4}}, r"speculation\.others\.tiny\.bit: .*no such argument"),
+    ],
+)
+def test_an_unknown_kind_names_the_nearest(others, message):
+    with pytest.raises(ConfigError, match=message):
+        make_drafters(SpeculationConfig(drafter="srt", others=others))
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [({"tiny": {"kind": 3}}, "others.tiny.kind: should be"), ({"a+b": {"kind": "srt"}}, "is no name")],
+)
+def test_what_cannot_be_a_name_or_kind_is_refused(others, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculationConfig(drafter="srt", others=others)
+
+
+def test_heads_that_read_different_layers_are_refused():
+    drafters = make_drafters(
+        SpeculationConfig(drafter="eagle", others={"old": {"kind": "eagle", "variant": "eagle"}})
+    )
+    with pytest.raises(ConfigError, match=r"old reads the features behind layers \[\], but eagle"):
+        states_read(drafters, CONFIG)
+
+
+def test_a_server_takes_one_by_its_name():
+    config = SpeculationConfig(drafter="srt", others={"q4": {"kind": "quantized", "bits": 4}})
+    kept = _speculation(config, None)
+    assert (kept.drafter, kept.kinds) == ("srt", config.kinds) and kept.arguments == config.arguments
+    chosen = _speculation(config, "q4")
+    assert (chosen.drafter, chosen.args, chosen.others) == ("quantized", {"bits": 4}, {})
+    assert _speculation(config, "none").drafter is None
