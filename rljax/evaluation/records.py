@@ -100,7 +100,7 @@ class JsonLog:
 
 
 def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
-    return writing(path, UserError, "started again, the evaluation continues where it was")
+    return writing(path, UserError, "started again, it continues where it was")
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

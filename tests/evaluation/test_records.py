@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "log").symlink_to("/dev/full")
     log = JsonLog(tmp_path / "none")
     log.path = tmp_path / "log"
-    full_disk = r"cannot be written \(No space left on device\); started again, it goes on"
+    full_disk = r"cannot be written \(No space left on device\); started again, it continues"
     with pytest.raises(UserError, match=full_disk), log:
         log.append((0, 0), {"text": "a"})
 
