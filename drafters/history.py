@@ -8,14 +8,12 @@ rollout. Beyond `max_tokens`, the least recently used prompts are evicted: to fi
 
 import collections
 import dataclasses
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from drafters.base import Outcome
-from rljax.errors import UserError
+from drafters.spilled_history import SpilledHistory
 
 HISTORY = "history"
 """The name of the history in checkpoints, which all drafters with a history share."""
@@ -45,6 +43,10 @@ class RolloutHistory:
       rollouts: number of newest rollouts of each prompt to keep.
       max_tokens: the largest number of response tokens in memory.
       spill_dir: directory for evicted prompts; None forgets them.
+
+    Attributes:
+      num_tokens: response tokens in memory.
+      spilled: the prompts on disk; None without a directory.
     """
 
     def __init__(self, rollouts: int, max_tokens: int, spill_dir: str | None = None) -> None:
@@ -52,7 +54,7 @@ class RolloutHistory:
             raise ValueError(f"rollouts: {rollouts}, expected at least 1")
         self._rollouts = rollouts
         self._max_tokens = max_tokens
-        self._spill_dir = None if spill_dir is None else Path(spill_dir)
+        self.spilled = None if spill_dir is None else SpilledHistory(spill_dir)
         self._past: collections.OrderedDict[Prompt, list[PastRollout]] = collections.OrderedDict()
         self.num_tokens = 0
 
@@ -109,52 +111,44 @@ class RolloutHistory:
         while self.num_tokens > self._max_tokens and len(self._past) > 1:
             prompt, rollouts = self._past.popitem(last=False)
             self.num_tokens -= sum(len(past.tokens) for past in rollouts)
-            if self._spill_dir is not None:
-                self._spill(prompt, rollouts)
+            if self.spilled is not None:
+                self.spilled.write(prompt, _flatten([(prompt, rollouts)]))
 
     # -- arrays for checkpoints and files --------------------------------------------------------------------
 
     def state(self) -> dict[str, np.ndarray]:
-        """Returns the rollouts in memory as flat arrays."""
-        return _flatten(list(self._past.items()))
+        """Returns the rollouts in memory as flat arrays, and the names of the files of those on disk."""
+        return _flatten(list(self._past.items())) | ({} if self.spilled is None else self.spilled.state())
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Replaces the rollouts in memory by those that `state` returned."""
+        """Replaces the rollouts in memory and on disk by those of `state`."""
+        if self.spilled is not None:
+            self.spilled.load_state(state)
         self._past = collections.OrderedDict(_unflatten(state))
         self.num_tokens = sum(len(past.tokens) for rollouts in self._past.values() for past in rollouts)
         self._evict()
 
-    def _file(self, prompt: Prompt) -> Path | None:
-        if self._spill_dir is None:
-            return None
-        digest = hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:32]
-        return self._spill_dir / f"{digest}.npz"
-
-    def _spill(self, prompt: Prompt, rollouts: list[PastRollout]) -> None:
-        file = self._file(prompt)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            with open(temporary, "wb") as stream:
-                np.savez(stream, **_flatten([(prompt, rollouts)]))
-            temporary.replace(file)
-        except OSError as error:
-            raise UserError(f"speculation.args.spill_dir: cannot write {file}: {error.strerror}") from error
+    def metrics(self) -> dict[str, float]:
+        """Returns the history's size, and what went to disk."""
+        metrics = {"history_bytes": self.nbytes, "history_tokens": self.num_tokens}
+        if self.spilled is not None:
+            metrics |= {"history_spilled": len(self.spilled), "history_damaged": self.spilled.damaged}
+        return metrics
 
     def _load(self, prompt: Prompt) -> bool:
         """Loads a spilled prompt; returns whether there was one. A damaged file counts as none."""
-        file = self._file(prompt)
-        if file is None or not file.exists():
+        arrays = None if self.spilled is None else self.spilled.read(prompt)
+        if arrays is None:
             return False
         try:
-            with np.load(file) as arrays:
-                loaded = _unflatten(dict(arrays))
-        except Exception:  # a damaged archive raises errors of half a dozen kinds
+            ((owner, rollouts),) = _unflatten(arrays)
+            if owner != prompt:
+                raise ValueError("it belongs to another prompt")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            self.spilled.refuse(prompt, error)
             return False
-        if not loaded or loaded[0][0] != prompt:
-            return False
-        self._past[prompt] = loaded[0][1]
-        self.num_tokens += sum(len(past.tokens) for past in loaded[0][1])
+        self._past[prompt] = rollouts
+        self.num_tokens += sum(len(past.tokens) for past in rollouts)
         self._evict()
         return True
 

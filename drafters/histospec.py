@@ -95,4 +95,4 @@ class HistoSpec:
         self.history.load_state(state)
 
     def metrics(self) -> dict[str, float]:
-        return {"history_bytes": self.history.nbytes, "history_tokens": self.history.num_tokens}
+        return self.history.metrics()

@@ -218,7 +218,7 @@ class SuffixDrafter:
     def metrics(self) -> dict[str, float]:
         metrics = {"automaton_bytes": self._forest.nbytes, "automaton_tokens": self._forest.num_tokens}
         if self.history is not None:
-            metrics |= {"history_bytes": self.history.nbytes, "history_tokens": self.history.num_tokens}
+            metrics |= self.history.metrics()
         return metrics
 
 

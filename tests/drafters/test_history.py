@@ -2,6 +2,7 @@
 
 import collections
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def spilled(directory):
     history.record(outcomes(A, [70_000], [9], rewards=[0.25, 0.0]))
     history.record(outcomes(B, [1]))
     assert history.prompts() == [B]
-    (file,) = directory.iterdir()
+    (file,) = directory.glob("*/*.npz")
     return history, file
 
 
@@ -111,11 +112,55 @@ def test_an_evicted_prompt_comes_back_from_its_file(tmp_path):
     assert contents(history.recall(B)) == [([[1]], [0.0])]
 
 
-def test_another_history_finds_the_files(tmp_path):
-    spilled(tmp_path)
+def test_another_history_has_no_part_in_the_files(tmp_path):
+    history, _ = spilled(tmp_path)
+    other = RolloutHistory(2, 4, str(tmp_path))
+    assert other.recall(A) == []
+    other.record(outcomes(A, [6, 6, 6]))
+    other.record(outcomes(B, [2, 2]))  # A goes to a file of the other history
+    assert contents(history.recall(A)) == [([[7, 8], []], [1.0, 0.5]), ([[70_000], [9]], [0.25, 0.0])]
+    assert contents(other.recall(A)) == [([[6, 6, 6]], [0.0])]
+
+
+def test_a_history_that_goes_on_finds_its_files(tmp_path):
+    history, _ = spilled(tmp_path)
     other = RolloutHistory(2, 100, str(tmp_path))
+    other.load_state(history.state())
     assert len(contents(other.recall(A))) == 2
-    assert other.num_tokens == 4
+    assert other.num_tokens == 5
+
+
+def test_an_earlier_checkpoint_has_the_rollouts_of_its_time(tmp_path):
+    """A run is rolled back: what later steps wrote to disk is not what it drafts from."""
+    history, _ = spilled(tmp_path)
+    saved = history.state()
+    before = contents(history.recall(A)), contents(history.recall(B))
+    for token in range(20, 25):  # later steps replace both rollouts of A and of B, on disk
+        history.record(outcomes(A, [token]))
+        history.record(outcomes(B, [token, token, token]))
+        history.state()
+    resumed = RolloutHistory(2, 4, str(tmp_path))
+    resumed.load_state(saved)
+    assert (contents(resumed.recall(A)), contents(resumed.recall(B))) == before
+
+
+def test_files_that_no_checkpoint_needs_are_deleted(tmp_path):
+    history, first = spilled(tmp_path)
+    for token in range(100):
+        history.record(outcomes(A, [token]))
+        history.record(outcomes(B, [token, token, token]))
+        history.state()
+    assert not first.exists()
+    assert len(list(tmp_path.glob("*/*.npz"))) < 40
+    assert contents(history.recall(A)) == [([[98]], [0.0]), ([[99]], [0.0])]
+
+
+def test_files_are_compressed(tmp_path):
+    history = RolloutHistory(1, 10, str(tmp_path))
+    history.record(outcomes(A, [7] * 10_000))
+    history.record(outcomes(B, [1]))
+    (file,) = tmp_path.glob("*/*.npz")
+    assert file.stat().st_size < 4_000
 
 
 def test_what_is_recorded_of_a_spilled_prompt_joins_what_is_in_its_file(tmp_path):
@@ -135,13 +180,21 @@ def npz(**changes):
     return damage
 
 
+def flip(file):
+    """Flips a bit of the last array's compressed bytes."""
+    with zipfile.ZipFile(file) as archive:
+        last = archive.infolist()[-1]
+        end = archive.start_dir
+    data = bytearray(file.read_bytes())
+    data[end - last.compress_size // 2] ^= 1
+    file.write_bytes(data)
+
+
 DAMAGES = {
     "empty": lambda file: file.write_bytes(b""),
     "cut short": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "without its end": lambda file: file.write_bytes(file.read_bytes()[:-30]),
-    "a flipped byte": lambda file: file.write_bytes(
-        file.read_bytes().replace(b"\x70\x11\x01", b"\x71\x11\x01")
-    ),
+    "a flipped byte": flip,
     "text": lambda file: file.write_text("hello"),
     "a single array": lambda file: np.save(file.open("wb"), np.arange(3)),
     "pickled": lambda file: np.savez(file, tokens=np.asarray([{}], object)),
@@ -161,8 +214,10 @@ DAMAGES = {
 def test_a_damaged_or_foreign_file_is_no_history(tmp_path, damage):
     history, file = spilled(tmp_path)
     damage(file)
-    assert history.recall(A) == []
+    with pytest.warns(UserWarning, match=r"npz: this part of the drafter's history is lost: "):
+        assert history.recall(A) == []
     assert history.prompts() == [B] and history.num_tokens == 1
+    assert history.metrics()["history_damaged"] == 1
     history.record(outcomes(A, [5]))
     assert contents(history.recall(A)) == [([[5]], [0.0])]
 
@@ -171,7 +226,8 @@ def test_a_directory_in_the_place_of_a_file_is_no_history(tmp_path):
     history, file = spilled(tmp_path)
     file.unlink()
     file.mkdir()
-    assert history.recall(A) == []
+    with pytest.warns(UserWarning, match="is lost"):
+        assert history.recall(A) == []
 
 
 @pytest.mark.parametrize("what", ["a file", "read-only"])
