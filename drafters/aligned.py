@@ -6,6 +6,7 @@ these tokens will be sampled again. They are proposed as a chain for as long as 
 another drafter, the fallback, proposes everywhere else.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,7 @@ class AlignedDrafter:
             self._ahead[row, : len(tokens)] = tokens
         self._sampled = np.zeros(len(ahead), np.int64)  # tokens of each request so far
         self._agrees = self._lengths > 0
+        self._drafted_ahead = np.zeros(len(ahead), bool)  # the last drafts were not the fallback's
         self.tokens_ahead = int(self._lengths.sum())
         self.tokens_used = 0
 
@@ -51,6 +53,7 @@ class AlignedDrafter:
         begins = self._sampled[queries.requests]
         left = np.minimum(self._lengths[queries.requests] - begins, queries.budgets)
         left = np.where(self._agrees[queries.requests], np.maximum(left, 0), 0)
+        self._drafted_ahead[queries.requests] = left > 0
         rows = np.flatnonzero(left)
         if not len(rows):
             return drafts
@@ -64,7 +67,9 @@ class AlignedDrafter:
         return Drafts(tokens, parents, scores, counts)
 
     def observe(self, sampled: Sampled) -> None:
-        self._fallback.observe(sampled)
+        ahead = self._drafted_ahead[sampled.requests]  # nothing that the fallback could learn from
+        drafted, accepted = np.where(ahead, 0, sampled.drafted), np.where(ahead, 0, sampled.accepted)
+        self._fallback.observe(dataclasses.replace(sampled, drafted=drafted, accepted=accepted))
         order = np.arange(sampled.tokens.shape[1])
         begins = self._sampled[sampled.requests]
         if self._ahead.shape[1]:

@@ -40,7 +40,7 @@ from drafters.suffix_loops import (
 
 
 @compiled
-def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, count):
+def _children(nodes, table, state, tokens, targets, counts, count):
     """Appends the tokens that followed a state behind the first `count` entries, as far as the arrays reach.
 
     Returns:
@@ -53,13 +53,25 @@ def _children(nodes, weights, table, state, by_weight, tokens, targets, masses, 
             if count < tokens.shape[0]:
                 tokens[count] = token
                 targets[count] = target
-                masses[count] = weights[target, WEIGHT] if by_weight else nodes[target, COUNT]
+                counts[count] = nodes[target, COUNT]
             count += 1
         token = following
         if token != NONE:
             slot = find_further(table, state, token)
             target, following = table[slot, EDGE_TARGET], table[slot, NEXT]
     return count
+
+
+@compiled
+def _heaviest(weights, tokens, targets, shares, count):
+    """Keeps only the candidate with the largest weight, the first of equals. Returns the number kept."""
+    best = 0
+    for child in range(1, count):
+        if weights[targets[child], WEIGHT] > weights[targets[best], WEIGHT]:
+            best = child
+    if count > 0:
+        tokens[0], targets[0], shares[0] = tokens[best], targets[best], shares[best]
+    return min(count, 1)
 
 
 @compiled
@@ -118,7 +130,7 @@ def _add(tokens, targets, probabilities, count, token, probability):
 
 
 @compiled
-def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tokens, targets, probabilities):
+def _mixed_candidates(nodes, table, places, at, min_match, mixture, tokens, targets, probabilities):
     """Lists the candidates of both contexts: tokens, their states behind the suffix (-1 where a token never
     followed it) and probabilities.
 
@@ -128,11 +140,11 @@ def _mixed_candidates(nodes, weights, table, places, at, min_match, mixture, tok
     suffixes = 0
     if places[at, MATCHED] >= min_match:
         state = places[at, STATE]
-        suffixes = _children(nodes, weights, table, state, False, tokens, targets, probabilities, 0)
+        suffixes = _children(nodes, table, state, tokens, targets, probabilities, 0)
     both = suffixes
     if places[at, EDITED] >= 0:
         state = places[at, EDITED]
-        both = _children(nodes, weights, table, state, False, tokens, targets, probabilities, suffixes)
+        both = _children(nodes, table, state, tokens, targets, probabilities, suffixes)
     if both >= tokens.shape[0]:  # a replacement may be one more
         return -2 * both
     _normalize(probabilities, 0, suffixes, 0.0)
@@ -225,23 +237,22 @@ def propose(
                 while True:
                     if with_edits:
                         count = _mixed_candidates(
-                            nodes, weights, table, places, at, min_match, mixture,
+                            nodes, table, places, at, min_match, mixture,
                             tokens, targets, probabilities,
                         )  # fmt: skip
                     else:
-                        count = _children(
-                            nodes, weights, table, places[at, STATE], by_weight,
-                            tokens, targets, probabilities, 0,
-                        )  # fmt: skip
+                        count = _children(nodes, table, places[at, STATE], tokens, targets, probabilities, 0)
                         if count > tokens.shape[0]:
                             count = -count
                         _normalize(probabilities, 0, count, novelty)
+                        if by_weight:
+                            count = _heaviest(weights, tokens, targets, probabilities, count)
                     if count >= 0:
                         break
                     tokens, targets = np.empty(-count, np.int32), np.empty(-count, np.int32)
                     probabilities = np.empty(-count, np.float64)
                 _take_logs(probabilities, count)
-                capacity = 1 if chain_only else budget - emitted
+                capacity = 1 if chain_only or by_weight else budget - emitted
                 for child in range(count):
                     new = score + probabilities[child]
                     if new > -math.inf and new >= min_log_probability:
@@ -261,6 +272,10 @@ def propose(
                 break
             if with_edits:
                 step(nodes, table, forest_max_match, places, parent + 1, token, entries[size, 2], emitted)
+            elif by_weight:  # down one subtree, to its leaf
+                places[emitted, STATE] = entries[size, 2]
+                places[emitted, MATCHED] = places[parent + 1, MATCHED] + 1
+                places[emitted, EDITED] = -1
             else:
                 places[emitted, STATE], places[emitted, MATCHED] = context(
                     nodes, entries[size, 2], places[parent + 1, MATCHED] + 1, forest_max_match

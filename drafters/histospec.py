@@ -1,9 +1,11 @@
 """HistoSpec: chains along the best rewarded branch of the prompt's last rollout, in an adaptive window.
 
 RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
-rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards; a window of draft
-tokens per response that grows while they are accepted (`drafters/aimd.py`). Turning speculation off where it
-does not pay is left to the rollout manager (`rljax/speculation/managers/manager.py`).
+rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards, down to its leaf;
+a window of draft tokens per response that grows while they are accepted (`drafters/aimd.py`). A node's
+probability, which the paper does not need, is its share of counts. Turning speculation off where it does not
+pay is left to the rollout manager (`rljax/speculation/managers/manager.py`): it compares measured times of
+passes, where the paper has a profiled table by batch size.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
 
+_MAX_WINDOW = 32
 _LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
 
 
@@ -31,11 +34,16 @@ class HistoSpecArguments(SpillArguments, MatchArguments):
     window_step: int = Field(
         2, ge=0, description="How much the window grows after every draft accepted whole."
     )
-    max_window: int = Field(32, ge=1, description="Most draft tokens. Lower it where verifying is expensive.")
+    max_window: int | None = Field(
+        None,
+        ge=1,
+        description="Most draft tokens, up to speculation.max_drafts; null is 32, as published, or"
+        " speculation.max_drafts where that is smaller. Lower it where verifying is expensive.",
+    )
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
-        if self.first_window > self.max_window:
+        if self.max_window is not None and self.first_window > self.max_window:
             raise ValueError(f"first_window: {self.first_window} is more than max_window {self.max_window}")
         return self
 
@@ -46,11 +54,15 @@ class HistoSpec:
     def __init__(self, arguments: HistoSpecArguments) -> None:
         self.history = RolloutHistory(1, arguments.max_tokens, arguments.spill_dir)
         self.state_name = HISTORY
+        self.max_window = arguments.max_window
         self._arguments = arguments
-        self._forest = SuffixForest(arguments.max_match)
+        self._widest = arguments.max_window or max(_MAX_WINDOW, arguments.first_window)
+        # A chain is followed with its whole context: the match, and all that was drafted behind it.
+        self._context = arguments.max_match + self._widest
+        self._forest = SuffixForest(self._context)
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
-        self._forest = SuffixForest(self._arguments.max_match)
+        self._forest = SuffixForest(self._context)
         roots: dict[tuple[int, ...], int] = {}
         for request in requests:
             if request.prompt_ids in roots:
@@ -66,7 +78,7 @@ class HistoSpec:
             len(requests),
             self._arguments.first_window,
             self._arguments.window_step,
-            self._arguments.max_window,
+            self._widest,
         )
 
     def propose(self, queries: Queries) -> Drafts:
@@ -77,7 +89,6 @@ class HistoSpec:
             min_match=self._arguments.min_match,
             max_match=self._arguments.max_match,
             rank="weight",
-            chain_only=True,
         )
         return Drafts(proposals.tokens, proposals.parents, proposals.log_probability, proposals.counts)
 

@@ -71,6 +71,13 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
         args_key = f"speculation.others.{name}"
         key = f"{args_key}.kind" if "kind" in given else "speculation.others"
         drafters[name] = _make(key, args_key, kinds[name], arguments[name])
+    for name, drafter in drafters.items():
+        if isinstance(drafter, HistoSpec) and (drafter.max_window or 0) > config.max_drafts:
+            key = "speculation.args" if name == config.drafter else f"speculation.others.{name}"
+            raise ConfigError(
+                f"{key}.max_window: {drafter.max_window} is more than speculation.max_drafts"
+                f" {config.max_drafts}, so no window gets that wide; raise the latter, or set null"
+            )
     on_device = [isinstance(drafter, SelfDrafter | DeviceDrafter) for drafter in drafters.values()]
     if config.run_ahead_below and all(on_device):
         raise ConfigError(

@@ -233,7 +233,7 @@ class SuffixForest:
 
         The context of a node is the matched suffix with the path to the node. The candidates behind it are
         the tokens that followed its longest suffix with a continuation. A candidate's probability is
-        mass / (total + novelty), where mass is its count or weight; that of a path is the product.
+        count / (total + novelty); that of a path is the product.
 
         Args:
           sequences: ids, int32 [B].
@@ -244,8 +244,10 @@ class SuffixForest:
           max_match: the match is cut to this many tokens, and to the forest's own limit.
           budget_per_match: SuffixDecoding's alpha: at most floor(alpha * match length) + 1 nodes. With an
             edited context, the number of its last tokens that agreed counts as a match, too.
-          rank: the mass of a candidate.
-          novelty: pseudo-count of all tokens that have not followed a context yet, in units of the mass.
+          rank: "count" prefers what is probable. "weight" follows only the candidate with the largest weight,
+            and never shortens the context: the chain ends at a leaf (RhymeRL's suffix tree). It is exact as
+            far as the forest's limit reaches.
+          novelty: pseudo-count of all tokens that have not followed a context yet.
           mixture: from `new_mixture`, as `follow` has updated it: candidates behind the edited context are
             proposed, too, and probabilities are interpolated (`drafters/context_loops.py`) instead of
             smoothed by `novelty`; only for the rank "count".

@@ -56,13 +56,15 @@ def propose(drafter, rows, budget=NODES):
     return [drafts.tokens[i, : drafts.counts[i]].tolist() for i in range(count)], drafts
 
 
-def observe(drafter, row, tokens):
-    zeros = np.zeros(1, np.int32)
+def observe(drafter, row, tokens, drafted=0):
+    zeros, drafts = np.zeros(1, np.int32), np.full(1, drafted, np.int32)
     width = 5
     padded = np.full((1, width), -1, np.int32)
     padded[0, : len(tokens)] = tokens
     drafter.observe(
-        Sampled(np.asarray([row], np.int32), padded, np.asarray([len(tokens)], np.int32), zeros, zeros, zeros)
+        Sampled(
+            np.asarray([row], np.int32), padded, np.asarray([len(tokens)], np.int32), drafts, drafts, zeros
+        )
     )
 
 
@@ -124,3 +126,17 @@ def test_without_anything_ahead(drafter):
     observe(drafter, 0, [1, 2])
     assert propose(drafter, [0, 1])[0] == [[99], [99]]
     assert drafter.metrics()["ahead_tokens"] == 0
+
+
+def test_the_fallback_does_not_learn_from_drafts_that_are_not_its_own(drafter):
+    """RhymeRL's window would widen by them."""
+    propose(drafter, [0, 1])
+    observe(drafter, 0, [5, 6], drafted=2)
+    assert drafter._fallback.seen[-1].drafted.tolist() == [0]
+    assert drafter._fallback.seen[-1].accepted.tolist() == [0]
+    observe(drafter, 1, [99], drafted=1)
+    assert drafter._fallback.seen[-1].drafted.tolist() == [1]
+    observe(drafter, 0, [1], drafted=1)  # it has left them
+    propose(drafter, [0])
+    observe(drafter, 0, [99], drafted=1)
+    assert drafter._fallback.seen[-1].drafted.tolist() == [1]

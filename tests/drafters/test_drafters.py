@@ -358,6 +358,46 @@ def test_histospec_matches_seven_tokens_down_to_three(matched):
         assert rollout.candidates(0) == [41]
 
 
+@pytest.mark.parametrize("rewards", [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 100.0], [-3.0, 0.0, 0.1]])
+def test_histospecs_probability_is_a_share_of_counts(rewards):
+    """Whatever the rewards' scale: of three responses one goes on with what is drafted."""
+    texts = [[30, 31, 32, 33, 40], [30, 31, 32, 33, 41], [30, 31, 32, 33, 42]]
+    rollout = Rollout(learned(make_drafter("histospec"), A, *texts, rewards=rewards), [A])
+    rollout.say(0, [30, 31, 32, 33])
+    drafts = rollout.propose(0)
+    assert drafts.counts.tolist() == [1]
+    np.testing.assert_allclose(np.exp(drafts.log_probability[0, 0]), 1 / 3.5, rtol=1e-6)
+
+
+def test_histospec_stops_at_the_leaf():
+    """The last drafted tokens occur elsewhere, too; no text is made of two."""
+    texts = [[30, 31, 32, 50, 51, 52], [9, 50, 51, 52, 60, 61]]
+    drafter = learned(make_drafter("histospec", first_window=9), A, *texts)
+    rollout = Rollout(drafter, [A])
+    rollout.say(0, [30, 31, 32])
+    drafts = rollout.propose(0, nodes=12)
+    assert drafts.tokens[0, : drafts.counts[0]].tolist() == [50, 51, 52]
+
+
+def test_histospec_descends_one_subtree():
+    """Behind more than seven drafted tokens, too, the branch is one that followed the whole match."""
+    middle = list(range(60, 70))
+    texts = [[30, 31, 32, *middle, 80, 81], [9, *middle, 90, 91], [8, *middle, 90, 92]]
+    drafter = learned(make_drafter("histospec", first_window=12), A, *texts, rewards=[0.1, 1.0, 1.0])
+    rollout = Rollout(drafter, [A])
+    rollout.say(0, [30, 31, 32])
+    drafts = rollout.propose(0, nodes=12)
+    assert drafts.tokens[0, : drafts.counts[0]].tolist() == [*middle, 80, 81]
+
+
+def test_histospecs_window_fits_into_a_pass():
+    config = SpeculationConfig(drafter="histospec", args={"max_window": 32}, max_drafts=15)
+    with pytest.raises(ConfigError, match=r"speculation.args.max_window: 32 is more than speculation.max_d"):
+        make_drafters(config)
+    make_drafters(config.model_copy(update={"max_drafts": 32}))
+    make_drafters(config.model_copy(update={"args": {}}))
+
+
 @pytest.mark.parametrize(
     ("endings", "rewards", "wanted"),
     [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from drafters import compilation, draft_loops
@@ -82,7 +82,7 @@ class Reference:
         text, match = self.texts[sequence], self.matches[sequence]
         return text if match is None else text[len(text) - match :]
 
-    def all_paths(self, sequence, depth, *, min_match=1, max_match=None, rank="count", novelty=0.5):
+    def all_paths(self, sequence, depth, *, min_match=1, max_match=None, novelty=0.5):
         """Log probability of every path of up to `depth` tokens, and the length of the match."""
         root, limit = self.root_of[sequence], self.max_match or 10**9
         context = self.context(sequence)
@@ -97,7 +97,7 @@ class Reference:
             length, following = self.continuations(root, text, limit)
             if length < min_match:
                 return
-            masses = {t: float(mass[rank == "weight"]) for t, mass in following.items()}
+            masses = {t: float(mass[0]) for t, mass in following.items()}
             total = sum(masses.values()) + novelty
             local = {t: math.log(mass / total) for t, mass in masses.items() if mass > 0}
             for token, value in local.items():
@@ -211,7 +211,6 @@ def test_counts_and_weights_are_those_of_all_substrings(history):
         optional={
             "min_match": st.integers(0, 3),
             "max_match": st.integers(0, 4),
-            "rank": st.just("weight"),
             "novelty": st.sampled_from([0.0, 0.5, 3.0]),
         },
     ),
@@ -253,6 +252,30 @@ def test_a_chain_follows_the_best_child(history, budget):
             path = (*path, token)
             assert expected[path] == max(siblings)
         assert count == budget or not [other for other in expected if other[:-1] == path]
+
+
+@settings(deadline=None, max_examples=200)
+@given(histories(), st.integers(1, 8), st.integers(0, 4))
+def test_by_weight_a_chain_goes_down_one_subtree(history, budget, max_match):
+    """Every token is the heaviest behind the whole match with the path so far."""
+    forest, reference = history
+    assume(reference.max_match is None)
+    for sequence in range(len(reference.texts)):
+        root, context = reference.root_of[sequence], reference.context(sequence)
+        matched, following = reference.continuations(root, context, max_match)
+        options = {"rank": "weight", "min_match": 0, "max_match": max_match}
+        proposals = forest.propose(ints(sequence), ints(budget), 8, **options)
+        tokens = proposals.tokens[0, : proposals.counts[0]].tolist()
+        text, score = context[len(context) - matched :], 0.0
+        for place, token in enumerate(tokens):
+            assert following[token][1] == max(weight for _, weight in following.values())
+            score += math.log(following[token][0] / (sum(count for count, _ in following.values()) + 0.5))
+            assert proposals.log_probability[0, place] == pytest.approx(score, abs=1e-5, rel=1e-4)
+            text = [*text, token]
+            length, following = reference.continuations(root, text, 10**9)
+            if length < len(text):
+                following = {}
+        assert len(tokens) == budget or not following
 
 
 def _one_prompt(*texts: list[int], weights=None) -> tuple[SuffixForest, np.ndarray]:
