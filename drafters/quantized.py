@@ -18,6 +18,7 @@ activations. Further inputs of a quantizer, such as activation statistics, can b
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from drafters.base import DraftRequest, Outcome, Sampled
 from rljax.errors import ConfigError, known_names
 from rljax.kernels.round_to_nearest import base, round_to_nearest
 from rljax.kernels.round_to_nearest.grid import grid, nearest
+from rljax.kernels.tuned import is_tuned
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import Implementation, KernelChoice, require_xla
 from rljax.numerics.quantized import Activations, QuantizedWeight
@@ -196,8 +198,8 @@ class QuantizedArguments(Arguments):
 
     bits: int | None = Field(
         None,
-        description="4 or 8 a weight; null is 8 on a CPU, else 4. 4 reads less memory; 8 is closer to the"
-        " policy, and what a CPU is fast with.",
+        description="4 or 8 a weight; null is 4 on an accelerator with a tuned kernel for it, else 8. 4 reads"
+        " less memory; 8 is closer to the policy, and what a CPU is fast with.",
     )
     quantizer: str = Field(
         "rtn", description="rtn rounds to nearest; clipped takes longer to refresh and is closer at 4 bits."
@@ -212,7 +214,7 @@ class QuantizedDrafter:
     """
 
     def __init__(self, arguments: QuantizedArguments) -> None:
-        bits = arguments.bits or (8 if jax.default_backend() == "cpu" else 4)
+        bits = arguments.bits or _default_bits()
         self.format = default_format(bits)
         self._quantizer = arguments.quantizer
         self._policy = QuantizedPolicy(self.format, self._quantizer)
@@ -252,6 +254,21 @@ class QuantizedDrafter:
     def metrics(self) -> dict[str, float]:
         """Returns `refresh_seconds` of the last refresh, and `draft_bytes`, the rounded weights in bytes."""
         return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
+
+
+def _default_bits() -> int:
+    """Bits of a weight that may pay on this device; a warning where none is known to."""
+    if jax.default_backend() == "cpu":
+        return 8
+    if is_tuned("quantized_product"):
+        return 4
+    warnings.warn(
+        f"speculation.drafter: quantized will hardly pay on {jax.devices()[0].device_kind}: no product of 4"
+        " bits is tuned for it, so 8 bits are used; measure one (scripts/bench_kernels.py --tune) or set the"
+        " drafter's bits",
+        stacklevel=2,
+    )
+    return 8
 
 
 def _quantize_layer(

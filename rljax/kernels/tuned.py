@@ -44,3 +44,9 @@ def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
                 if all(size >= least for size, least in zip(sizes, smallest, strict=True)):
                     chosen = implementations
     return chosen
+
+
+def is_tuned(op: str) -> bool:
+    """Whether some measured entry for an operation is about this process's devices."""
+    kind = jax.devices()[0].device_kind
+    return any(operation == op and kind.startswith(device) for device, operation in TUNED)

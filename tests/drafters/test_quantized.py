@@ -1,12 +1,23 @@
 """Quantized weights: against NumPy, at every size, and what is shared with the policy and what is reused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.quantized import PROJECTIONS, QuantizedPolicy, WeightFormat, clipped, rtn
+from drafters.quantized import (
+    PROJECTIONS,
+    QuantizedArguments,
+    QuantizedDrafter,
+    QuantizedPolicy,
+    WeightFormat,
+    clipped,
+    rtn,
+)
 from rljax.errors import ConfigError
+from rljax.kernels import tuned
 from rljax.models.linear import linear, product
 from rljax.numerics.quantized import dequantize, pack_nibbles, unpack_nibbles
 from rljax.numerics.rows import Numerics
@@ -189,3 +200,30 @@ def test_a_refresh_follows_the_policy_in_the_memory_of_the_one_before():
 def test_what_cannot_be_is_named(fails, message):
     with pytest.raises(ConfigError, match=message):
         fails()
+
+
+class _Device:
+    device_kind = "NVIDIA H100 80GB"
+
+
+@pytest.mark.parametrize(
+    ("backend", "table", "bits", "warns"),
+    [
+        ("cpu", {}, 8, False),
+        ("gpu", {}, 8, True),
+        ("gpu", {("NVIDIA A100", "quantized_product"): []}, 8, True),
+        ("gpu", {("NVIDIA H100", "tree_attention"): []}, 8, True),
+        ("gpu", {("NVIDIA H100", "quantized_product"): []}, 4, False),
+    ],
+)
+def test_four_bits_are_the_default_where_a_kernel_is_tuned(monkeypatch, backend, table, bits, warns):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [_Device()])
+    monkeypatch.setattr(tuned, "TUNED", table)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert QuantizedDrafter(QuantizedArguments()).format.bits == bits
+        assert QuantizedDrafter(QuantizedArguments(bits=4)).format.bits == 4  # a choice is a choice
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == warns
+    assert all("will hardly pay on NVIDIA H100 80GB" in line and "\n" not in line for line in said)
