@@ -76,6 +76,18 @@ class EagleArguments(Arguments):
         description="Host memory for states to train on. At most half is for responses that still run; beyond"
         " it, shorter ones are not trained on, and of finished ones the older are dropped.",
     )
+    previous_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of the training tokens that comes from the step before (TLT's DataBuffer), whose"
+        " long responses are complete. Lower it where the policy moves fast.",
+    )
+    train_every: int = Field(
+        1,
+        ge=1,
+        description="Train in every n-th step only. Raise it where the head keeps up with the policy anyway.",
+    )
     slices: int = Field(
         8,
         ge=0,

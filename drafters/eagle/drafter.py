@@ -127,7 +127,7 @@ class EagleDrafter:
             head_optimizer(arguments.learning_rate),
             rope_table(self._engine.config, arguments.pack_length + training.steps),
             self._slots.numerics,
-            BufferSettings(arguments.buffer_bytes),
+            BufferSettings(arguments.buffer_bytes, previous_share=arguments.previous_share),
             arguments.pack_length,
             arguments.rows,
             arguments.seed,
@@ -294,6 +294,8 @@ class EagleDrafter:
     def train(self) -> bool:
         """Runs one slice; returns False when the slices, the data or the time of this step are used up."""
         if not self._arguments.train or self._slices >= self._arguments.slices:
+            return False
+        if self._step % self._arguments.train_every:
             return False
         if self.train_below > 0 and not self._budget.allows():
             return False

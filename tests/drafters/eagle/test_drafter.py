@@ -73,7 +73,7 @@ def clock(monkeypatch):
 def make(clock, **args):
     drafter = EagleDrafter(EagleArguments(**args))
     drafter._engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
-    drafter._slots, drafter._trainer = Slots(), Trainer(clock)
+    drafter._slots, drafter._trainer, drafter.config = Slots(), Trainer(clock), None
     drafter.refresh(policy())
     return drafter
 
@@ -113,6 +113,28 @@ def test_a_step_is_a_policy(clock):
         each.refresh(policy())  # an evaluation's copy, and then the next step's
         each.refresh(policy())
         assert each._trainer.steps == [1] and int(each.state()["step"]) == 1
+
+
+def test_it_trains_in_every_nth_step(clock):
+    drafter = make(clock, train_below=0, slices=2, train_every=3)
+    slices = []
+    for step in range(7):
+        drafter._step, drafter._slices = step, 0
+        before = drafter._trainer.slices
+        drafter.learn([])
+        slices.append(drafter._trainer.slices - before)
+    assert slices == [2, 0, 0, 2, 0, 0, 2]
+
+
+def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
+    settings = []
+    monkeypatch.setattr(module, "HeadTrainer", lambda *args: settings.append(args[5]))
+    monkeypatch.setattr(module, "rope_table", lambda *args: None)
+    drafter = EagleDrafter(EagleArguments(previous_share=0.25))
+    drafter.config = drafter._engine = drafter._slots = types.SimpleNamespace(config=None, numerics=None)
+    drafter._loaded = {}
+    drafter._make_trainer({})
+    assert settings[0].previous_share == 0.25
 
 
 def visit(counts):
