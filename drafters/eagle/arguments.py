@@ -88,6 +88,12 @@ class EagleArguments(Arguments):
         ge=1,
         description="Train in every n-th step only. Raise it where the head keeps up with the policy anyway.",
     )
+    unread_bytes: int = Field(
+        1 << 26,
+        ge=0,
+        description="Device memory for features of plain decoding until drafts are next asked for. Beyond it"
+        " the head reads the oldest early, which slows plain decoding. Lower it to save memory.",
+    )
     slices: int = Field(
         8,
         ge=0,

@@ -34,6 +34,8 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import tree_cast
 
+_TOTALS = ("absorbed_early", "lost_contexts")  # metrics that count over the run
+
 
 class EagleDrafter:
     """A head that drafts and learns beside the policy.
@@ -60,6 +62,7 @@ class EagleDrafter:
         self._learned = False  # `learn` was called in this step; the next policy begins another step
         self._budget = TimeBudget(arguments.train_share)
         self._last_metrics: dict[str, float] = {}
+        self._totals = dict.fromkeys(_TOTALS, 0)
         self._begin_collecting([])
 
     # -- what it drafts for ----------------------------------------------------------------------------------
@@ -78,7 +81,7 @@ class EagleDrafter:
     def attach(self, engine: DecodeEngine) -> None:
         arguments, most = self._arguments, engine.buckets.max_drafts
         self._engine = engine
-        self._slots = HeadSlots(self.config, engine, max(arguments.depths))
+        self._slots = HeadSlots(self.config, engine, max(arguments.depths), arguments.unread_bytes)
         strategies = []
         for depth in sorted(set(arguments.depths)):
             whole = most_nodes(depth, arguments.top_k)
@@ -167,6 +170,7 @@ class EagleDrafter:
 
     def advance(self, result: DecodeResult) -> None:
         counts = self._slots.advance(result)
+        self._totals["absorbed_early"] += self._slots.make_room()
         self._collect(result.states, counts)
 
     def append(
@@ -174,6 +178,7 @@ class EagleDrafter:
     ) -> None:
         """Empties the slots and does not train on their responses: appended tokens come without features."""
         self._slots.forget(slots)
+        self._totals["lost_contexts"] += len(slots)
         for slot in slots:
             self._drop(self._requests.get(slot))
 
@@ -222,6 +227,7 @@ class EagleDrafter:
             with _saving():
                 self._saver.wait()
         position = {"step": np.asarray(self._step, np.int64), "learned": np.asarray(self._learned)}
+        position |= {name: np.asarray(total, np.int64) for name, total in self._totals.items()}
         if self._trainer is None:  # no rollout yet
             return {} if self._restored is None else position | self._restored
         return position | self._trainer.state()
@@ -229,14 +235,18 @@ class EagleDrafter:
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         state = dict(state)
         self._step, self._learned = int(state.pop("step")), bool(state.pop("learned", False))
+        self._totals = {name: int(state.pop(name, 0)) for name in _TOTALS}
         if self._trainer is None:  # it needs the policy's weights, which come with `refresh`
             self._restored = state
         else:
             self._trainer.load_state(state)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of `HeadTrainer.metrics`, as `head/...`."""
-        return {f"head/{name}": value for name, value in self._last_metrics.items()}
+        """Returns the metrics of `HeadTrainer.metrics` and these totals of the run, as `head/...`:
+        `absorbed_early`, host syncs whose features were absorbed because `unread_bytes` was full, and
+        `lost_contexts`, the number of times that a slot was emptied since appended tokens have no features.
+        """
+        return {f"head/{name}": value for name, value in (self._last_metrics | self._totals).items()}
 
     # -- training --------------------------------------------------------------------------------------------
 

@@ -4,12 +4,13 @@
     slots.start(batch)
     slots.insert(slots.prefill(prefix, prompts), rows, into)
     slots.advance(result)                          # after every pass
+    slots.make_room()
     slots.widen(batch); slots.compact(kept, batch)
     tree = slots.draft(state, strategy)
 
 Every forward pass of the engine hands out the policy's features (`DecodeEngine.hidden_layers`). They are
-absorbed when drafts are next asked for; until then those of the last few results wait. A slot that misses
-features is emptied, and continues with the next ones.
+absorbed when drafts are next asked for, so that the head costs nothing for requests that end before. Until
+then they stay unread in bounded memory; beyond it the oldest are absorbed early, and nothing is lost.
 
 Programs are in the engine's pool: shapes are rounded up, and all programs are compiled before the first
 rollout, counted, and kept for the next process.
@@ -45,7 +46,6 @@ from rljax.numerics.rows import Numerics
 
 _WIDTHS = (2, 4, 8, 16, 64)
 """Numbers of tokens a slot that are absorbed at once; each compiles a program."""
-_WAITING = 4  # results whose features are kept until drafts are asked for
 
 
 class HeadSlots:
@@ -55,18 +55,22 @@ class HeadSlots:
       config: the head's shape.
       engine: the engine; its shapes, sampling distribution, verification rule and pool are used, too.
       deepest: depth of the deepest tree that will be drafted.
+      unread_bytes: limit for the unread features, on the device.
 
     Attributes:
       numerics: the policy's, without row invariance, which drafts do not need.
+      unread_bytes: see the arguments.
     """
 
-    def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int) -> None:
+    def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int, unread_bytes: int = 0) -> None:
+        self.unread_bytes = unread_bytes
         self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype)
         self._engine = engine
         self._length = engine.buckets.cache[-1]
         self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
         self._key = (config, self.numerics, len(self._rope))
-        self._visits: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
+        self._unread: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
+        self._unread_size = 0  # bytes of the features in it
 
     def use(self, params: Params, shared: Params) -> None:
         """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
@@ -75,7 +79,8 @@ class HeadSlots:
     def start(self, batch: int) -> None:
         """Begins with `batch` empty slots."""
         self._state = self._empty(batch, self._length)
-        self._visits.clear()
+        self._unread.clear()
+        self._unread_size = 0
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
         """Returns the state after the prompts' pairs: every token but the first, with the features before."""
@@ -88,16 +93,14 @@ class HeadSlots:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Empties `slots` until they sample again."""
-        for _, _, counts in self._visits:
-            counts[list(slots)] = 0
+        self._skip(slots)
         missed = np.zeros(len(self._state.lengths), bool)
         missed[list(slots)] = True
         self._forget(missed)
 
     def insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Inserts prefilled row rows[i] into slot slots[i]."""
-        for _, _, counts in self._visits:  # they belong to earlier requests
-            counts[list(slots)] = 0
+        self._skip(slots)
         batch = len(self._state.lengths)
         from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
         from_[: len(rows)], into[: len(slots)] = rows, slots
@@ -107,13 +110,20 @@ class HeadSlots:
     def advance(self, result: DecodeResult) -> np.ndarray:
         """Keeps the features of sampled tokens; returns their number in every slot, int32 [B]."""
         counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
-        self._visits.append((result.states, np.maximum(result.tokens, 0), counts.copy()))
-        if len(self._visits) > _WAITING:
-            self._forget(self._visits.popleft()[2] > 0)
+        self._unread.append((result.states, np.maximum(result.tokens, 0), counts.copy()))
+        self._unread_size += result.states.nbytes
         return counts
+
+    def make_room(self) -> int:
+        """Absorbs the oldest features beyond `unread_bytes`; returns the number of their host syncs."""
+        absorbed = 0
+        while self._unread_size > self.unread_bytes:
+            absorbed += self._absorb_oldest()
+        return absorbed
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         """Keeps only `slots`, in that order, in a state of `batch` slots."""
+        self._skip(sorted(set(range(len(self._state.lengths))) - set(slots)))
         self._catch_up()
         taken = np.zeros(batch, np.int32)
         taken[: len(slots)] = slots
@@ -160,8 +170,8 @@ class HeadSlots:
             for prefix_state in prefilled:
                 self.insert(prefix_state, [], [])
             self._forget(np.zeros(batch, bool))
-            visits = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
-            for tokens in {self._engine.decode_steps_per_sync} | visits:
+            passes = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
+            for tokens in {self._engine.decode_steps_per_sync} | passes:
                 handed_out = jnp.zeros((batch, tokens, *states.shape[2:]), states.dtype)
                 nothing = np.zeros((batch, tokens), np.int32)
                 for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
@@ -197,13 +207,24 @@ class HeadSlots:
         shapes = (len(self._state.lengths), len(taken))
         self._state = self._run("compact", shapes, _take, self._state, taken, donate=())
 
+    def _skip(self, slots: Sequence[int]) -> None:
+        """Skips the unread features of requests that have left `slots`."""
+        for _, _, counts in self._unread:
+            counts[list(slots)] = 0
+
     def _catch_up(self) -> None:
-        while self._visits:
-            states, tokens, counts = self._visits.popleft()
-            for start in range(0, int(counts.max()), _WIDTHS[-1]):
-                left = np.clip(counts - start, 0, _WIDTHS[-1])
-                width = next(width for width in _WIDTHS if width >= left.max())
-                self._state = self._absorb(self._state, *self._window(states, tokens, start, width), left)
+        while self._unread:
+            self._absorb_oldest()
+
+    def _absorb_oldest(self) -> bool:
+        """Absorbs the features of the oldest host sync; returns False if no request needs them any more."""
+        states, tokens, counts = self._unread.popleft()
+        self._unread_size -= states.nbytes
+        for start in range(0, int(counts.max()), _WIDTHS[-1]):
+            left = np.clip(counts - start, 0, _WIDTHS[-1])
+            width = next(width for width in _WIDTHS if width >= left.max())
+            self._state = self._absorb(self._state, *self._window(states, tokens, start, width), left)
+        return bool(counts.any())
 
     def _window(self, states: Array, tokens: np.ndarray, start: int, width: int) -> tuple[Array, np.ndarray]:
         """Returns `width` positions of features and tokens, from `start` on."""

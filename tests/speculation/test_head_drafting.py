@@ -111,7 +111,7 @@ def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
-    """Whatever lengths and batches come about, plain visits in between included."""
+    """Whatever lengths and batches come about, plain stretches in between included."""
     speculator = make_speculator()
     longest = max(len(request.prompt_ids) for request in requests)
     speculator.engine.warm_up(params, SLOTS, longest, late_inserts=overlap)
@@ -123,7 +123,7 @@ def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
     promise = proposer.promise
     proposer.promise = lambda *of: (
         promise(*of) if next(turns) // 8 % 2 else 0.0
-    )  # eight plain visits in a row
+    )  # eight plain host syncs in a row
     before = POOL.compilations
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
@@ -219,9 +219,9 @@ def test_training_takes_no_more_of_a_rollout_than_it_may(params, requests):
     assert all_of_them.drafters["eagle"]._trainer.updates == 9
 
 
-def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected):
-    """Long plain stretches in which nobody asks it: more visits than it keeps."""
-    speculator = make_speculator(slices=0)
+@pytest.mark.parametrize("memory", [{}, {"unread_bytes": 0}])
+def test_long_plain_stretches_do_not_change_tokens(params, requests, expected, memory):
+    speculator = make_speculator(slices=0, **memory)
     turns = itertools.cycle([True, *[False] * 9])
     (proposer,) = speculator.proposers
     promise = proposer.promise
@@ -229,10 +229,41 @@ def test_a_head_that_missed_visits_goes_on_from_there(params, requests, expected
     completions, statistics = roll_out(speculator, params, requests)
     assert_same(completions, expected)
     assert 0 < statistics.verified < statistics.steps
+    assert (speculator.metrics(statistics)["speculation/head/absorbed_early"] > 0) == bool(memory)
+
+
+@pytest.mark.parametrize(
+    ("memory", "early"), [({}, 0), ({"unread_bytes": 0}, 8), ({"unread_bytes": "three syncs"}, 5)]
+)
+def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params, memory, early):
+    """Nothing is forgotten, whatever memory the unread features have."""
+    prompts, trees, syncs = [(5, 6, 7), (9, 2)], {}, 8
+    for asked in (True, False):
+        speculator = make_speculator(slices=0)
+        head, engine = speculator.drafters["eagle"], speculator.engine
+        head.refresh(params)
+        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+        state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
+        head.start(2)
+        prefix = engine.prefill(params, prompts)
+        state = engine.bulk_insert(prefix, state, placed)
+        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        for _ in range(syncs):
+            state, result = engine.generate(params, state, 2)
+            if memory and not asked:
+                room = memory["unread_bytes"] and 3 * result.states.nbytes
+                head._slots.unread_bytes = room
+            head.advance(result)
+            tree = head.draft(state, head.strategies[-1]) if asked else None
+        absorbed = head.metrics()["head/absorbed_early"]
+        assert absorbed == (0 if asked else early)
+        trees[asked] = tree if asked else head.draft(state, head.strategies[-1])
+    assert result.active[0] and trees[True].tree.valid[0].all()  # the other one has ended on the way
+    jax.tree.map(np.testing.assert_array_equal, trees[True], trees[False])
 
 
 def test_in_a_wider_state_slots_draft_as_before(params, requests):
-    """What the last visit sampled included; the new slots know nothing."""
+    """What the last host sync sampled included; the new slots know nothing."""
     speculator, trees = make_speculator(), []
     head, engine, prompts = speculator.drafters["eagle"], speculator.engine, [(5, 6, 7), (9, 2)]
     head.refresh(params)

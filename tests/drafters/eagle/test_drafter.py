@@ -55,10 +55,13 @@ class Slots:
     def insert(self, *of):
         pass
 
-    use = insert
+    use = forget = insert
 
     def advance(self, result):
         return result.counts
+
+    def make_room(self):
+        return 2
 
 
 @pytest.fixture
@@ -157,6 +160,18 @@ def test_responses_that_run_count_against_the_buffer(clock):
     tokens = np.zeros((3, 5), np.int32)
     drafter.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
     assert drafter._trainer.lengths == [7, 5] and drafter._trainer.reserved == 0
+
+
+def test_contexts_are_counted_over_the_run(clock):
+    drafter = make(clock)
+    drafter.begin([])
+    drafter.advance(visit([1, 0]))
+    drafter.append([0, 1], [4, 4], np.zeros((2, 1), np.int32), np.ones(2, np.int32))
+    resumed = make(clock)
+    resumed.load_state(drafter.state())
+    resumed.advance(visit([1, 0]))
+    assert resumed.metrics()["head/absorbed_early"] == 4
+    assert resumed.metrics()["head/lost_contexts"] == 2
 
 
 @pytest.mark.parametrize("last", [False, True])
