@@ -34,7 +34,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import tree_cast
 
-_TOTALS = ("absorbed_early", "lost_contexts")  # metrics that count over the run
+_TOTALS = ("absorbed_early", "lost_contexts", "dropped_running")  # metrics that count over the run
 
 
 class EagleDrafter:
@@ -243,8 +243,9 @@ class EagleDrafter:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of `HeadTrainer.metrics` and these totals of the run, as `head/...`:
-        `absorbed_early`, host syncs whose features were absorbed because `unread_bytes` was full, and
-        `lost_contexts`, the number of times that a slot was emptied since appended tokens have no features.
+        `absorbed_early`, host syncs whose features were absorbed because `unread_bytes` was full;
+        `lost_contexts`, the number of times that a slot was emptied since appended tokens have no features;
+        `dropped_running`, running responses that are not trained on, since `buffer_bytes` had no room.
         """
         return {f"head/{name}": value for name, value in (self._last_metrics | self._totals).items()}
 
@@ -283,6 +284,7 @@ class EagleDrafter:
             shortest = min(self._sizes, key=self._sizes.__getitem__)
             running -= self._sizes[shortest]
             self._drop(shortest)
+            self._totals["dropped_running"] += 1
         self._trainer.reserve(running)
 
     def _collect(self, states: Array, counts: np.ndarray) -> None:

@@ -262,6 +262,31 @@ def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params,
     jax.tree.map(np.testing.assert_array_equal, trees[True], trees[False])
 
 
+def test_a_new_request_has_nothing_of_the_one_before_it(params):
+    """Unread features of a request that has left its slot are skipped."""
+    first, second, trees = [(5, 6, 7), (9, 2)], [(8, 3, 4, 1)], []
+    for asked in (True, False):
+        speculator = make_speculator(slices=0)
+        head, engine = speculator.drafters["eagle"], speculator.engine
+        head.refresh(params)
+        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in first + second])
+        state = engine.init_state(2, 128)
+        head.start(2)
+        for prompts, slots in ((first, [0, 1]), (second, [0])):
+            placed = [Assignment(row, slot, request_key(slot), 50) for row, slot in enumerate(slots)]
+            prefix = engine.prefill(params, prompts)
+            state = engine.bulk_insert(prefix, state, placed)
+            head.insert(head.prefill(prefix, prompts), placed, slots)
+            for _ in range(2):
+                state, result = engine.generate(params, state, 2)
+                head.advance(result)
+                if asked:
+                    head.draft(state, head.strategies[-1])
+        trees.append(head.draft(state, head.strategies[-1]))
+    assert result.active.all() and trees[0].tree.valid.all()
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
 def test_in_a_wider_state_slots_draft_as_before(params, requests):
     """What the last host sync sampled included; the new slots know nothing."""
     speculator, trees = make_speculator(), []

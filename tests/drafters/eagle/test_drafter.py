@@ -154,8 +154,10 @@ def test_responses_that_run_count_against_the_buffer(clock):
     assert drafter._trainer.reserved == 6 * TOKEN
     drafter.advance(visit([4, 1, 1]))
     assert drafter._trainer.reserved == 12 * TOKEN
+    assert drafter.metrics()["head/dropped_running"] == 0
     drafter.advance(visit([1, 1, 2]))
     assert drafter._trainer.reserved == 12 * TOKEN  # 7 of the first, 5 of the third
+    assert drafter.metrics()["head/dropped_running"] == 1
     counts, ended = np.asarray([5, 2, 3], np.int32), np.ones(3, bool)
     tokens = np.zeros((3, 5), np.int32)
     drafter.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
