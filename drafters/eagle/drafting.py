@@ -11,9 +11,9 @@ normalised, it can be multiplied along a path and compared between branches. Wit
 
 **The cache.** Entry i of a slot is pair i (see `model.py`), from features of verified tokens. Drafting reads
 the cache and does not write it: the entries of draft nodes live in separate arrays, so that no provisional
-entry has to be hidden or corrected. `absorb` appends verified pairs. A head may begin late (speculation
-switched on in the middle of a response): it then knows no earlier pairs, and its positions count from its
-first pair, since RoPE depends on differences of positions only.
+entry has to be hidden or corrected. `absorb` appends verified pairs. A head may begin in the middle of
+a response (behind appended tokens, which come without features): it then knows no earlier pairs, and its
+positions count from its first pair, since RoPE depends on differences of positions only.
 
     state = empty_state(config, batch, length, dtype)
     state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
