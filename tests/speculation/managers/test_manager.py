@@ -9,7 +9,7 @@ import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.decoding import SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -130,6 +130,28 @@ def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(pa
         state, speculator = speculator.state(), make()  # the run goes on in another process
         speculator.load_state(state)
     assert depths == [2, 2, 2, 2, 2, 7]
+
+
+def decisions_of_a_toggle(**keys):
+    """Draft lengths after two steps of each acceptance, and whether a predicted speed-up of 1.2 is enough."""
+    config = SpeculationConfig(
+        drafter="quantized", choice="roofline", max_drafts=BUCKETS.max_drafts, toggle=ToggleConfig(**keys)
+    )
+    choice = strategy_choice(config, 0, toggled().roofline)
+    manager = choice.manager([SimpleNamespace(verified=np.zeros(2, np.int64))], BUCKETS, CHEAP, SLOTS)
+    lengths = [manager._schedule.length, *map(manager._schedule.update, (0.96, 0.96, 0.89, 0.89, 0.5, 0.5))]
+    manager._toggle.predicted = lambda *shape: 1.2
+    return lengths, manager._toggle(1, 128, 0.9).on
+
+
+def test_every_key_of_the_toggle_changes_a_decision():
+    assert decisions_of_a_toggle() == ([5, 5, 7, 7, 7, 7, 5], True)
+    assert decisions_of_a_toggle(margin=0.3) == ([5, 5, 7, 7, 7, 7, 5], False)
+    assert decisions_of_a_toggle(lengths=(2, 3, 6, 8)) == ([2, 2, 3, 3, 3, 3, 2], True)
+    assert decisions_of_a_toggle(first=7) == ([7, 7, 7, 7, 7, 7, 5], True)
+    assert decisions_of_a_toggle(alpha_up=0.97) == ([5, 5, 5, 5, 5, 5, 5], True)
+    assert decisions_of_a_toggle(alpha_down=0.9) == ([5, 5, 7, 7, 5, 5, 5], True)
+    assert decisions_of_a_toggle(patience=1) == ([5, 7, 7, 7, 7, 5, 5], True)
 
 
 @pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
