@@ -19,17 +19,17 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.device_proposers import DeviceProposer
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers.papers import bandit_manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.policy_costs import policy_costs
 from rljax.speculation.managers.papers.roofline import Roofline
 from rljax.speculation.managers.papers.roofline_manager import RooflineManager
-from rljax.speculation.managers.papers.toggle import Verdict
+from rljax.speculation.managers.papers.toggle import Toggle, Verdict
 from rljax.speculation.managers.selection import StrategyChoice, strategy_choice
-from rljax.speculation.pass_choice import best_rows
-from rljax.speculation.pass_record import PassRecord
+from rljax.speculation.pass_choice import Candidates, Choice, best_rows
+from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
@@ -138,7 +138,7 @@ def decisions_of_a_toggle(**keys):
         drafter="quantized", choice="roofline", max_drafts=BUCKETS.max_drafts, toggle=ToggleConfig(**keys)
     )
     choice = strategy_choice(config, 0, toggled().roofline)
-    manager = choice.manager([SimpleNamespace(verified=np.zeros(2, np.int64))], BUCKETS, CHEAP, SLOTS)
+    manager = choice.manager([SimpleNamespace(name="quantized")], BUCKETS, CHEAP, SLOTS)
     lengths = [manager._schedule.length, *map(manager._schedule.update, (0.96, 0.96, 0.89, 0.89, 0.5, 0.5))]
     manager._toggle.predicted = lambda *shape: 1.2
     return lengths, manager._toggle(1, 128, 0.9).on
@@ -543,12 +543,52 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
             asked.append(shape)
             return Verdict(False, "off")
 
-    proposer = SimpleNamespace(verified=np.zeros(2, np.int64), acceptance=0.9)
+    proposer = SimpleNamespace(acceptance=0.9)
     one = RooflineManager(proposer, BUCKETS, CHEAP, Asked(), DraftLengthSchedule())
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
     _, choice = one.choose(state, active_slots(2, standing_by=1), None)
     assert asked == [(2, 256, 0.9, 1)]
     assert choice.plain_rate == choice.expected_rate == 3.0  # a plain step takes a second
+
+
+def length_after_a_step(right, verified, accepted):
+    """The draft length, 5 at first and 7 or 9 at most, after a training step with these chains.
+
+    Args:
+      right, verified: number of right drafts and of verified drafts of each chain.
+      accepted: how many of them a kept token came from.
+    """
+    proposer = SelfProposer("quantized", SimpleNamespace(), None, None)
+    schedule = DraftLengthSchedule((5, 7, 9), first=7, patience=1)
+    toggle = Toggle(toggled().roofline, 7)
+    manager = RooflineManager(proposer, BUCKETS, CHEAP, toggle, schedule)
+    manager.begin(True, 0)
+    nodes = np.zeros((len(right), 7), np.int32)
+    parents = nodes + np.arange(-1, 6)
+    proposal = Proposal(proposer, nodes, parents, nodes == 0, nodes + 1.0, nodes, 0.0)
+    counts = (np.asarray(each)[:, None] for each in (verified, accepted, right))
+    fate = VerifiedNodes(*(np.arange(7) < each for each in counts))
+    proposal.credit(fate.verified, fate.correct)
+    slots = active_slots(len(right))
+    candidates = Candidates.from_nodes(proposal.usable, proposal.probability, slots.current)
+    choice = Choice.verify(proposal, candidates, 32, "", expected_rate=0.0, plain_rate=0.0)
+    manager.record(PassRecord(choice, 4, len(right), 0, 1.0, requests=slots.requests, nodes=fate))
+    manager.begin(True, 1)
+    return manager._schedule.length
+
+
+def test_chains_that_were_cut_short_count_as_far_as_they_went():
+    # Whole chains, by the share that was accepted: 5 or 6 of 7, 6 or 7 of 7, all.
+    assert length_after_a_step([5, 6], [7, 7], [5, 6]) == 5
+    assert length_after_a_step([6, 7], [7, 7], [6, 7]) == 7
+    assert length_after_a_step([7, 7], [7, 7], [7, 7]) == 9
+    # The second response ended with its second draft, which was right: the five behind it were not rejected.
+    assert length_after_a_step([7, 2], [7, 7], [7, 1]) == 9
+    # The second draft was wrong in the token that ended the response.
+    assert length_after_a_step([7, 1], [7, 7], [7, 1]) == 5
+    # Passes with room for two drafts: 92.5 % of them are right, but only 82 % would be in chains of seven.
+    right = [2] * 90 + [1] * 5 + [0] * 5
+    assert length_after_a_step(right, [2] * 100, right) == 5
 
 
 def test_levels_that_had_no_room_in_a_pass_are_not_refused():

@@ -11,7 +11,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.device_proposers import SelfProposer
-from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
+from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule, StepAcceptance
 from rljax.speculation.managers.papers.toggle import Toggle
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_record import PassRecord
@@ -43,23 +43,14 @@ class RooflineManager:
         self._toggle, self._schedule = toggle, schedule
         self._training = False  # the last rollout was one of training
         self._step = -1  # the last training step
-        self._counted = proposer.verified.copy()  # drafts verified and accepted, up to the last rollout
-        self._step_drafts = np.zeros(2, np.int64)  # drafts verified and accepted in the last training step
+        self._step_acceptance = StepAcceptance()  # of the last training step
 
     def begin(self, training: bool, step: int) -> None:
-        self._count()
         if training and step != self._step:
-            drafted, accepted = self._step_drafts.tolist()
-            self._schedule.update(accepted / drafted if drafted else None)
-            self._step_drafts, self._step = np.zeros(2, np.int64), step
+            self._schedule.update(self._step_acceptance.share(self._schedule.length))
+            self._step_acceptance, self._step = StepAcceptance(), step
         self._training = training
         self._toggle.begin(chain=self._schedule.length)
-
-    def _count(self) -> None:
-        """Adds the drafts of the rollout that is over to its step, if it was one of training."""
-        if self._training:
-            self._step_drafts = self._step_drafts + self._proposer.verified - self._counted
-        self._counted = self._proposer.verified.copy()
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
@@ -95,17 +86,34 @@ class RooflineManager:
         )
 
     def record(self, record: PassRecord) -> None:
-        """Does nothing: the proposer counts what was accepted."""
+        if record.nodes is None or not self._training:
+            return
+        self._step_acceptance.add(*judged_drafts(record))
 
     def state(self) -> dict[str, np.ndarray]:
-        self._count()  # checkpoints are made between rollouts
-        drafts = np.asarray([self._step, *self._step_drafts], np.int64)
-        return self._schedule.state() | {"toggle_step": drafts}
+        step = {
+            "toggle_step": np.asarray([self._step], np.int64),
+            "toggle_acceptance": self._step_acceptance.state(),
+        }
+        return self._schedule.state() | step
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._schedule.load_state(state)
         if "toggle_step" in state:
-            self._step, *step_drafts = state["toggle_step"].tolist()
-            self._step_drafts = np.asarray(step_drafts, np.int64)
+            self._step = int(state["toggle_step"][0])
+        if "toggle_acceptance" in state:
+            self._step_acceptance.load_state(state["toggle_acceptance"])
         names = self.state().keys()
         return {name: array for name, array in state.items() if name not in names}
+
+
+def judged_drafts(record: PassRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of drafts of each slot that a verifying pass judged, and how many were right: int64 [n] each.
+
+    A level is judged if the level above was right and the response went on behind that.
+    """
+    nodes = record.nodes
+    kept = nodes.accepted.sum(axis=1)
+    judged, taken = record.choice.proposal.judged(nodes.verified, nodes.correct)
+    # Where a response ends with a right draft, its last token is not counted as accepted.
+    return np.where(taken > kept, kept + 1, judged), np.minimum(taken, kept + 1)
