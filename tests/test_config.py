@@ -288,9 +288,10 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             "speculation.choice: fixed needs one strategy in speculation.strategies, got 0",
         ),
         (
-            ["speculation.drafter=srt", "speculation.choice=roofline"],
-            "speculation.choice: roofline needs speculation.drafter: quantized, alone",
+            ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=roofline"],
+            "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no",
         ),
+        (["speculation.choice=roofline"], "speculation.choice: roofline switches one drafter on and off"),
         (
             ["speculation.toggle.lengths=[5, 5]"],
             "speculation.toggle.lengths: [5, 5] should be ascending",

@@ -270,7 +270,7 @@ class SpeculationConfig(Section):
         "expected",
         description="How the manager chooses drafter and draft length: expected, before every pass, by the"
         " tokens per second predicted from acceptance and times so far; bandit, by a bandit over"
-        " strategies (TLT's BEG-MAB); roofline, with the quantized drafter, by"
+        " strategies (TLT's BEG-MAB); roofline, with one drafter, by"
         " EfficientRollout's roofline and draft length schedule; ladder, by SpecActor's draft"
         " ladder, once per rollout and again for its stragglers; fixed, always the one strategy"
         " of speculation.strategies. Set fixed to measure the worth of choosing.",
@@ -364,8 +364,11 @@ class SpeculationConfig(Section):
                 f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
                 f" {len(self.strategies)}"
             )
-        if self.choice == "roofline" and (self.drafter != "quantized" or self.others):
-            raise ValueError("speculation.choice: roofline needs speculation.drafter: quantized, alone")
+        if self.choice == "roofline" and (self.drafter is None or self.others):
+            raise ValueError(
+                "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and"
+                " no speculation.others"
+            )
         first = self.toggle.first
         if self.choice == "roofline" and first is not None and first > self.max_drafts:
             raise ValueError(

@@ -44,6 +44,11 @@ class _OnDevice:
         self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
 
+    @property
+    def acceptance(self) -> float:
+        """Probability that a draft is accepted, given that its predecessors are."""
+        return self._acceptance.rate
+
     def refresh(self, params: Params) -> None:
         ask(self.name, self.drafter, "refresh", params)
 
@@ -76,11 +81,6 @@ class SelfProposer(_OnDevice):
     def refresh(self, params: Params) -> None:
         super().refresh(params)
         self._start = WorthStarting()
-
-    @property
-    def acceptance(self) -> float:
-        """Probability that a draft is accepted, given that its predecessors are."""
-        return self._acceptance.rate
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         draft_params = ask(self.name, self.drafter, "draft_params")

@@ -15,7 +15,7 @@ from rljax.speculation.managers.papers.bandit_manager import BanditManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.ladder_manager import LadderManager
 from rljax.speculation.managers.papers.roofline import Roofline
-from rljax.speculation.managers.papers.roofline_manager import RooflineManager
+from rljax.speculation.managers.papers.roofline_manager import RooflineManager, drafting_seconds
 from rljax.speculation.managers.papers.toggle import Toggle
 from rljax.speculation.pass_choice import RowsChoice, best_rows
 from rljax.speculation.pass_times import PassTimes
@@ -69,7 +69,8 @@ class StrategyChoice:
                 settings.alpha_down,
                 settings.patience,
             )
-            toggle = Toggle(self.roofline, schedule.length, settings.margin, buckets)
+            drafting = drafting_seconds(proposer, times)
+            toggle = Toggle(self.roofline, schedule.length, settings.margin, buckets, drafting)
             return RooflineManager(proposer, buckets, times, toggle, schedule)
         if self.by == "fixed":
             (strategy,) = self.strategies

@@ -11,6 +11,7 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
 from rljax.config.decoding import SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
@@ -20,7 +21,8 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
-from rljax.speculation.managers.papers import bandit_manager
+from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.papers import bandit_manager, roofline_manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.policy_costs import policy_costs
@@ -132,13 +134,113 @@ def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(pa
     assert depths == [2, 2, 2, 2, 2, 7]
 
 
+class Head:
+    """A drafter that is trained, as far as a manager looks, with trees of these depths."""
+
+    train_below, trained = 0, False
+    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
+
+    def __init__(self, depths=(2,)):
+        self.strategies = tuple(DraftStrategy(depth, 2, depth) for depth in depths)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A smaller policy's directory."""
+    path = tmp_path_factory.mktemp("small_model")
+    small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    save_model(path, small, init_params(small, 1), "float32")
+    return str(path)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["srt", "suffix_decoding", "eagle", "small_model", "quantized"])
+def test_the_roofline_gates_any_drafter(params, requests, expected, small_model, drafter, overlap):
+    """Where it always pays, every drafter is switched on; where it never does, none. The tokens stay."""
+    arguments = {
+        "eagle": {"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        "small_model": {"path": small_model},
+    }
+    never = dataclasses.replace(toggled(), toggle=ToggleConfig(margin=100.0))
+    for choice, switched_on in ((toggled(), True), (never, False)):
+        speculator = make_speculator((drafter,), choice, **arguments)
+        for step in range(2):
+            own = [dataclasses.replace(each, step=step) for each in requests]
+            completions, statistics = roll_out(speculator, params, own, overlap)
+            assert_same(completions, expected)
+            learn(speculator, own, completions)
+        assert (statistics.verified > 0) == switched_on
+        again = make_speculator((drafter,), choice, **arguments)
+        again.load_state(speculator.state())
+        for name, array in speculator.manager.state().items():
+            np.testing.assert_array_equal(again.manager.state()[name], array)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "seconds", "on"),
+    [
+        (HostProposer("srt", None, None), 1e9, True),  # drafting on the host costs nothing
+        (SelfProposer("quantized", None, None, None), 1e9, True),  # the roofline knows its time
+        (DeviceProposer("small_model", Head((3, 7)), None, None), 0.1, True),
+        (DeviceProposer("small_model", Head((3, 7)), None, None), 1e9, False),  # measured
+    ],
+    ids=["host", "self", "fast", "slow"],
+)
+def test_the_roofline_gates_by_the_time_of_drafting(proposer, seconds, on):
+    manager = toggled().manager([proposer], BUCKETS, FixedTimes({}, seconds), SLOTS)
+    manager.begin(True, 0)
+    assert manager._toggle(2, 128, 0.9).on == on
+    # The draft length is 5: a tree of that depth, or the one with the nearest.
+    assert (
+        manager._strategy(5)
+        == {
+            "srt": Strategy(5, 5, 5, "srt"),
+            "quantized": Strategy(5, 1, 5, "quantized"),
+            "small_model": Strategy(3, 2, 3, "small_model"),
+        }[proposer.name]
+    )
+
+
+def test_the_roofline_waits_for_a_head_that_is_not_trained():
+    proposer = DeviceProposer("eagle", Head((3,)), None, None)
+    manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=128))
+    manager.begin(True, 0)
+    _, choice = manager.choose(state, active_slots(4), None)
+    assert (choice.rows, choice.reason) == (0, "eagle is not trained yet")
+
+
+def test_a_drafter_on_the_host_that_knows_nothing_further_has_missed(monkeypatch):
+    """A pass brings no more tokens than with a wrong draft, and that is what the roofline is asked with."""
+    proposer = HostProposer("srt", None, None)
+    manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
+    manager.begin(True, 0)
+    # Drafts: five, two, none and five, of which a pass had room for three. All are right.
+    drafted, verified = np.asarray([5, 2, 0, 5])[:, None], np.asarray([5, 2, 0, 3])[:, None]
+    nodes = np.zeros((4, 5), np.int32)
+    usable, kept = np.arange(5) < drafted, np.arange(5) < verified
+    proposal = Proposal(proposer, nodes, nodes + np.arange(-1, 4), usable, nodes + 1.0, nodes, 0.0)
+    candidates = Candidates.from_nodes(usable, proposal.probability, np.ones(4, bool))
+    choice = Choice.verify(proposal, candidates, 32, "", expected_rate=0.0, plain_rate=0.0)
+    fate = VerifiedNodes(kept, kept, kept)
+    manager.record(PassRecord(choice, 4, 4, 14, 1.0, requests=np.arange(4), nodes=fate))
+    assert manager.state()["toggle_chains"].tolist() == [12, 10]
+    # Nothing at all for two slots.
+    nothing = SimpleNamespace(rows=0, seconds=1.0)
+    monkeypatch.setattr(roofline_manager, "draft", lambda proposer, strategy, state, *_: (state, nothing))
+    state = SimpleNamespace(batch=2, cache=SimpleNamespace(length=128))
+    _, choice = manager.choose(state, active_slots(2), None)
+    assert choice.rows == 0 and choice.reason.startswith("srt had nothing to verify (on since")
+    assert manager.state()["toggle_chains"].tolist() == [14, 10]
+
+
 def decisions_of_a_toggle(**keys):
     """Draft lengths after two steps of each acceptance, and whether a predicted speed-up of 1.2 is enough."""
     config = SpeculationConfig(
         drafter="quantized", choice="roofline", max_drafts=BUCKETS.max_drafts, toggle=ToggleConfig(**keys)
     )
     choice = strategy_choice(config, 0, toggled().roofline)
-    manager = choice.manager([SimpleNamespace(name="quantized")], BUCKETS, CHEAP, SLOTS)
+    manager = choice.manager([SelfProposer("quantized", None, None, None)], BUCKETS, CHEAP, SLOTS)
     lengths = [manager._schedule.length, *map(manager._schedule.update, (0.96, 0.96, 0.89, 0.89, 0.5, 0.5))]
     manager._toggle.predicted = lambda *shape: 1.2
     return lengths, manager._toggle(1, 128, 0.9).on
@@ -497,13 +599,6 @@ def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from(
     assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
 
 
-class Head:
-    """A drafter that is trained, as far as a manager looks."""
-
-    train_below, trained = 0, False
-    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
-
-
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     """And the time of a pass is for the half that waits for it, too."""
     head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
@@ -543,7 +638,7 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
             asked.append(shape)
             return Verdict(False, "off")
 
-    proposer = SimpleNamespace(acceptance=0.9)
+    proposer = SimpleNamespace(acceptance=0.9, drafter=None)
     one = RooflineManager(proposer, BUCKETS, CHEAP, Asked(), DraftLengthSchedule())
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
     _, choice = one.choose(state, active_slots(2, standing_by=1), None)
