@@ -288,8 +288,33 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             "speculation.choice: fixed needs one strategy in speculation.strategies, got 0",
         ),
         (
-            ["speculation.drafter=srt", "speculation.choice=roofline"],
-            "speculation.choice: roofline needs speculation.drafter: quantized, alone",
+            ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=roofline"],
+            "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no",
+        ),
+        (["speculation.choice=roofline"], "speculation.choice: roofline switches one drafter on and off"),
+        (
+            ["speculation.toggle.lengths=[5, 5]"],
+            "speculation.toggle.lengths: [5, 5] should be ascending",
+        ),
+        (["speculation.toggle.lengths=[]"], "speculation.toggle.lengths: "),
+        (
+            ["speculation.toggle.first=6"],
+            "speculation.toggle.first: 6 is none of lengths [5, 7, 9, 11]",
+        ),
+        (
+            ["speculation.toggle.alpha_down=0.95"],
+            "speculation.toggle.alpha_down: 0.95 should be less than alpha_up 0.94",
+        ),
+        (["speculation.toggle.patience=0"], "speculation.toggle.patience: should be greater than"),
+        (["speculation.toggle.margin=-0.1"], "speculation.toggle.margin: should be greater than"),
+        (
+            [
+                "speculation.drafter=quantized",
+                "speculation.choice=roofline",
+                "speculation.max_drafts=7",
+                "speculation.toggle.first=9",
+            ],
+            "speculation.toggle.first: 9 is more than speculation.max_drafts 7",
         ),
         (
             ["speculation.drafter=eagle", "mesh.data=2"],

@@ -1,5 +1,6 @@
 """Keys of decoding: sampling, the decode engine, its kernels, and speculation."""
 
+import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -185,6 +186,64 @@ class KernelsConfig(Section):
     )
 
 
+class ToggleConfig(Section):
+    """EfficientRollout's toggle and patience ladder, with choice: roofline; the defaults are the paper's
+    (sections 3.2, 3.3 and 4.1)."""
+
+    margin: float = Field(
+        0.05,
+        ge=0,
+        description="By how much speculation must be predicted to be faster before it is switched on"
+        " (epsilon). Raise it where the roofline promises more than the log shows; 0 starts earliest.",
+    )
+    lengths: Buckets = Field(
+        (5, 7, 9, 11),
+        min_length=1,
+        description="Draft lengths of the patience ladder, ascending (Gamma); those above"
+        " speculation.max_drafts are left out. Set shorter ones where few drafts are accepted, a single one"
+        " for a fixed length.",
+    )
+    first: Count | None = Field(
+        None,
+        description="Draft length of the first training step (gamma_0), one of lengths; null is the shortest."
+        " Raise it where the drafter is known to be good, to skip the first rungs.",
+    )
+    alpha_up: float = Field(
+        0.94,
+        ge=0,
+        le=1,
+        description="Share of accepted drafts from which the next longer length is taken. Lower it where"
+        " drafting and verifying a further token is cheap.",
+    )
+    alpha_down: float = Field(
+        0.85,
+        ge=0,
+        le=1,
+        description="Share of accepted drafts at which the next shorter length is taken. Lower it where"
+        " rejected drafts cost little; it stays below alpha_up.",
+    )
+    patience: Count = Field(
+        2,
+        description="Training steps in a row that must agree before the length changes (P). Raise it where"
+        " acceptance varies from step to step.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ToggleConfig":
+        if any(b <= a for a, b in itertools.pairwise(self.lengths)):
+            raise ValueError(f"speculation.toggle.lengths: {list(self.lengths)} should be ascending")
+        if self.first is not None and self.first not in self.lengths:
+            raise ValueError(
+                f"speculation.toggle.first: {self.first} is none of lengths {list(self.lengths)}"
+            )
+        if self.alpha_down >= self.alpha_up:
+            raise ValueError(
+                f"speculation.toggle.alpha_down: {self.alpha_down} should be less than alpha_up"
+                f" {self.alpha_up}"
+            )
+        return self
+
+
 class SpeculationConfig(Section):
     """Speculative decoding. It shortens rollouts and, with engine.verification: coupled, changes no token."""
 
@@ -211,7 +270,7 @@ class SpeculationConfig(Section):
         "expected",
         description="How the manager chooses drafter and draft length: expected, before every pass, by the"
         " tokens per second predicted from acceptance and times so far; bandit, by a bandit over"
-        " strategies (TLT's BEG-MAB); roofline, with the quantized drafter, by"
+        " strategies (TLT's BEG-MAB); roofline, with one drafter, by"
         " EfficientRollout's roofline and draft length schedule; ladder, by SpecActor's draft"
         " ladder, once per rollout and again for its stragglers; fixed, always the one strategy"
         " of speculation.strategies. Set fixed to measure the worth of choosing.",
@@ -222,6 +281,7 @@ class SpeculationConfig(Section):
         description="Directory of the device's constants from scripts/calibrate.py, for choice: roofline."
         " Move it where several machines share a directory.",
     )
+    toggle: ToggleConfig = ToggleConfig()
     mix: bool = Field(
         False,
         description="Verify drafts of several drafters as one tree: with choice: expected wherever several"
@@ -304,8 +364,16 @@ class SpeculationConfig(Section):
                 f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
                 f" {len(self.strategies)}"
             )
-        if self.choice == "roofline" and (self.drafter != "quantized" or self.others):
-            raise ValueError("speculation.choice: roofline needs speculation.drafter: quantized, alone")
+        if self.choice == "roofline" and (self.drafter is None or self.others):
+            raise ValueError(
+                "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and"
+                " no speculation.others"
+            )
+        first = self.toggle.first
+        if self.choice == "roofline" and first is not None and first > self.max_drafts:
+            raise ValueError(
+                f"speculation.toggle.first: {first} is more than speculation.max_drafts {self.max_drafts}"
+            )
         if self.drafter in self.others:
             raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
         for name, args in self.others.items():

@@ -44,6 +44,11 @@ class _OnDevice:
         self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
 
+    @property
+    def acceptance(self) -> float:
+        """Probability that a draft is accepted, given that its predecessors are."""
+        return self._acceptance.rate
+
     def refresh(self, params: Params) -> None:
         ask(self.name, self.drafter, "refresh", params)
 
@@ -66,26 +71,16 @@ class _OnDevice:
 
 
 class SelfProposer(_OnDevice):
-    """A `Proposer` for chains that the policy drafts for itself, with other weights.
-
-    Attributes:
-      verified: int64 [2], drafts that this process verified so far, and accepted.
-    """
+    """A `Proposer` for chains that the policy drafts for itself, with other weights."""
 
     def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
         self._length = 0  # length of the chains that were promised last
         self._start = WorthStarting()
-        self.verified = np.zeros(2, np.int64)
 
     def refresh(self, params: Params) -> None:
         super().refresh(params)
         self._start = WorthStarting()
-
-    @property
-    def acceptance(self) -> float:
-        """Probability that a draft is accepted, given that its predecessors are."""
-        return self._acceptance.rate
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         draft_params = ask(self.name, self.drafter, "draft_params")
@@ -139,7 +134,6 @@ class SelfProposer(_OnDevice):
         judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
         self._acceptance.add(int(judged.sum()), int(taken.sum()))
         self._calibration.add(bins_of(proposal, judged), correct[judged])
-        self.verified += np.asarray([verified.sum(), taken.sum()])
 
 
 class DeviceProposer(_OnDevice):

@@ -31,7 +31,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import row_multiple
-from rljax.speculation.managers.papers.calibration import calibration_key, load_calibration
+from rljax.speculation.managers.papers.calibration import calibration_key, draft_format, load_calibration
 from rljax.speculation.managers.papers.roofline import Roofline
 from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.run_ahead import RunAhead
@@ -208,9 +208,8 @@ def _roofline(
     speculation = config.speculation
     if speculation.choice != "roofline":
         return None
-    key = calibration_key(
-        engine.config, engine.numerics, drafters["quantized"].format, config.mesh.num_devices
-    )
+    fmt = draft_format(drafters)
+    key = calibration_key(engine.config, engine.numerics, fmt, config.mesh.num_devices)
     calibration = load_calibration(speculation.calibration_dir, key)
     if calibration is None:
         raise ConfigError(

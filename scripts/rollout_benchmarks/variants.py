@@ -22,7 +22,7 @@ from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing, outcomes
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
-from rljax.speculation.managers.papers.calibration import calibrate
+from rljax.speculation.managers.papers.calibration import calibrate, draft_format
 from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
@@ -147,7 +147,7 @@ def make_variant(
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
             run.progress.message("calibrating the roofline")
-            fmt = drafters["quantized"].format
+            fmt = draft_format(drafters)
             roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
         speculator = Speculator(
             engine,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.decoding import SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
@@ -12,10 +12,10 @@ from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.fixed import FixedManager
 from rljax.speculation.managers.manager import Manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
-from rljax.speculation.managers.papers.draft_length_schedule import PAPER_LENGTHS, DraftLengthSchedule
+from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.ladder_manager import LadderManager
 from rljax.speculation.managers.papers.roofline import Roofline
-from rljax.speculation.managers.papers.roofline_manager import RooflineManager
+from rljax.speculation.managers.papers.roofline_manager import RooflineManager, drafting_seconds
 from rljax.speculation.managers.papers.toggle import Toggle
 from rljax.speculation.pass_choice import RowsChoice, best_rows
 from rljax.speculation.pass_times import PassTimes
@@ -33,6 +33,7 @@ class StrategyChoice:
       strategies: see `BanditManager`; the only one of `FixedManager`.
       epsilon, window, seed: see `BanditManager`.
       roofline: fitted constants, for `RooflineManager`.
+      toggle: settings of `RooflineManager`.
       choose_rows: function by which `ExpectedManager` chooses the rows of a pass; None for `best_rows`.
     """
 
@@ -43,6 +44,7 @@ class StrategyChoice:
     window: int = 32
     seed: int = 0
     roofline: Roofline | None = None
+    toggle: ToggleConfig = dataclasses.field(default_factory=ToggleConfig)
     choose_rows: RowsChoice | None = None
 
     def manager(
@@ -58,9 +60,17 @@ class StrategyChoice:
             return ExpectedManager(proposers, buckets, times, self.mix, self.choose_rows or best_rows)
         if self.by == "roofline":
             (proposer,) = proposers
-            lengths = [length for length in PAPER_LENGTHS if length <= buckets.max_drafts]
-            schedule = DraftLengthSchedule(lengths or [buckets.max_drafts])
-            toggle = Toggle(self.roofline, schedule.length, buckets=buckets)
+            settings = self.toggle
+            lengths = [length for length in settings.lengths if length <= buckets.max_drafts]
+            schedule = DraftLengthSchedule(
+                lengths or [buckets.max_drafts],
+                settings.first,
+                settings.alpha_up,
+                settings.alpha_down,
+                settings.patience,
+            )
+            drafting = drafting_seconds(proposer, times)
+            toggle = Toggle(self.roofline, schedule.length, settings.margin, buckets, drafting)
             return RooflineManager(proposer, buckets, times, toggle, schedule)
         if self.by == "fixed":
             (strategy,) = self.strategies
@@ -103,6 +113,5 @@ def strategy_choice(config: SpeculationConfig, seed: int, roofline: Roofline | N
       ConfigError: invalid strategies.
     """
     strategies = parse_strategies(config.strategies, config.drafters, config.max_drafts)
-    return StrategyChoice(
-        config.choice, config.mix, strategies, config.epsilon, config.window, seed, roofline
-    )
+    bandit = (config.epsilon, config.window, seed)
+    return StrategyChoice(config.choice, config.mix, strategies, *bandit, roofline, config.toggle)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
+from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule, StepAcceptance
 
 HIGH, BETWEEN, LOW = 0.95, 0.90, 0.80
 
@@ -121,3 +121,41 @@ def test_a_state_of_other_lengths_or_none():
     fresh = DraftLengthSchedule(first=7)
     fresh.load_state({})
     assert fresh.length == 7
+
+
+# -- the acceptance of a step ------------------------------------------------------------------------------
+
+
+def test_of_whole_chains_the_share_is_that_of_accepted_drafts():
+    rng = np.random.default_rng(0)
+    accepted = rng.integers(0, 8, 50)
+    step = StepAcceptance()
+    assert step.share(7) is None
+    for part in np.split(accepted, 5):  # five passes
+        step.add(np.minimum(part + 1, 7), part)
+    assert step.share(7) == pytest.approx(accepted.sum() / (50 * 7))
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.95])
+def test_cut_chains_give_the_share_of_whole_ones(rate):
+    """Drafts are right with a known probability, and every chain is cut at a depth of its own."""
+    rng = np.random.default_rng(1)
+    length, chains = 7, 20_000
+    right = np.minimum(rng.geometric(1 - rate, chains) - 1, length)
+    offered = rng.integers(1, length + 1, chains)
+    accepted = np.minimum(right, offered)
+    step = StepAcceptance()
+    step.add(np.minimum(accepted + 1, offered), accepted)
+    assert step.share(length) == pytest.approx(right.sum() / (chains * length), abs=0.01)
+    assert accepted.sum() / offered.sum() > step.share(length) + 0.03  # what shorter chains suggest
+    # No chain of a step may have been as long as the ladder's.
+    assert step.share(11) == pytest.approx(np.mean(rate ** np.arange(1, 12)), abs=0.02)
+
+
+def test_a_restored_step_goes_on_as_before():
+    step, again = StepAcceptance(), StepAcceptance()
+    step.add(np.asarray([3, 2]), np.asarray([2, 2]))
+    again.load_state(step.state())
+    assert again.share(5) == step.share(5) is not None
+    again.load_state(np.zeros((2, 3), np.int64))
+    assert again.share(5) == step.share(5)

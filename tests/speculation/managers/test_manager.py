@@ -9,8 +9,9 @@ import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.decoding import SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
@@ -19,17 +20,18 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.device_proposers import DeviceProposer
-from rljax.speculation.managers.papers import bandit_manager
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.papers import bandit_manager, roofline_manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.policy_costs import policy_costs
 from rljax.speculation.managers.papers.roofline import Roofline
 from rljax.speculation.managers.papers.roofline_manager import RooflineManager
-from rljax.speculation.managers.papers.toggle import Verdict
+from rljax.speculation.managers.papers.toggle import Toggle, Verdict
 from rljax.speculation.managers.selection import StrategyChoice, strategy_choice
-from rljax.speculation.pass_choice import best_rows
-from rljax.speculation.pass_record import PassRecord
+from rljax.speculation.pass_choice import Candidates, Choice, best_rows
+from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
@@ -130,6 +132,128 @@ def test_the_policys_own_drafts_grow_longer_from_one_training_step_to_another(pa
         state, speculator = speculator.state(), make()  # the run goes on in another process
         speculator.load_state(state)
     assert depths == [2, 2, 2, 2, 2, 7]
+
+
+class Head:
+    """A drafter that is trained, as far as a manager looks, with trees of these depths."""
+
+    train_below, trained = 0, False
+    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
+
+    def __init__(self, depths=(2,)):
+        self.strategies = tuple(DraftStrategy(depth, 2, depth) for depth in depths)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A smaller policy's directory."""
+    path = tmp_path_factory.mktemp("small_model")
+    small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    save_model(path, small, init_params(small, 1), "float32")
+    return str(path)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["srt", "suffix_decoding", "eagle", "small_model", "quantized"])
+def test_the_roofline_gates_any_drafter(params, requests, expected, small_model, drafter, overlap):
+    """Where it always pays, every drafter is switched on; where it never does, none. The tokens stay."""
+    arguments = {
+        "eagle": {"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        "small_model": {"path": small_model},
+    }
+    never = dataclasses.replace(toggled(), toggle=ToggleConfig(margin=100.0))
+    for choice, switched_on in ((toggled(), True), (never, False)):
+        speculator = make_speculator((drafter,), choice, **arguments)
+        for step in range(2):
+            own = [dataclasses.replace(each, step=step) for each in requests]
+            completions, statistics = roll_out(speculator, params, own, overlap)
+            assert_same(completions, expected)
+            learn(speculator, own, completions)
+        assert (statistics.verified > 0) == switched_on
+        again = make_speculator((drafter,), choice, **arguments)
+        again.load_state(speculator.state())
+        for name, array in speculator.manager.state().items():
+            np.testing.assert_array_equal(again.manager.state()[name], array)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "seconds", "on"),
+    [
+        (HostProposer("srt", None, None), 1e9, True),  # drafting on the host costs nothing
+        (SelfProposer("quantized", None, None, None), 1e9, True),  # the roofline knows its time
+        (DeviceProposer("small_model", Head((3, 7)), None, None), 0.1, True),
+        (DeviceProposer("small_model", Head((3, 7)), None, None), 1e9, False),  # measured
+    ],
+    ids=["host", "self", "fast", "slow"],
+)
+def test_the_roofline_gates_by_the_time_of_drafting(proposer, seconds, on):
+    manager = toggled().manager([proposer], BUCKETS, FixedTimes({}, seconds), SLOTS)
+    manager.begin(True, 0)
+    assert manager._toggle(2, 128, 0.9).on == on
+    # The draft length is 5: a tree of that depth, or the one with the nearest.
+    assert (
+        manager._strategy(5)
+        == {
+            "srt": Strategy(5, 5, 5, "srt"),
+            "quantized": Strategy(5, 1, 5, "quantized"),
+            "small_model": Strategy(3, 2, 3, "small_model"),
+        }[proposer.name]
+    )
+
+
+def test_the_roofline_waits_for_a_head_that_is_not_trained():
+    proposer = DeviceProposer("eagle", Head((3,)), None, None)
+    manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=128))
+    manager.begin(True, 0)
+    _, choice = manager.choose(state, active_slots(4), None)
+    assert (choice.rows, choice.reason) == (0, "eagle is not trained yet")
+
+
+def test_a_drafter_on_the_host_that_knows_nothing_further_has_missed(monkeypatch):
+    """A pass brings no more tokens than with a wrong draft, and that is what the roofline is asked with."""
+    proposer = HostProposer("srt", None, None)
+    manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
+    manager.begin(True, 0)
+    # Drafts: five, two, none and five, of which a pass had room for three. All are right.
+    drafted, verified = np.asarray([5, 2, 0, 5])[:, None], np.asarray([5, 2, 0, 3])[:, None]
+    nodes = np.zeros((4, 5), np.int32)
+    usable, kept = np.arange(5) < drafted, np.arange(5) < verified
+    proposal = Proposal(proposer, nodes, nodes + np.arange(-1, 4), usable, nodes + 1.0, nodes, 0.0)
+    candidates = Candidates.from_nodes(usable, proposal.probability, np.ones(4, bool))
+    choice = Choice.verify(proposal, candidates, 32, "", expected_rate=0.0, plain_rate=0.0)
+    fate = VerifiedNodes(kept, kept, kept)
+    manager.record(PassRecord(choice, 4, 4, 14, 1.0, requests=np.arange(4), nodes=fate))
+    assert manager.state()["toggle_chains"].tolist() == [12, 10]
+    # Nothing at all for two slots.
+    nothing = SimpleNamespace(rows=0, seconds=1.0)
+    monkeypatch.setattr(roofline_manager, "draft", lambda proposer, strategy, state, *_: (state, nothing))
+    state = SimpleNamespace(batch=2, cache=SimpleNamespace(length=128))
+    _, choice = manager.choose(state, active_slots(2), None)
+    assert choice.rows == 0 and choice.reason.startswith("srt had nothing to verify (on since")
+    assert manager.state()["toggle_chains"].tolist() == [14, 10]
+
+
+def decisions_of_a_toggle(**keys):
+    """Draft lengths after two steps of each acceptance, and whether a predicted speed-up of 1.2 is enough."""
+    config = SpeculationConfig(
+        drafter="quantized", choice="roofline", max_drafts=BUCKETS.max_drafts, toggle=ToggleConfig(**keys)
+    )
+    choice = strategy_choice(config, 0, toggled().roofline)
+    manager = choice.manager([SelfProposer("quantized", None, None, None)], BUCKETS, CHEAP, SLOTS)
+    lengths = [manager._schedule.length, *map(manager._schedule.update, (0.96, 0.96, 0.89, 0.89, 0.5, 0.5))]
+    manager._toggle.predicted = lambda *shape: 1.2
+    return lengths, manager._toggle(1, 128, 0.9).on
+
+
+def test_every_key_of_the_toggle_changes_a_decision():
+    assert decisions_of_a_toggle() == ([5, 5, 7, 7, 7, 7, 5], True)
+    assert decisions_of_a_toggle(margin=0.3) == ([5, 5, 7, 7, 7, 7, 5], False)
+    assert decisions_of_a_toggle(lengths=(2, 3, 6, 8)) == ([2, 2, 3, 3, 3, 3, 2], True)
+    assert decisions_of_a_toggle(first=7) == ([7, 7, 7, 7, 7, 7, 5], True)
+    assert decisions_of_a_toggle(alpha_up=0.97) == ([5, 5, 5, 5, 5, 5, 5], True)
+    assert decisions_of_a_toggle(alpha_down=0.9) == ([5, 5, 7, 7, 5, 5, 5], True)
+    assert decisions_of_a_toggle(patience=1) == ([5, 7, 7, 7, 7, 5, 5], True)
 
 
 @pytest.mark.parametrize("by", ["expected", "bandit", "ladder", "fixed"])
@@ -475,13 +599,6 @@ def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from(
     assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
 
 
-class Head:
-    """A drafter that is trained, as far as a manager looks."""
-
-    train_below, trained = 0, False
-    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
-
-
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     """And the time of a pass is for the half that waits for it, too."""
     head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
@@ -521,12 +638,52 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
             asked.append(shape)
             return Verdict(False, "off")
 
-    proposer = SimpleNamespace(verified=np.zeros(2, np.int64), acceptance=0.9)
+    proposer = SimpleNamespace(acceptance=0.9, drafter=None)
     one = RooflineManager(proposer, BUCKETS, CHEAP, Asked(), DraftLengthSchedule())
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
     _, choice = one.choose(state, active_slots(2, standing_by=1), None)
     assert asked == [(2, 256, 0.9, 1)]
     assert choice.plain_rate == choice.expected_rate == 3.0  # a plain step takes a second
+
+
+def length_after_a_step(right, verified, accepted):
+    """The draft length, 5 at first and 7 or 9 at most, after a training step with these chains.
+
+    Args:
+      right, verified: number of right drafts and of verified drafts of each chain.
+      accepted: how many of them a kept token came from.
+    """
+    proposer = SelfProposer("quantized", SimpleNamespace(), None, None)
+    schedule = DraftLengthSchedule((5, 7, 9), first=7, patience=1)
+    toggle = Toggle(toggled().roofline, 7)
+    manager = RooflineManager(proposer, BUCKETS, CHEAP, toggle, schedule)
+    manager.begin(True, 0)
+    nodes = np.zeros((len(right), 7), np.int32)
+    parents = nodes + np.arange(-1, 6)
+    proposal = Proposal(proposer, nodes, parents, nodes == 0, nodes + 1.0, nodes, 0.0)
+    counts = (np.asarray(each)[:, None] for each in (verified, accepted, right))
+    fate = VerifiedNodes(*(np.arange(7) < each for each in counts))
+    proposal.credit(fate.verified, fate.correct)
+    slots = active_slots(len(right))
+    candidates = Candidates.from_nodes(proposal.usable, proposal.probability, slots.current)
+    choice = Choice.verify(proposal, candidates, 32, "", expected_rate=0.0, plain_rate=0.0)
+    manager.record(PassRecord(choice, 4, len(right), 0, 1.0, requests=slots.requests, nodes=fate))
+    manager.begin(True, 1)
+    return manager._schedule.length
+
+
+def test_chains_that_were_cut_short_count_as_far_as_they_went():
+    # Whole chains, by the share that was accepted: 5 or 6 of 7, 6 or 7 of 7, all.
+    assert length_after_a_step([5, 6], [7, 7], [5, 6]) == 5
+    assert length_after_a_step([6, 7], [7, 7], [6, 7]) == 7
+    assert length_after_a_step([7, 7], [7, 7], [7, 7]) == 9
+    # The second response ended with its second draft, which was right: the five behind it were not rejected.
+    assert length_after_a_step([7, 2], [7, 7], [7, 1]) == 9
+    # The second draft was wrong in the token that ended the response.
+    assert length_after_a_step([7, 1], [7, 7], [7, 1]) == 5
+    # Passes with room for two drafts: 92.5 % of them are right, but only 82 % would be in chains of seven.
+    right = [2] * 90 + [1] * 5 + [0] * 5
+    assert length_after_a_step(right, [2] * 100, right) == 5
 
 
 def test_levels_that_had_no_room_in_a_pass_are_not_refused():

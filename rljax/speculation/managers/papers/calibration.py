@@ -10,11 +10,14 @@ import json
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafters.quantized import QuantizedPolicy, WeightFormat
+import jax
+
+from drafters.base import Drafter
+from drafters.quantized import QuantizedDrafter, QuantizedPolicy, WeightFormat, default_format
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype
 from rljax.errors import UserError
@@ -88,6 +91,16 @@ def calibrate(
     points = measure(engine, params, draft_params, rounds, repeats, progress)
     to_fit, _ = held_out(points)
     return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)
+
+
+def draft_format(drafters: Mapping[str, Drafter]) -> WeightFormat:
+    """The format of the self-drafter's weights that a calibration with these drafters has: the quantized
+    drafter's, else the device's default.
+    """
+    for drafter in drafters.values():
+        if isinstance(drafter, QuantizedDrafter):
+            return drafter.format
+    return default_format(8 if jax.default_backend() == "cpu" else 4)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------

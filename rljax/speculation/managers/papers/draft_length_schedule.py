@@ -10,6 +10,9 @@ Here both are stated in acceptance, (tau - 1) / gamma, the share of draft tokens
 alpha_up, at most alpha_down. One difference: every step is judged by the length that it drafted, and patience
 begins anew with a new length. The algorithm as printed compares tau of the earlier length with the thresholds
 of the new one, so that a single step could take back the rise from 5 to 7 that the step before had earned.
+
+The paper's tau takes every chain for one of gamma drafts. Many are shorter: a pass had no room for more, or
+the response ended. `StepAcceptance` judges each of them as far as it went.
 """
 
 import itertools
@@ -19,6 +22,53 @@ import numpy as np
 
 PAPER_LENGTHS = (5, 7, 9, 11)
 """EfficientRollout's draft lengths (section 4.1)."""
+
+
+_DEPTHS = 64  # draft nodes of a slot, and so the depth of a draft, are fewer
+
+
+class StepAcceptance:
+    """The acceptance of the chains of a training step, some of which were cut short.
+
+    A chain that ends early says nothing of the drafts that it did not have: neither that they would have been
+    accepted, as its high share suggests, nor that they would have been rejected. So drafts are counted by
+    depth, and the share that is expected of whole chains is the product-limit estimate (Kaplan and Meier,
+    1958). Where no chain was cut short it is the share of draft tokens that were accepted.
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros((2, _DEPTHS), np.int64)  # drafts judged and accepted, by depth from 1 on
+
+    def add(self, judged: np.ndarray, accepted: np.ndarray) -> None:
+        """Adds chains.
+
+        Args:
+          judged: int [n], drafts of each chain that the policy accepted or rejected. Those behind a rejected
+            one or behind the end of the response are not judged.
+          accepted: int [n], how many of them were accepted.
+        """
+        depths = np.arange(1, _DEPTHS + 1)[:, None]
+        self._counts += [(depths <= judged).sum(axis=1), (depths <= accepted).sum(axis=1)]
+
+    def share(self, length: int) -> float | None:
+        """Expected share of accepted drafts in chains of this length; None if no draft was judged.
+
+        At depths that no chain reached, drafts are taken to be accepted as often as at the others.
+        """
+        judged, accepted = self._counts
+        if not judged.any():
+            return None
+        rates = np.where(judged > 0, accepted / np.maximum(judged, 1), accepted.sum() / judged.sum())
+        return float(np.cumprod(rates[:length]).mean())
+
+    def state(self) -> np.ndarray:
+        """Checkpoint content: int64 [2, depths], drafts judged and accepted."""
+        return self._counts.copy()
+
+    def load_state(self, state: np.ndarray) -> None:
+        """Restores `state`; a state with another number of depths is ignored."""
+        if state.shape == self._counts.shape:
+            self._counts = state.astype(np.int64)
 
 
 class DraftLengthSchedule:
@@ -68,8 +118,8 @@ class DraftLengthSchedule:
         """A training step is over.
 
         Args:
-          acceptance: share of its draft tokens that were accepted. None where nothing was drafted: the step
-            is left out.
+          acceptance: share of its draft tokens that were accepted, `StepAcceptance.share`. None where nothing
+            was drafted: the step is left out.
 
         Returns:
           The draft length of the next step.

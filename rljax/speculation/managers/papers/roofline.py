@@ -111,6 +111,7 @@ class Roofline:
         acceptance: float,
         rows: int | None = None,
         attended: int | None = None,
+        drafting: float | None = None,
     ) -> float:
         """Predicted speed-up of speculation over plain decoding, Eq. 1.
 
@@ -119,8 +120,10 @@ class Roofline:
           chain: draft tokens of a slot, gamma.
           acceptance: probability that a draft is accepted, given that its predecessors are.
           rows, attended: tokens of the verifying pass, see `Point`; all drafts of all slots if left out.
+          drafting: seconds of drafting the chains; None for those of the quantized self-drafter.
         """
-        drafting = chain * self.draft_seconds(batch, context)
+        if drafting is None:
+            drafting = chain * self.draft_seconds(batch, context)
         verifying = self.verify_seconds(batch, context, rows or batch * (chain + 1), attended)
         tokens = expected_tokens(acceptance, chain)
         return tokens * self.target_seconds(batch, context) / (drafting + verifying)

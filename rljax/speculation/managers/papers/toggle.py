@@ -10,6 +10,7 @@ and verifying is expensive; as responses end, it gets cheap.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rljax.engine.buckets import Buckets
@@ -35,6 +36,8 @@ class Toggle:
       chain: draft tokens of a slot, gamma.
       margin: by how much speculation must be predicted to be faster, epsilon.
       buckets: the engine's, to which batch, context and rows are rounded up. None does not round.
+      drafting: seconds of drafting chains, by batch, context and chain, for drafters other than the quantized
+        self-drafter. None for the roofline's prediction of that one.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class Toggle:
         chain: int,
         margin: float = MARGIN,
         buckets: Buckets | None = None,
+        drafting: Callable[[int, float, int], float] | None = None,
     ) -> None:
         self.roofline, self.chain, self.margin = roofline, chain, margin
-        self.buckets = buckets
+        self.buckets, self.drafting = buckets, drafting
         self.begin()
 
     def begin(self, chain: int | None = None) -> None:
@@ -83,16 +87,22 @@ class Toggle:
         if self.buckets is None:
             slots = batch + standing_by
             rows = batch * (self.chain + 1)
-            return share * self.roofline.speedup(slots, mean_context, self.chain, acceptance, rows)
+            drafting = self._drafting(slots, mean_context, self.chain)
+            shape = (slots, mean_context, self.chain)
+            return share * self.roofline.speedup(*shape, acceptance, rows, drafting=drafting)
         slots = self.buckets.batch_for(batch + standing_by)
         context = self.buckets.cache_for(math.ceil(mean_context))
         chain, rows, attended = 0, 0, 0
-        for size, nodes in self.buckets.passes(
-            slots
-        ):  # the smallest with room for the chain, else the one with the most room
+        # The smallest pass with room for the chain, else the one with the most room.
+        for size, nodes in self.buckets.passes(slots):
             room = min(nodes, size // batch - 1, self.chain)
             if room > chain:
                 chain, rows, attended = room, size, slots * (nodes + 1)
         if not chain:
             return 0.0
-        return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended)
+        drafting = self._drafting(slots, context, chain)
+        return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended, drafting)
+
+    def _drafting(self, batch: int, context: float, chain: int) -> float | None:
+        """Seconds of drafting; None where the roofline predicts them."""
+        return None if self.drafting is None else self.drafting(batch, context, chain)
