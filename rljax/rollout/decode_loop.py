@@ -315,6 +315,7 @@ class DecodeLoop:
             np.asarray([response.positions for response in responses], np.int32),
             wanted,
             decoding - int(wanted.sum()),
+            0.0 if wanted.all() else self._run_ahead.weight(self._saved_per_token(), self.statistics),
         )
 
     def _sync_when_active(self) -> int:

@@ -71,6 +71,17 @@ class RunAhead:
         """Share of tokens sampled ahead that later passes accepted as drafts; 0 before any is measured."""
         return self._accepted / (self._offered + _DOUBTED)
 
+    def weight(self, seconds_per_token: float, statistics: DecodeStatistics) -> float:
+        """The value of a token that is sampled ahead now, as a share of a current token's: its expected
+        saving against the mean time of a token in this rollout.
+
+        Args:
+          seconds_per_token: that an accepted one saves; see `saved_per_token`.
+          statistics: the rollout's so far.
+        """
+        spent = decoding_seconds(statistics)
+        return self.accepted_share * seconds_per_token * statistics.tokens / spent if spent else 0.0
+
     def measure(self, seconds_per_token: float) -> float:
         """Counts what the rollout that has just ended accepted of the tokens sampled ahead for it.
 
@@ -164,11 +175,15 @@ def saved_per_token(
     batches = buckets.verified_batches(max_batch)
     if not batches or not statistics.tokens:
         return 0.0
-    spent = statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
     batch = batches[-1]
     rows, _ = buckets.passes(batch)[-1]
     row = (times.verify(batch, length, rows) - times.plain(batch, length)) / (rows - batch)
-    return max(spent / statistics.tokens - max(row, 0.0), 0.0)
+    return max(decoding_seconds(statistics) / statistics.tokens - max(row, 0.0), 0.0)
+
+
+def decoding_seconds(statistics: DecodeStatistics) -> float:
+    """Returns the time that a rollout has decoded, drafting and choosing included."""
+    return statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
 
 
 def _room(buckets: Buckets, batch: int, running: int) -> float:

@@ -80,7 +80,11 @@ class RooflineManager:
         state, proposal = self._proposer.propose(state, active, statistics, strategy)
         # Verify all of it, in the smallest pass that holds whole chains.
         candidates = Candidates.from_nodes(
-            proposal.usable, proposal.probability, active.current, active.standing_by
+            proposal.usable,
+            proposal.probability,
+            active.current,
+            active.standing_by,
+            ahead_weight=active.ahead_weight,
         )
         needed = len(active.slots) * (length + 1)
         rows = next(rows for rows, nodes in sizes if rows >= needed and nodes >= length)
