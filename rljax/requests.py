@@ -108,6 +108,8 @@ class DecodeStatistics:
       idle_seconds: between passes, when the device waited for the host.
       ahead_tokens: tokens sampled ahead for a later rollout.
       ahead_seconds: spent on putting such requests into idle slots.
+      ahead_pass_seconds: estimated time by which passes took longer, in batches kept wide to sample ahead.
+      ahead_saved_seconds: estimated time that tokens sampled ahead by the rollout before saved in this one.
       tool_calls: calls of tools that were answered.
       tool_errors: number of calls that were answered with an error.
       tool_seconds: sum of the calls' times.
@@ -134,6 +136,8 @@ class DecodeStatistics:
     idle_seconds: float = 0.0
     ahead_tokens: int = 0
     ahead_seconds: float = 0.0
+    ahead_pass_seconds: float = 0.0
+    ahead_saved_seconds: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
     tool_seconds: float = 0.0

@@ -4,6 +4,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import UserError
+from rljax.requests import DecodeStatistics
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -130,3 +131,11 @@ def test_strategy_rows(config, monkeypatch):
     ]
     assert all(row.details["verifying_passes"] > 0 for row in rows)
     assert rows[-1].details["acceptance"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(3, "SRT with run-ahead"), (0, "SRT, nothing sampled ahead")]
+)
+def test_a_variant_that_sampled_nothing_ahead_is_not_called_run_ahead(tokens, expected):
+    assert rollout.row_name("SRT with run-ahead", DecodeStatistics(ahead_tokens=tokens)) == expected
+    assert rollout.row_name("SRT", DecodeStatistics(ahead_tokens=tokens)) == "SRT"

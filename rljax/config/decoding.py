@@ -330,7 +330,7 @@ class SpeculationConfig(Section):
         0,
         description="Number of running responses from which on idle slots sample requests of the next step,"
         " with the noise of these requests, as drafts only; 0 is off. Set it where prompts are"
-        " new and updates small.",
+        " new and updates small. The batch shrinks later where these drafts save more than that costs.",
     )
     run_ahead_share: float = Field(
         0.05,

@@ -34,6 +34,7 @@ from rljax.rollout.prefill_queue import Prefilled, PrefillQueue
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.tool_turns import ToolTurns
 from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.run_ahead import saved_per_token
 from rljax.speculation.speculative_pass import VerifyingPass
 from rljax.speculation.speculator import Speculator
 from rljax.tools.markup import ToolCall
@@ -156,6 +157,11 @@ class DecodeLoop:
     def sampled_ahead(self) -> list[tuple[Request, list[int]]]:
         """Returns the requests of `sample_ahead`, with their tokens so far."""
         return [(response.request, response.tokens) for response in self._ahead]
+
+    def measure_ahead(self) -> None:
+        """Counts what this rollout had of the tokens that were sampled ahead for it."""
+        if self._run_ahead is not None and self._begun:
+            self.statistics.ahead_saved_seconds += self._run_ahead.measure(self._saved_per_token())
 
     def cancel(self, responses: Iterable[LiveResponse]) -> None:
         """Ends responses as "cancelled", unless they have ended; their slots are free."""
@@ -309,6 +315,7 @@ class DecodeLoop:
             np.asarray([response.positions for response in responses], np.int32),
             wanted,
             decoding - int(wanted.sum()),
+            0.0 if wanted.all() else self._run_ahead.weight(self._saved_per_token(), self.statistics),
         )
 
     def _sync_when_active(self) -> int:
@@ -424,12 +431,8 @@ class DecodeLoop:
 
     def _fill_ahead(self) -> None:
         """Puts upcoming requests into idle slots, once few others are left."""
-        ahead, statistics = self._run_ahead, self.statistics
         free = [slot for slot, response in enumerate(self.slots) if response is None]
-        if ahead is None or self.waiting or not self._upcoming or not free or len(self.running) > ahead.below:
-            return
-        spent = statistics.host_seconds + statistics.device_seconds
-        if statistics.ahead_seconds > ahead.max_share * spent:
+        if not free or not self._may_fill_ahead():
             return
         start = time.perf_counter()
         prompt = self._upcoming[0].request.prompt_ids
@@ -438,7 +441,32 @@ class DecodeLoop:
             while free and self._upcoming and self._upcoming[0].request.prompt_ids == prompt:
                 rows.append((0, free.pop(0), self._upcoming.popleft()))
             self._insert(prefilled, rows)
-        statistics.ahead_seconds += time.perf_counter() - start
+        self.statistics.ahead_seconds += time.perf_counter() - start
+
+    def _may_fill_ahead(self) -> bool:
+        """Whether upcoming requests may be put into idle slots now."""
+        ahead, statistics = self._run_ahead, self.statistics
+        if ahead is None or self.waiting or not self._upcoming or len(self.running) > ahead.below:
+            return False
+        spent = statistics.host_seconds + statistics.device_seconds
+        return statistics.ahead_seconds <= ahead.max_share * spent
+
+    def _saved_per_token(self) -> float:
+        """Returns the seconds that a token saves once it is accepted as a draft (`saved_per_token`)."""
+        speculator, buckets = self.speculator, self.engine.buckets
+        length = buckets.cache[0] if self.state is None else self.state.cache.length
+        return saved_per_token(
+            self.statistics, length, buckets, speculator.decoder.times, speculator.max_batch
+        )
+
+    def _count_wide(self, steps: int) -> None:
+        """Adds the time by which so many passes took longer, because the batch is wide for sampling ahead."""
+        smallest = self.engine.buckets.batch_for(max(len(self.running), 1))
+        if self.waiting or smallest >= self.state.batch or len(self._busy) == len(self.running):
+            return
+        times, length = self.speculator.decoder.times, self.state.cache.length
+        seconds = times.plain(self.state.batch, length) - times.plain(smallest, length)
+        self.statistics.ahead_pass_seconds += steps * max(seconds, 0.0)
 
     def _end_ahead(self) -> None:
         """Frees the slots of responses that are sampled ahead: others wait for them."""
@@ -456,6 +484,8 @@ class DecodeLoop:
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.host_syncs += 1
+        if self._run_ahead is not None:
+            self._count_wide(result.steps)
         if not np.isfinite(result.logprobs[slots]).all():
             raise PolicyError(
                 "policy: sampled a token with a log-probability that is not finite: what its weights compute"
@@ -583,8 +613,8 @@ class DecodeLoop:
             self.slots[response.slot] = response.slot = None
 
     def _compact(self) -> None:
-        """Moves to the smallest batch bucket that holds the running responses, once nothing waits. Those that
-        are sampled ahead keep their slots as far as there is room.
+        """Moves to the batch bucket that is enough (`_compacts_to`), once nothing waits. Requests that are
+        sampled ahead keep their slots as far as there is room.
         """
         batch = self._compacts_to()
         if not batch:
@@ -603,8 +633,16 @@ class DecodeLoop:
             self.slots[slot].slot = slot
 
     def _compacts_to(self) -> int:
-        """Returns the smaller batch bucket that has become enough, or 0."""
+        """Returns the smaller batch bucket that has become enough, or 0. It is not the smallest one
+        where sampling ahead pays in a larger one.
+        """
         if self.waiting or self.state is None:
             return 0
-        batch = self.engine.buckets.batch_for(max(len(self.running), 1))
+        running = len(self.running)
+        batch = self.engine.buckets.batch_for(max(running, 1))
+        if self._run_ahead is not None and batch < self.state.batch:
+            available = len(self._busy) - running + (len(self._upcoming) if self._may_fill_ahead() else 0)
+            shape = (self.state.batch, self.state.cache.length)
+            arguments = self.statistics, self.engine.buckets, self.speculator.decoder.times
+            batch = self._run_ahead.batch(shape, running, available, self._saved_per_token(), *arguments)
         return 0 if batch == self.state.batch else batch

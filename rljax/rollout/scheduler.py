@@ -98,6 +98,7 @@ class Scheduler:
             while loop.waiting or loop.running:
                 loop.step()
             loop.finish_pass()  # a pass over requests that were only sampled ahead
+            loop.measure_ahead()
             if run_ahead is not None and ahead:
                 run_ahead.keep(loop.sampled_ahead())
             loop.statistics.running.append(loop.running_over_time.points())

@@ -37,6 +37,8 @@ def speculation_metrics(
     if runs_ahead:
         metrics["run_ahead_tokens"] = statistics.ahead_tokens
         metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
+        metrics["run_ahead_seconds"] = statistics.ahead_seconds + statistics.ahead_pass_seconds
+        metrics["run_ahead_saved"] = statistics.ahead_saved_seconds
     for number, (name, drafter) in enumerate(drafters.items()):
         prefix, taken = (f"{name}/" if number else ""), tuple(metrics)
         reported = ask_for(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))

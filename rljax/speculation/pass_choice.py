@@ -22,7 +22,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposal
 from rljax.speculation.strategies import Arm
 
-_AHEAD_WEIGHT = 1e-6  # nodes of requests that are only sampled ahead take the room that is left
+_LEAST_WEIGHT = 1e-6  # nodes of requests that are only sampled ahead take the room that is left at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,15 @@ class Candidates:
       current: bool [n], False for slots whose requests are only sampled ahead.
       standing_by: slots with a current request that this pass leaves out and a plain step would compute.
       draft_seconds: time that drafting took. A sunk cost for a plain step, a recurring cost between passes.
+      ahead_weight: the value of a token that is sampled ahead, as a share of a current one's; see
+        `RunAhead.weight`.
     """
 
     probability: np.ndarray
     current: np.ndarray
     standing_by: int = 0
     draft_seconds: float = 0.0
+    ahead_weight: float = 0.0
 
     @classmethod
     def from_nodes(
@@ -50,11 +53,12 @@ class Candidates:
         current: np.ndarray,
         standing_by: int = 0,
         draft_seconds: float = 0.0,
+        ahead_weight: float = 0.0,
     ) -> Self:
         """Candidates from a drafter's nodes: usable bool [n, N], and their probability, float [n, N]."""
         # A node's ancestors stand before it, so it is never more likely than those.
         falling = np.minimum.accumulate(np.where(usable, probability, 1.0), axis=1)
-        return cls(np.where(usable, falling, 0.0), current, standing_by, draft_seconds)
+        return cls(np.where(usable, falling, 0.0), current, standing_by, draft_seconds, ahead_weight)
 
     def expected(self, rows: int, nodes: int) -> float:
         """Expected tokens of current requests from a pass of so many rows; 0 if no node fits.
@@ -66,9 +70,30 @@ class Candidates:
         room = rows - len(self.current)
         if room < 1:
             return 0.0
+        if self.ahead_weight and not self.current.all():  # some of the room may go to other nodes
+            taken = self.take(rows, nodes)[self.current]
+            accepted = self.probability[self.current][taken].sum()
+            return float(self.current.sum() + accepted) if accepted > 0 else 0.0
         likely = self.probability[self.current, :nodes].ravel()
         accepted = likely.sum() if likely.size <= room else np.partition(likely, -room)[-room:].sum()
         return float(self.current.sum() + accepted) if accepted > 0 else 0.0
+
+    def value(self, rows: int, nodes: int) -> float:
+        """As `expected`, with the tokens that the pass samples ahead by their weight."""
+        if not self.ahead_weight or self.current.all():
+            return self.expected(rows, nodes)
+        accepted = (self._weighted() * self.take(rows, nodes)).sum()
+        return float(self.plain_value - self.standing_by + accepted) if accepted > 0 else 0.0
+
+    @property
+    def plain_value(self) -> float:
+        """Tokens from a plain step, slots standing by included; those sampled ahead count by their weight."""
+        current = int(self.current.sum())
+        return current + self.standing_by + self.ahead_weight * (len(self.current) - current)
+
+    def _weighted(self) -> np.ndarray:
+        """Expected value of each node, float [n, N]."""
+        return np.where(self.current[:, None], self.probability, self.ahead_weight * self.probability)
 
     def rate(self, rows: int, nodes: int, seconds: float) -> float:
         """Expected tokens per second of such a pass, which takes `seconds`, and of drafting."""
@@ -77,7 +102,7 @@ class Candidates:
     def take(self, rows: int, nodes: int) -> np.ndarray:
         """The nodes that this pass verifies, bool [n, N]. Valid nodes before a taken one are taken, too."""
         room = rows - len(self.current)
-        weight = np.where(self.current[:, None], self.probability, _AHEAD_WEIGHT * self.probability)
+        weight = np.maximum(self._weighted(), _LEAST_WEIGHT * self.probability)
         weight[:, nodes:] = 0.0
         # Of equally likely nodes, those nearer to the root come first.
         order = np.argsort(-weight.T.ravel(), kind="stable")[: max(room, 0)]
@@ -93,6 +118,8 @@ RowsChoice = Callable[[Candidates, Buckets, PassTimes, int, int], int]
 def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int) -> int:
     """Rows of the pass that promises the most tokens per second; 0 is a plain step.
 
+    Tokens that are sampled ahead count by their weight.
+
     Between passes, the time of drafting counts: leaving out half of an expensive draft would waste it.
     Against a plain step it does not count: it is spent already.
 
@@ -103,11 +130,12 @@ def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch:
       batch, length: batch and cache length of the decode state.
     """
     best, best_rate = 0, 0.0
-    plain = times.plain_rate(candidates.current.sum() + candidates.standing_by, batch, length)
+    plain = candidates.plain_value / times.plain(batch, length)
     for rows, nodes in buckets.passes(batch):
         seconds = times.verify(batch, length, rows)
-        rate = candidates.rate(rows, nodes, seconds)
-        if candidates.expected(rows, nodes) / seconds > plain and rate > best_rate:
+        value = candidates.value(rows, nodes)
+        rate = value / (candidates.draft_seconds + seconds)
+        if value / seconds > plain and rate > best_rate:
             best, best_rate = rows, rate
     return best
 

@@ -30,6 +30,7 @@ class ActiveSlots:
       positions: int32 [n], the position of its next token.
       current: bool [n], False for requests of the next rollout, which are only sampled ahead.
       standing_by: further slots that decode a current request and do not take part.
+      ahead_weight: the value of a token that is sampled ahead, as a share of a current one's.
     """
 
     slots: np.ndarray
@@ -37,6 +38,7 @@ class ActiveSlots:
     positions: np.ndarray
     current: np.ndarray
     standing_by: int = 0
+    ahead_weight: float = 0.0
 
     @property
     def responses(self) -> int:

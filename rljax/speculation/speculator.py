@@ -68,7 +68,7 @@ class Speculator:
         drafters = dict(drafters)
         if run_ahead is not None:
             name = next(name for name, drafter in drafters.items() if is_on_host(drafter))
-            drafters[name] = aligned(drafters[name])
+            drafters[name] = run_ahead.drafter = aligned(drafters[name])
         self._group = DrafterGroup(drafters, engine)
         self.drafters = self._group.by_name
         self.has_history = any(map(is_on_host, drafters.values()))

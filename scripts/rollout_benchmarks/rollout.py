@@ -84,6 +84,11 @@ def stretches(config: ExperimentConfig) -> dict[str, slice]:
     return {f"epoch {number}": slice(first, first + per_epoch) for number, first in enumerate(firsts, 1)}
 
 
+def row_name(variant: str, total: DecodeStatistics) -> str:
+    """Returns a variant's name in a row; a variant that sampled nothing ahead is not called run-ahead."""
+    return variant if total.ahead_tokens else variant.replace(" with run-ahead", ", nothing sampled ahead")
+
+
 def _workload(
     plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
 ) -> dict[str, float]:
@@ -112,7 +117,7 @@ def _row(
         accumulate(total, one)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
     return Row(
-        name=f"rollout/{when}/{variant.name}",
+        name=f"rollout/{when}/{row_name(variant.name, total)}",
         value=total.tokens / sum(seconds),
         unit="tokens/s",
         baseline="plain decoding",
@@ -135,6 +140,8 @@ def _row(
             "verifying_passes": total.verified,
             "ahead_tokens": total.ahead_tokens,
             "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
+            "ahead_seconds": total.ahead_seconds + total.ahead_pass_seconds,
+            "ahead_saved_seconds": total.ahead_saved_seconds,
             "pass_seconds": total.device_seconds,
             "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
             "draft_share": total.draft_seconds / sum(seconds),

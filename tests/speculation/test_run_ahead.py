@@ -10,10 +10,12 @@ from rljax.engine.engine import DecodeEngine
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
-from rljax.requests import Request
+from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from rljax.speculation.pass_choice import Candidates, best_rows
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import FixedTimes
@@ -153,3 +155,113 @@ def test_its_state_comes_back(engine, params):
     assert any(again.recall(request.noise_key) is not None for request in later)
     for request in later:
         np.testing.assert_array_equal(run_ahead.recall(request.noise_key), again.recall(request.noise_key))
+
+
+class TimesByBatch(PassTimes):
+    """A slot more costs `slot` seconds in a plain step; rows of verifying passes cost nothing."""
+
+    def __init__(self, slot):
+        super().__init__()
+        self.slot = slot
+
+    def plain(self, batch, length):
+        return 1e-6 + self.slot * batch
+
+    def verify(self, batch, length, rows):
+        return 1e-7
+
+    def _add(self, seconds, *key):
+        assert seconds > 0
+
+
+@pytest.mark.parametrize(("slot", "wide"), [(0.0, True), (1e-9, True), (1e3, False)])
+def test_the_batch_stays_wide_where_tokens_ahead_save_more_than_it_costs(engine, params, slot, wide):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, MAX_SLOTS, run_ahead, TimesByBatch(slot))
+    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
+    start, weights = speculator.decoder.start, []
+
+    def weighing_start(params, state, active):
+        weights.append(active.ahead_weight)
+        return start(params, state, active)
+
+    speculator.decoder.start = weighing_start
+    sampled = []
+    for step in range(3):
+        assert step > 0 or not any(weights)
+        run_ahead.plan(make_requests(step + 1))
+        completions, statistics = scheduler.run(params, make_requests(step))
+        assert_same(completions, Scheduler(engine, MAX_SLOTS).run(params, make_requests(step))[0])
+        sampled.append(statistics.ahead_tokens)
+    assert run_ahead.accepted_share > 0.25  # the weights stay the same
+    assert 0 < max(weights) < 1
+    assert statistics.ahead_saved_seconds > 0
+    # The last rollout again, with nothing measured: its batch shrinks as soon as it can.
+    fresh = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    fresh.load_state({key: array for key, array in run_ahead.state().items() if key != "ahead_accepted"})
+    unmeasured = Speculator(engine, {"srt": make_drafter("srt")}, MAX_SLOTS, fresh, TimesByBatch(slot))
+    fresh.plan(make_requests(3))
+    _, conservative = Scheduler(engine, MAX_SLOTS, None, unmeasured).run(params, make_requests(2))
+    assert (sampled[-1] > conservative.ahead_tokens) == wide
+    assert conservative.ahead_pass_seconds == 0
+    assert (statistics.ahead_pass_seconds > 0) == (wide and slot > 0)
+
+
+def test_the_widest_batch_that_pays():
+    buckets = Buckets((2, 4, 8, 16), (64,), (32,), 7)
+    times, statistics = TimesByBatch(0.1), DecodeStatistics()
+    run_ahead = RunAhead(16, 1.0)
+
+    def batch(seconds, available=16, running=3, present=16):
+        return run_ahead.batch((present, 64), running, available, seconds, statistics, buckets, times)
+
+    assert batch(1e9) == 4  # nothing is measured
+    run_ahead._offered, run_ahead._accepted = 100 - 16, 50
+    assert run_ahead.accepted_share == 0.5
+    assert batch(0.21) == 16 and batch(0.19) == 4  # a slot more costs 0.1 s, and brings half of the seconds
+    assert batch(1.0, available=1) == 4 and batch(1.0, available=5) == 8
+    assert batch(1.0, present=8) == 8
+    assert batch(1.0, running=16, available=0) == 16
+    # A wide pass must have room for as many drafts as passes verified: 7 a response with 4 slots, 3 with 16.
+    statistics.drafted, statistics.verified_slots = 70, 10
+    assert batch(1.0) == 8
+
+
+def test_a_node_of_a_request_sampled_ahead_is_worth_what_it_saves_later():
+    probability = np.asarray([[0.9, 0.5, 0.1], [0.9, 0.8, 0.7]])
+    current = np.asarray([True, False])
+
+    def candidates(weight):
+        usable = np.ones((2, 3), bool)
+        return Candidates.from_nodes(usable, probability, current, ahead_weight=weight)
+
+    # Three nodes fit. Without a measured value they are the current request's, whatever their chance.
+    assert candidates(0.0).take(5, 3).tolist() == [[True] * 3, [False] * 3]
+    assert candidates(0.0).take(7, 3).tolist() == [[True] * 3, [True] * 2 + [False]]  # the room that is left
+    assert candidates(0.5).take(5, 3).tolist() == [[True, True, False], [True, False, False]]
+    assert candidates(0.5).expected(5, 3) == pytest.approx(1 + 1.4)  # current tokens alone
+    assert candidates(0.5).value(5, 3) == pytest.approx(1 + 1.4 + 0.5 * (1 + 0.9))
+    assert candidates(0.0).value(5, 3) == candidates(0.0).expected(5, 3) == pytest.approx(1 + 1.5)
+    # The larger pass pays for what it samples ahead: (1 + 1.5 + 0.5 * (1 + 2.4)) / 1.2 = 3.5 against 3.35.
+    buckets, times = Buckets((2,), (64,), (5, 8), 3), FixedTimes({0: 1.0, 5: 1.0, 8: 1.2})
+    assert best_rows(candidates(0.0), buckets, times, 2, 64) == 5
+    assert best_rows(candidates(0.5), buckets, times, 2, 64) == 8
+
+
+def test_the_weight_is_the_expected_saving_of_a_token():
+    run_ahead = RunAhead(4, 1.0)
+    statistics = DecodeStatistics(tokens=100, device_seconds=8.0, host_seconds=2.0)
+    assert run_ahead.weight(0.08, statistics) == 0.0
+    run_ahead._offered, run_ahead._accepted = 100 - 16, 50
+    assert run_ahead.weight(0.08, statistics) == pytest.approx(0.5 * 0.08 / 0.1)
+    assert run_ahead.weight(0.08, DecodeStatistics()) == 0.0
+
+
+def test_metrics_say_what_was_spent_and_saved(engine):
+    speculator = make_speculator(engine, RunAhead(1, 0.5))
+    speculator.drafters["srt"].begin([])
+    statistics = DecodeStatistics(ahead_seconds=1.0, ahead_pass_seconds=2.0, ahead_saved_seconds=5.0)
+    metrics = speculator.metrics(statistics)
+    assert metrics["speculation/run_ahead_seconds"] == 3.0
+    assert metrics["speculation/run_ahead_saved"] == 5.0
+    assert "speculation/run_ahead_saved" not in make_speculator(engine, None).metrics(statistics)

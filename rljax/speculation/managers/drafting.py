@@ -41,7 +41,7 @@ def draft(
     state, proposal = proposer.propose(state, active, statistics, strategy)
     usable, seconds = proposal.within(strategy), time.perf_counter() - start
     candidates = Candidates.from_nodes(
-        usable, proposal.probability, active.current, active.standing_by, seconds
+        usable, proposal.probability, active.current, active.standing_by, seconds, active.ahead_weight
     )
     rows = 0
     if usable.any():

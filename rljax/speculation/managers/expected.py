@@ -84,7 +84,12 @@ class ExpectedManager:
     ) -> Choice | None:
         """The best pass over a proposal; None where none pays."""
         candidates = Candidates.from_nodes(
-            proposal.usable, proposal.probability, active.current, active.standing_by, draft_seconds
+            proposal.usable,
+            proposal.probability,
+            active.current,
+            active.standing_by,
+            draft_seconds,
+            active.ahead_weight,
         )
         rows = self._choose_rows(candidates, self._buckets, self._times, *shape)
         if not rows:
