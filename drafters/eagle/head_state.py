@@ -68,3 +68,15 @@ def named_leaves(state: TrainState | Params) -> dict[str, Array]:
 
 def _shape(leaf: Array | np.ndarray | None) -> str:
     return "absent" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"
+
+
+def nested_leaves(leaves: Mapping[str, Any]) -> Params:
+    """Converts arrays named `layer.q` and the like to a params pytree."""
+    params: Params = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        place = params
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = leaf
+    return params

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from drafters.eagle.head_state import named_leaves
+from drafters.eagle.head_state import named_leaves, nested_leaves
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
 from rljax.durable_files import write_durably
 from rljax.errors import CheckpointError
@@ -54,7 +54,7 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
         raise CheckpointError(f"{path} does not tell the head's {error}; save it again") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    params = _nested(tensors)
+    params = nested_leaves(tensors)
     expected, stored = named_leaves(_shaped(config)), named_leaves(params)
     stored.pop("fc_bias", None)
     for name in sorted(expected.keys() | stored.keys()):
@@ -86,18 +86,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no saved head ({error}); delete it to go on without") from error
     return metadata, tensors
-
-
-def _nested(tensors: dict[str, np.ndarray]) -> Params:
-    """Converts tensors named `layer.q` and the like to the params pytree."""
-    params: Params = {}
-    for name, array in tensors.items():
-        *parents, last = name.split(".")
-        place = params
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = array
-    return params
 
 
 class AsyncHeadSaver:
@@ -173,7 +161,7 @@ class AsyncHeadSaver:
             return None
         metadata, tensors = _read(path)
         tensors.pop(_VOCABULARY, None)
-        return int(metadata["step"]), _nested(tensors)
+        return int(metadata["step"]), nested_leaves(tensors)
 
     def _write(self, step: int, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
         path = self.directory / _FILE

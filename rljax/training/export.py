@@ -6,19 +6,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import safetensors
 
 from drafters.arguments import checked
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import ServingEngine, save_head
 from drafters.eagle.drafter import EagleDrafter
+from drafters.eagle.head_state import nested_leaves
 from rljax.config.decoding import SpeculationConfig
 from rljax.errors import CheckpointError
 from rljax.models.huggingface import save_model
-from rljax.models.transformer import Params
 from rljax.training.model_card import model_card
 from rljax.training.saved_policy import SavedPolicy
 
@@ -98,25 +96,13 @@ def export_head(
     drafter.reads(saved.policy.config, saved.policy.tokenizer)
     path = check_destination(destination, force)
     with _replacing(path) as partial:
-        save_head(partial, drafter.config, _nested(tensors), dtype, engine)
+        save_head(partial, drafter.config, nested_leaves(tensors), dtype, engine)
     return path
 
 
 def _drafters_of(saved: SavedPolicy) -> str:
     names = [] if saved.experiment is None else saved.experiment.speculation.drafters
     return f"; its drafters: {', '.join(names)}" if names else ", as it was trained without a drafter"
-
-
-def _nested(tensors: dict[str, np.ndarray]) -> Params:
-    """Converts tensors named `layer.q` and the like to the params pytree."""
-    params: dict[str, Any] = {}
-    for name, array in tensors.items():
-        *parents, last = name.split(".")
-        place = params
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = array
-    return params
 
 
 @contextlib.contextmanager
