@@ -368,7 +368,7 @@ def test_a_dataset_needs_a_reward_and_numbers_where_numbers_are_judged(make):
 
 def test_a_sandbox_in_which_nothing_passes_is_one_error_at_the_start(make):
     rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3"]}]
-    with pytest.raises(SandboxError, match="file_mb 0 not even a right program passes"):
+    with pytest.raises(SandboxError, match="file_mb 0 not even a correct program passes"):
         make({"name": "code"}, rows=rows, sandbox={**SANDBOX, "file_mb": 0})
 
 
