@@ -41,9 +41,12 @@ _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, l
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _free_programs():
+def _free_programs(request):
     """Every compiled program takes some memory mappings, and a whole suite's are too many."""
     yield
+    for value in vars(request.module).values():  # functions whose cached results hold engines
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
     gc.collect()
     mappings = Path("/proc/self/maps")
     if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MANY_MAPPINGS:
