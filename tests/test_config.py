@@ -21,6 +21,11 @@ from rljax.errors import ConfigError
 from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
+BANDIT = [
+    "speculation.drafter=srt",
+    "speculation.choice=bandit",
+    "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
+]
 
 MINIMAL = """
 run_dir: runs/x
@@ -283,6 +288,20 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             ],
             "speculation.strategies: only speculation.choice: bandit or fixed reads them",
         ),
+        (
+            ["speculation.drafter=srt", "speculation.batch_thresholds=[1]"],
+            "speculation.batch_thresholds: needs speculation.choice: bandit, and speculation.strategies",
+        ),
+        (
+            [*BANDIT, "speculation.batch_thresholds=[2, 2]"],
+            "speculation.batch_thresholds: should ascend, got",
+        ),
+        (
+            [*BANDIT, "speculation.batch_thresholds=[1, 17]"],
+            "speculation.batch_thresholds: from 17 responses on nothing is drafted, since"
+            " speculation.max_batch is 16",
+        ),
+        ([*BANDIT, "speculation.batch_thresholds=[0]"], "speculation.batch_thresholds"),
         (
             ["speculation.drafter=srt", "speculation.choice=fixed"],
             "speculation.choice: fixed needs one strategy in speculation.strategies, got 0",

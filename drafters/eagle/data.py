@@ -74,6 +74,8 @@ class DataBuffer:
         self._reserved = 0
         self.refused = 0
         """Number of sequences that were larger than the buffer."""
+        self.dropped_finished = 0
+        """Number of kept sequences that were dropped for memory, not because they had become old."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -140,6 +142,7 @@ class DataBuffer:
                 break
             dropped.add(index)
             excess -= self._sequences[index].bytes
+        self.dropped_finished += len(dropped)
         self._replace([each for index, each in enumerate(self._sequences) if index not in dropped])
 
     def draw(self, seed: int) -> list[HeadSequence]:
@@ -171,6 +174,7 @@ class DataBuffer:
         return {
             "step": np.asarray(self._step, np.int64),
             "refused": np.asarray(self.refused, np.int64),
+            "dropped_finished": np.asarray(self.dropped_finished, np.int64),
             "added": np.asarray(self._added, np.int64),
             "numbers": np.asarray([each.number for each in held], np.int64),
             "lengths": np.asarray([each.length for each in held], np.int64),
@@ -197,6 +201,7 @@ class DataBuffer:
         states = stored.view(self._dtype).reshape(-1, *self._state_shape)
         self._step, self.refused = int(state["step"]), int(state["refused"])
         self._added = int(state["added"])
+        self.dropped_finished = int(state.get("dropped_finished", 0))
         sequences = []
         start = 0
         each = (lengths.tolist(), np.asarray(state["steps"]).tolist(), np.asarray(state["numbers"]).tolist())

@@ -211,15 +211,17 @@ class HeadTrainer:
 
     def metrics(self) -> dict[str, float]:
         """Returns `slices`, `slice_tokens` and `slice_seconds` of the present step; `loss`, `accept_length`
-        and `acceptance/1` of the last slice; the totals `updates`, `skipped` and `refused` (sequences larger
-        than the buffer); and the present `buffer_sequences` and `buffer_bytes`. With a draft vocabulary,
-        `outside_vocabulary` too: the step's targets outside of it, which have no part in the loss.
+        and `acceptance/1` of the last slice; the totals `updates`, `skipped`, `refused` (sequences larger
+        than the buffer) and `dropped_finished` (sequences dropped because the buffer was full); and the
+        present `buffer_sequences` and `buffer_bytes`. With a draft vocabulary, `outside_vocabulary` too: the
+        step's targets outside of it, which have no part in the loss.
         """
         return {
             **self._step_metrics,
             "updates": self.updates,
             "skipped": self._skipped,
             "refused": self._buffer.refused,
+            "dropped_finished": self._buffer.dropped_finished,
             "buffer_sequences": len(self._buffer),
             "buffer_bytes": self._buffer.bytes,
         }

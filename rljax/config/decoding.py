@@ -294,6 +294,13 @@ class SpeculationConfig(Section):
         " srt+eagle mixes their trees, and an empty list takes a few sizes of every drafter."
         " With choice: fixed, the one strategy. Set it to restrict the bandit to promising ones.",
     )
+    batch_thresholds: tuple[Count, ...] = Field(
+        (),
+        description="With choice: bandit, the numbers of running responses, ascending, from which on each"
+        " group of strategies is an arm, as in TLT's Algorithm 1: strategies that verify equally many nodes"
+        " are a group, and the one with the most nodes has the first range. Empty lays the groups of every"
+        " drafter along the batch buckets, with their neighbours. Set it where good sizes are known.",
+    )
     epsilon: float = Field(
         0.1,
         ge=0,
@@ -359,6 +366,7 @@ class SpeculationConfig(Section):
             )
         if self.strategies and self.choice not in ("bandit", "fixed"):
             raise ValueError("speculation.strategies: only speculation.choice: bandit or fixed reads them")
+        self._check_thresholds()
         if self.choice == "fixed" and len(self.strategies) != 1:
             raise ValueError(
                 f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
@@ -388,6 +396,20 @@ class SpeculationConfig(Section):
                     f"speculation.others: {name!r} is no name for a drafter; use letters, digits, - and _"
                 )
         return self
+
+    def _check_thresholds(self) -> None:
+        thresholds, key = self.batch_thresholds, "speculation.batch_thresholds"
+        if not thresholds:
+            return
+        if self.choice != "bandit" or not self.strategies:
+            raise ValueError(f"{key}: needs speculation.choice: bandit, and speculation.strategies")
+        if any(larger <= smaller for smaller, larger in itertools.pairwise(thresholds)):
+            raise ValueError(f"{key}: should ascend, got {list(thresholds)}")
+        if thresholds[-1] > self.max_batch:
+            raise ValueError(
+                f"{key}: from {thresholds[-1]} responses on nothing is drafted, since speculation.max_batch"
+                f" is {self.max_batch}; raise that, or leave the threshold and its strategies out"
+            )
 
     @property
     def drafters(self) -> list[str]:

@@ -9,6 +9,8 @@ verify, and maps the groups to batch sizes: the larger the batch, the fewer toke
   bandit never explores.
 - Each drafter's strategies are mapped separately, so that every drafter has an arm at every batch size.
 - The plain step is an arm everywhere.
+
+`arms_by_threshold` has only the last of these differences.
 """
 
 import collections
@@ -183,6 +185,58 @@ def arms_by_batch(
         for batch, (first, last) in zip(batches, spans, strict=True):
             arms[batch].update(itertools.chain.from_iterable(groups[first : last + 1]))
     return {batch: (None, *(s for s in strategies if s in chosen)) for batch, chosen in arms.items()}
+
+
+_THRESHOLDS = "speculation.batch_thresholds"
+
+
+def arms_by_threshold(
+    strategies: Sequence[Strategy], thresholds: Sequence[int], buckets: Buckets, max_batch: int
+) -> dict[int, tuple[Arm, ...]]:
+    """The arms of ranges of running responses, by the largest number in each range.
+
+    Lines 2 to 4 of TLT's Algorithm 1: the group with the i-th most nodes, whatever its drafters, has the
+    range from thresholds[i] up to the next threshold. Below the first threshold there is only the plain step,
+    which is an arm everywhere.
+
+    Args:
+      strategies: the configured ones.
+      thresholds: numbers of running responses, ascending, the last at most `max_batch`.
+      buckets: the engine's.
+      max_batch: `speculation.max_batch`.
+
+    Raises:
+      ConfigError: not as many thresholds as groups, or a group that no pass over a batch of its range has
+        room for.
+    """
+    groups = group_by_nodes(strategies)
+    if len(groups) != len(thresholds):
+        sizes = ", ".join(str(group[0].nodes) for group in groups)
+        raise ConfigError(
+            f"{_THRESHOLDS}: {len(thresholds)} for {len(groups)} groups of speculation.strategies, which"
+            f" verify {sizes} nodes; give one for each group"
+        )
+    largest = max(buckets.batch[-1], thresholds[-1])
+    arms: dict[int, tuple[Arm, ...]] = {} if thresholds[0] == 1 else {thresholds[0] - 1: (None,)}
+    for group, first, next_first in zip(groups, thresholds, [*thresholds[1:], largest + 1], strict=True):
+        _check_room(group[0].nodes, first, min(next_first - 1, max_batch), buckets, max_batch)
+        arms[next_first - 1] = (None, *(strategy for strategy in strategies if strategy in group))
+    return arms
+
+
+def _check_room(nodes: int, first: int, last: int, buckets: Buckets, max_batch: int) -> None:
+    """Raises a ConfigError unless passes have room for `nodes` of each of `first` to `last` responses."""
+    for smaller, batch in itertools.pairwise((0, *buckets.batch)):
+        if batch > max_batch or batch < first or smaller >= last:
+            continue
+        responses = min(batch, last)
+        rows, width = max(buckets.passes(batch), default=(0, 0))
+        if rows < responses * (nodes + 1) or width < nodes:
+            raise ConfigError(
+                f"{_THRESHOLDS}: {nodes} nodes of each of {responses} responses need a pass over"
+                f" {responses * (nodes + 1)} tokens, and the largest over a batch of {batch} has {rows}; lower"
+                " nodes, or raise speculation.verify_buckets"
+            )
 
 
 def _spans(rooms: Sequence[int], sizes: Sequence[int], neighbours: int) -> list[tuple[int, int]]:

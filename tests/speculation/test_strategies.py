@@ -14,6 +14,7 @@ from rljax.speculation.strategies import (
     Strategy,
     arm_name,
     arms_by_batch,
+    arms_by_threshold,
     group_by_nodes,
     parse_strategies,
     room_per_slot,
@@ -174,6 +175,32 @@ def test_a_strategy_that_fits_no_pass_is_an_error():
     # Where nothing is verified at all, nothing is asked of them.
     for buckets, max_batch in ((Buckets((2, 4), (64,)), 4), (Buckets((2, 4), (64,), (8,), 15), 1)):
         assert arms_by_batch([chain(15)], buckets, max_batch) == {2: (None,), 4: (None,)}
+
+
+def test_thresholds_give_each_group_the_range_of_algorithm_1():
+    buckets = Buckets((2, 4, 8, 16, 32), (64,), (128, 256), 63)
+    wide, small = Strategy(2, 4, 15, "eagle"), Strategy(3, 2, 6, "eagle")
+    strategies = [small, chain(48, "srt"), chain(15), wide]
+    arms = arms_by_threshold(strategies, (1, 4, 12), buckets, max_batch=32)
+    # Keys are the last number of responses of a range; drafters share a group, neighbours have no part in it.
+    assert arms == {3: (None, chain(48, "srt")), 11: (None, chain(15), wide), 32: (None, small)}
+    late = arms_by_threshold([small], (4,), buckets, max_batch=8)
+    assert late == {3: (None,), 32: (None, small)}  # nothing above 8 asks for it
+
+
+def test_thresholds_that_do_not_fit_are_errors():
+    buckets = Buckets((2, 8, 16), (64,), (64,), 15)
+    strategies = [chain(15), chain(3)]
+    with pytest.raises(ConfigError, match=r"^speculation\.batch_thresholds: 1 for 2 groups .* 15, 3 nodes"):
+        arms_by_threshold(strategies, (1,), buckets, max_batch=16)
+    assert list(arms_by_threshold(strategies, (1, 5), buckets, max_batch=16)) == [4, 16]
+    message = (
+        r"^speculation\.batch_thresholds: 15 nodes of each of 5 responses need a pass over 80 tokens, and"
+    )
+    with pytest.raises(ConfigError, match=message + r" the largest over a batch of 8 has 64"):
+        arms_by_threshold(strategies, (1, 6), buckets, max_batch=16)
+    with pytest.raises(ConfigError, match="3 nodes of each of 16 responses need a pass over 64 tokens"):
+        arms_by_threshold(strategies, (1, 3), Buckets((2, 8, 16), (64,), (32,), 15), max_batch=16)
 
 
 @st.composite

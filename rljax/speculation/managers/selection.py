@@ -31,7 +31,7 @@ class StrategyChoice:
       by: "expected", "bandit", "roofline", "ladder" or "fixed".
       mix: see `ExpectedManager` and `BanditManager`.
       strategies: see `BanditManager`; the only one of `FixedManager`.
-      epsilon, window, seed: see `BanditManager`.
+      epsilon, window, seed, thresholds: see `BanditManager`.
       roofline: fitted constants, for `RooflineManager`.
       toggle: settings of `RooflineManager`.
       choose_rows: function by which `ExpectedManager` chooses the rows of a pass; None for `best_rows`.
@@ -46,6 +46,7 @@ class StrategyChoice:
     roofline: Roofline | None = None
     toggle: ToggleConfig = dataclasses.field(default_factory=ToggleConfig)
     choose_rows: RowsChoice | None = None
+    thresholds: tuple[int, ...] = ()
 
     def manager(
         self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, max_batch: int
@@ -78,7 +79,15 @@ class StrategyChoice:
         if self.by == "ladder":
             return LadderManager(proposers, buckets, times, max_batch)
         chances = (self.epsilon, self.window, self.seed)
-        return BanditManager(proposers, buckets, self.strategies, max_batch, *chances, mix=self.mix)
+        return BanditManager(
+            proposers,
+            buckets,
+            self.strategies,
+            max_batch,
+            *chances,
+            mix=self.mix,
+            thresholds=self.thresholds,
+        )
 
 
 def _check_offered(strategies: Sequence[Strategy], proposers: Sequence[Proposer], max_drafts: int) -> None:
@@ -114,4 +123,12 @@ def strategy_choice(config: SpeculationConfig, seed: int, roofline: Roofline | N
     """
     strategies = parse_strategies(config.strategies, config.drafters, config.max_drafts)
     bandit = (config.epsilon, config.window, seed)
-    return StrategyChoice(config.choice, config.mix, strategies, *bandit, roofline, config.toggle)
+    return StrategyChoice(
+        config.choice,
+        config.mix,
+        strategies,
+        *bandit,
+        roofline,
+        config.toggle,
+        thresholds=config.batch_thresholds,
+    )

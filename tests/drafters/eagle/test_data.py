@@ -69,9 +69,24 @@ def test_what_is_reserved_is_left_free():
     assert sorted(names(buffer.draw(0))) == [7, 300]  # the shortest went for it
     buffer.add(np.zeros(11), np.zeros((11, *SHAPE)), np.ones(11, bool))
     assert buffer.refused == 1
+    assert buffer.dropped_finished == 2  # not the one that was refused
     buffer.reserve(0)
     buffer.add(np.zeros(11), np.zeros((11, *SHAPE)), np.ones(11, bool))
     assert buffer.bytes == 20 * BYTES
+
+
+def test_only_sequences_dropped_for_memory_are_counted():
+    buffer = filled({1: [4, 4], 2: [5], 3: [5, 3]}, max_bytes=20 * BYTES)
+    assert buffer.dropped_finished == 0  # the first step's have left with their step
+    buffer.reserve(13 * BYTES)
+    assert names(buffer.draw(0)) == [300] and buffer.dropped_finished == 2
+    resumed = DataBuffer(20 * BYTES, SHAPE, "float32")
+    resumed.load_state(buffer.state())
+    resumed.reserve(16 * BYTES)
+    assert resumed.dropped_finished == 3
+    older = {name: array for name, array in buffer.state().items() if name != "dropped_finished"}
+    resumed.load_state(older)  # a checkpoint from before they were counted
+    assert resumed.dropped_finished == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -272,6 +272,31 @@ def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expecte
     assert {each["batch"] for each in speculator.decisions.take()} == {2}
 
 
+def test_with_thresholds_the_running_responses_choose_the_strategy(params, requests, expected):
+    """Ranges need not end where batch buckets do: 3 and 4 responses are one bucket."""
+    strategies = [{"drafter": "srt", "depth": n, "top_k": 1, "nodes": n} for n in (7, 3, 1)]
+    section = {"drafter": "srt", "choice": "bandit", "strategies": strategies, "max_batch": 4}
+    section |= {"max_drafts": 7, "batch_thresholds": (1, 2, 4), "epsilon": 0.0}
+    choice = strategy_choice(SpeculationConfig(**section), 0)
+    speculator = make_speculator(("srt",), choice)
+    arms, choose = {}, speculator.manager.choose
+
+    def choosing(state, active, statistics):
+        state, chosen = choose(state, active, statistics)
+        responses = len(active.slots) + active.standing_by
+        arms.setdefault(responses, set()).add(chosen.arm and chosen.arm.nodes)
+        return state, chosen
+
+    speculator.manager.choose = choosing
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    assert statistics.verified > 0
+    assert arms[4] == {None, 1} and arms[1] <= {None, 7}
+    assert arms[2] | arms[3] == {None, 3}
+
+
 @pytest.mark.parametrize(
     ("names", "first"), [(("prompt_lookup", "quantized"), [0, 3, 6, 1]), (("quantized",), [0, 1, 2, 3])]
 )

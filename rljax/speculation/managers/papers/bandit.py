@@ -56,7 +56,8 @@ class BegMab:
     """Chooses among the arms of every batch bucket.
 
     Args:
-      arms: arms by batch bucket, the plain step (None) among them; see `arms_by_batch`.
+      arms: arms by batch bucket, the plain step (None) among them; see `arms_by_batch` and
+        `arms_by_threshold`.
       epsilon: probability of trying any arm (`speculation.epsilon`).
       window: rewards of an arm that are kept (`speculation.window`).
       seed: seed of the exploration. A choice depends on it, on the number of earlier draws, and on the

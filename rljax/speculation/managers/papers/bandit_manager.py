@@ -20,7 +20,7 @@ from rljax.speculation.mixing import Mixer, pairs, proposer_of
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots, Proposer
-from rljax.speculation.strategies import Strategy, arms_by_batch, room_per_slot
+from rljax.speculation.strategies import Strategy, arms_by_batch, arms_by_threshold, room_per_slot
 
 
 class BanditManager:
@@ -34,6 +34,8 @@ class BanditManager:
       max_batch: larger batches decode plainly.
       epsilon, window, seed: see `BegMab`.
       mix: without strategies, also those of mixed trees.
+      thresholds: see `arms_by_threshold`; empty for `arms_by_batch`. With them the bandit's batch is the
+        number of running responses, as in the paper, not the batch bucket.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class BanditManager:
         window: int,
         seed: int,
         mix: bool = False,
+        thresholds: Sequence[int] = (),
     ) -> None:
         self._buckets = buckets
         self._mixer = Mixer(proposers, buckets.max_drafts)
@@ -57,7 +60,13 @@ class BanditManager:
         self._proposers = {
             strategy.drafter: proposer_of(strategy, proposers, self._mixer) for strategy in strategies
         }
-        self._bandit = BegMab(arms_by_batch(strategies, buckets, max_batch), epsilon, window, seed)
+        self._range_of: dict[Strategy, int] = {}  # with thresholds: each has one range
+        if thresholds:
+            arms = arms_by_threshold(strategies, thresholds, buckets, max_batch)
+            self._range_of = {arm: last for last, group in arms.items() for arm in group if arm is not None}
+        else:
+            arms = arms_by_batch(strategies, buckets, max_batch)
+        self._bandit = BegMab(arms, epsilon, window, seed)
         self._trained = [proposer for proposer in proposers if isinstance(proposer.drafter, TrainedDrafter)]
 
     def begin(self, training: bool, step: int) -> None:
@@ -70,8 +79,10 @@ class BanditManager:
         for proposer in self._trained:
             self._bandit.set_available(proposer.name, proposer.drafter.trained)
         # Those standing by wait for this pass, too, so they share its rate.
-        arm = self._bandit.choose(state.batch, len(active.slots) + active.standing_by)
-        _, reason, medians = self._bandit.explain(state.batch)
+        responses = len(active.slots) + active.standing_by
+        batch = responses if self._range_of else state.batch
+        arm = self._bandit.choose(batch, responses)
+        _, reason, medians = self._bandit.explain(batch)
         rates = {"expected_rate": medians.get(arm, 0.0), "plain_rate": medians.get(None, 0.0)}
         if arm is None:
             return state, Choice.plain(reason, **rates)
@@ -85,7 +96,10 @@ class BanditManager:
 
     def record(self, record: PassRecord) -> None:
         seconds = record.choice.draft_seconds + record.seconds
-        self._bandit.record(record.batch, record.choice.arm, record.tokens, seconds, record.waiting)
+        arm, batch = record.choice.arm, record.batch
+        if self._range_of:  # a strategy's own range: fewer may run by now than when it was chosen
+            batch = record.waiting if arm is None else self._range_of[arm]
+        self._bandit.record(batch, arm, record.tokens, seconds, record.waiting)
 
     def state(self) -> dict[str, np.ndarray]:
         return self._bandit.state() | self._mixer.state()
