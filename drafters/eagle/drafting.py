@@ -11,9 +11,10 @@ normalised, it can be multiplied along a path and compared between branches. Wit
 
 **The cache.** Entry i of a slot is pair i (see `model.py`), from features of verified tokens. Drafting reads
 the cache and does not write it: the entries of draft nodes live in separate arrays, so that no provisional
-entry has to be hidden or corrected. `absorb` appends verified pairs. A head may begin in the middle of
-a response (behind appended tokens, which come without features): it then knows no earlier pairs, and its
-positions count from its first pair, since RoPE depends on differences of positions only.
+entry has to be hidden or corrected. `absorb` appends verified pairs. Both read only the first `attended`
+entries, a static number that follows the longest slot; entries behind it would be masked. A head may begin in
+the middle of a response (behind appended tokens, which come without features): it then knows no earlier
+pairs, and its positions count from its first pair, since RoPE depends on differences of positions only.
 
     state = empty_state(config, batch, length, dtype)
     state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
@@ -32,7 +33,7 @@ from drafters.eagle.model import DraftVocabulary, HeadConfig, apply_head, head_l
 from rljax.engine.draft_tree import DraftStrategy, DraftTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
-from rljax.numerics.attention import MASKED, block_scores, scale_queries, softmax_terms
+from rljax.numerics.attention import KEY_BLOCK, MASKED, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel
@@ -95,6 +96,7 @@ class _Attention:
       keys, values: [B, P, Hk, D], earlier entries outside the cache.
       visible: bool [B, T, P + T], which of the earlier and the new entries each new one sees.
       numerics: see `Numerics`.
+      attended: the number of the cache's first entries that are read, a multiple of KEY_BLOCK; None for all.
     """
 
     cache: KVCache
@@ -103,12 +105,15 @@ class _Attention:
     values: Array
     visible: Array
     numerics: Numerics
+    attended: int | None = None
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         """q [B, T, H, D], k and v [B, T, Hk, D] -> ([B, T, H, D], (k, v) in the cache's type)."""
-        cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
+        capacity = self.cache.length if self.attended is None else self.attended
+        cached_keys = self.cache.keys[layer][:, :, : capacity // KEY_BLOCK]
+        cached_values = self.cache.values[layer][:, :, :capacity]
         batch, new, heads, dim = q.shape
-        kv_heads, capacity = cached_values.shape[1:3]
+        kv_heads = cached_values.shape[1]
         k, v = k.astype(cached_keys.dtype), v.astype(cached_values.dtype)
         keys = jnp.concatenate([self.keys, k], axis=1).astype(jnp.float32)
         values = jnp.concatenate([self.values, v], axis=1).astype(jnp.float32)
@@ -138,6 +143,7 @@ def absorb(
     counts: Array,
     rope: Array,
     numerics: Numerics,
+    attended: int | None = None,
 ) -> DrafterState:
     """Appends verified pairs, after prefill, a plain step, or a verifying pass.
 
@@ -153,6 +159,8 @@ def absorb(
       counts: int32 [B], how many of the W positions are valid.
       rope: `rope_table(config.policy, length)`, at least as long as the cache.
       numerics: see `Numerics`.
+      attended: static; the number of the cache's first pairs that are read, a multiple of KEY_BLOCK and at
+        least the largest of `state.lengths`; None for all.
     """
     batch, width = tokens.shape
     counts = jnp.minimum(counts, state.cache.length - state.lengths)
@@ -160,7 +168,7 @@ def absorb(
     cached = state.cache.values[0]
     none = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
     causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
-    attention = _Attention(state.cache, state.lengths, none, none, causal, numerics)
+    attention = _Attention(state.cache, state.lengths, none, none, causal, numerics, attended)
     angles = rope[state.lengths[:, None] + order[None]]
     hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
     outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
@@ -218,11 +226,12 @@ def draft(
     strategy: DraftStrategy,
     sampling: SamplingParams,
     numerics: Numerics,
+    attended: int | None = None,
 ) -> ScoredTree:
     """A draft tree below every slot's last token.
 
     Args:
-      params, config, shared, rope, numerics: as for `absorb`.
+      params, config, shared, rope, numerics, attended: as for `absorb`.
       state: all pairs up to the slot's last token absorbed. Slots without any get no nodes.
       positions: int32 [B], of the slots' last tokens (`DecodeState.lengths`).
       noise_keys: request keys, uint32 [B, 2] (`DecodeState.noise_keys`); None ranks without noise, as every
@@ -252,7 +261,7 @@ def draft(
     keys = values = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
     for level in range(1, strategy.depth):
         visible = jnp.concatenate([ancestors, itself], axis=2)
-        attention = _Attention(state.cache, state.lengths, keys, values, visible, numerics)
+        attention = _Attention(state.cache, state.lengths, keys, values, visible, numerics, attended)
         # The pair of a node at this level: the output above it, and its own token.
         angles = jnp.broadcast_to(rope[state.lengths + level - 1][:, None], (batch, top_k, *rope.shape[1:]))
         outputs, (k, v) = apply_head(

@@ -12,6 +12,10 @@ Every forward pass of the engine hands out the policy's features (`DecodeEngine.
 absorbed when drafts are next asked for, so that the head costs nothing for requests that end before. Until
 then they stay unread in bounded memory; beyond it the oldest are absorbed early, and nothing is lost.
 
+The slots have room for the longest sequence, but drafting reads only the decode state's cache bucket, and
+absorbing only the longest slot, both rounded up to one of a few lengths (`attended_lengths`). So the time of
+a draft level follows the present length.
+
 Programs are in the engine's pool: shapes are rounded up, and all programs are compiled before the first
 rollout, counted, and kept for the next process.
 """
@@ -42,10 +46,24 @@ from rljax.engine.slot_moves import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
+from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.rows import Numerics
 
 _WIDTHS = (2, 4, 8, 16, 64)
 """Numbers of tokens a slot that are absorbed at once; each compiles a program."""
+
+
+def attended_lengths(cache_buckets: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of pairs that programs read, ascending: the first cache bucket, always the next
+    that is at least twice as long, and the last.
+
+    They are fewer than the buckets, since for each of them everything that drafts and absorbs is compiled.
+    """
+    lengths = [cache_buckets[0]]
+    for bucket in cache_buckets:
+        if bucket >= 2 * lengths[-1]:
+            lengths.append(bucket)
+    return tuple(sorted({*lengths, cache_buckets[-1]}))
 
 
 class HeadSlots:
@@ -67,6 +85,7 @@ class HeadSlots:
         self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype)
         self._engine = engine
         self._length = engine.buckets.cache[-1]
+        self._attended_lengths = attended_lengths(engine.buckets.cache)
         self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
         self._key = (config, self.numerics, len(self._rope))
         self._unread: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
@@ -79,6 +98,7 @@ class HeadSlots:
     def start(self, batch: int) -> None:
         """Begins with `batch` empty slots."""
         self._state = self._empty(batch, self._length)
+        self._held = np.zeros(batch, np.int64)  # the most pairs that each slot may hold
         self._unread.clear()
         self._unread_size = 0
 
@@ -89,7 +109,8 @@ class HeadSlots:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - 1] = prompt[1:]
             counts[row] = len(prompt) - 1
-        return self._absorb(self._empty(rows, prefix.cache.length), prefix.states, tokens, counts)
+        empty = self._empty(rows, prefix.cache.length)
+        return self._absorb(empty, prefix.states, tokens, counts, KEY_BLOCK)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Empties `slots` until they sample again."""
@@ -106,6 +127,7 @@ class HeadSlots:
         from_[: len(rows)], into[: len(slots)] = rows, slots
         shapes = (batch, len(prefilled.lengths), prefilled.cache.length)
         self._state = self._run("insert", shapes, _insert, self._state, prefilled, from_, into)
+        self._held[list(slots)] = prefilled.cache.length  # on the host, without waiting for the lengths
 
     def advance(self, result: DecodeResult) -> np.ndarray:
         """Keeps the features of sampled tokens; returns their number in every slot, int32 [B]."""
@@ -137,16 +159,19 @@ class HeadSlots:
             if slots < wider <= batch:
                 widened = functools.partial(with_slots, batch=wider)
                 self._state = self._run("widen", (slots, wider), widened, self._state, donate=())
+                self._held = np.pad(self._held, (0, wider - slots))
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         """Returns draft trees below the slots' last tokens."""
         self._catch_up()
+        attended = self._attended(state.cache.length)
         coupled = self._engine.verification == "coupled"
         static = {
             "config": self.config,
             "strategy": strategy,
             "sampling": self._engine.sampling,
             "numerics": self.numerics,
+            "attended": attended,
         }
         given = {
             "params": self._params,
@@ -156,7 +181,7 @@ class HeadSlots:
             "noise_keys": state.noise_keys if coupled else None,
             "rope": self._rope,
         }
-        shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled)
+        shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled, attended)
         return self._run("draft", shapes, lambda given: draft(**given, **static), given, donate=())
 
     def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], widens: bool = False) -> None:
@@ -176,13 +201,14 @@ class HeadSlots:
                 nothing = np.zeros((batch, tokens), np.int32)
                 for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
                     if shorter < tokens:
-                        window = self._window(handed_out, nothing, 0, width)
-                        self._state = self._absorb(self._state, *window, np.zeros(batch, np.int32))
+                        window = (*self._window(handed_out, nothing, 0, width), np.zeros(batch, np.int32))
+                        for attended in self._attended_lengths:
+                            self._state = self._absorb(self._state, *window, attended)
             for smaller in batches:
                 if smaller < batch:
-                    before = self._state
+                    before = self._state, self._held
                     self._compact(np.zeros(smaller, np.int32))
-                    self._state = before
+                    self._state, self._held = before
         if widens:
             self.start(batches[0])
             self.widen(batches[-1])
@@ -202,10 +228,16 @@ class HeadSlots:
 
     def _forget(self, missed: np.ndarray) -> None:
         self._state = self._run("forget", (len(missed),), forget, self._state, missed)
+        self._held[missed] = 0
 
     def _compact(self, taken: np.ndarray) -> None:
         shapes = (len(self._state.lengths), len(taken))
         self._state = self._run("compact", shapes, _take, self._state, taken, donate=())
+        self._held = self._held[taken]
+
+    def _attended(self, pairs: int) -> int:
+        """Returns the shortest length of a program that reads so many pairs, or the longest there is."""
+        return next((each for each in self._attended_lengths if each >= pairs), self._length)
 
     def _skip(self, slots: Sequence[int]) -> None:
         """Skips the unread features of requests that have left `slots`."""
@@ -223,7 +255,10 @@ class HeadSlots:
         for start in range(0, int(counts.max()), _WIDTHS[-1]):
             left = np.clip(counts - start, 0, _WIDTHS[-1])
             width = next(width for width in _WIDTHS if width >= left.max())
-            self._state = self._absorb(self._state, *self._window(states, tokens, start, width), left)
+            window = self._window(states, tokens, start, width)
+            attended = self._attended(int(self._held.max()))
+            self._state = self._absorb(self._state, *window, left, attended)
+            self._held += left
         return bool(counts.any())
 
     def _window(self, states: Array, tokens: np.ndarray, start: int, width: int) -> tuple[Array, np.ndarray]:
@@ -237,10 +272,10 @@ class HeadSlots:
         return self._run("window", (*states.shape[:2], width), window, *args, donate=()), tokens
 
     def _absorb(
-        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray
+        self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray, attended: int
     ) -> DrafterState:
-        """Appends counts[i] pairs to slot i."""
-        static = {"config": self.config, "numerics": self.numerics}
+        """Appends counts[i] pairs to slot i, none of which has more than `attended` of them."""
+        static = {"config": self.config, "numerics": self.numerics, "attended": attended}
         given = {
             "params": self._params,
             "shared": self._shared,
@@ -249,7 +284,7 @@ class HeadSlots:
             "counts": jnp.asarray(counts),
             "rope": self._rope,
         }
-        shapes = (*tokens.shape, state.cache.length)
+        shapes = (*tokens.shape, state.cache.length, attended)
         return self._run(
             "absorb", shapes, lambda own, given: absorb(state=own, **given, **static), state, given
         )

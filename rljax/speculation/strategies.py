@@ -234,8 +234,8 @@ def _check_room(nodes: int, first: int, last: int, buckets: Buckets, max_batch: 
         if rows < responses * (nodes + 1) or width < nodes:
             raise ConfigError(
                 f"{_THRESHOLDS}: {nodes} nodes of each of {responses} responses need a pass over"
-                f" {responses * (nodes + 1)} tokens, and the largest over a batch of {batch} has {rows}; lower"
-                " nodes, or raise speculation.verify_buckets"
+                f" {responses * (nodes + 1)} tokens, and the largest over a batch of {batch} has {rows};"
+                " lower nodes, or raise speculation.verify_buckets"
             )
 
 

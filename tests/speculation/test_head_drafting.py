@@ -11,6 +11,7 @@ import pytest
 from drafters.base import DraftRequest, Outcome
 from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.slots import attended_lengths
 from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -32,6 +33,7 @@ from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16,), 5)
+GROWING = Buckets((2, 4), (64, 128), (16,), 5)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def requests():
 POOL = ExecutablePool(row_invariant=True)  # the engines of all tests share programs
 
 
-def make_engine(hidden_layers=None):
+def make_engine(hidden_layers=None, buckets=BUCKETS):
     return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=hidden_layers
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, POOL, hidden_layers=hidden_layers
     )
 
 
@@ -58,11 +60,11 @@ def expected(params, requests):
     return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
 
 
-def make_speculator(variant="eagle3", others=(), **args):
+def make_speculator(variant="eagle3", others=(), buckets=BUCKETS, **args):
     defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2, "variant": variant}
     drafters = {"eagle": make_drafter("eagle", **(defaults | args))}
     drafters |= {name: make_drafter(name) for name in others}
-    engine = make_engine(states_read(drafters, CONFIG))
+    engine = make_engine(states_read(drafters, CONFIG), buckets)
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
 
 
@@ -109,15 +111,24 @@ def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
         assert metrics["speculation/head/outside_vocabulary"] > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
+@pytest.mark.parametrize(("overlap", "buckets"), [(False, BUCKETS), (True, BUCKETS), (False, GROWING)])
+def test_nothing_is_compiled_after_warming_up(params, requests, expected, overlap, buckets):
     """Whatever lengths and batches come about, plain stretches in between included."""
-    speculator = make_speculator()
+    speculator = make_speculator(buckets=buckets)
     longest = max(len(request.prompt_ids) for request in requests)
     speculator.engine.warm_up(params, SLOTS, longest, late_inserts=overlap)
-    for shape in itertools.product(BUCKETS.batch, BUCKETS.cache):
+    for shape in itertools.product(buckets.batch, buckets.cache):
         time_passes(speculator.engine, params, *shape, 1)
     speculator.warm_up(params, longest)
+    slots, read = speculator.drafters["eagle"]._slots, {"draft": set(), "absorb": set()}
+    run = slots._run
+
+    def noting(name, shapes, *args, **options):
+        if name in read:
+            read[name].add(shapes[-1])
+        return run(name, shapes, *args, **options)
+
+    slots._run = noting
     speculator.drafters["eagle"]._budget.allows = lambda: True
     turns, (proposer,) = itertools.count(), speculator.proposers
     promise = proposer.promise
@@ -128,8 +139,10 @@ def test_nothing_is_compiled_after_warming_up(params, requests, overlap):
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
         speculator.learn(outcomes(requests, completions))
+        assert_same(completions, expected)
     assert 0 < statistics.verified < statistics.steps
     assert POOL.compilations == before
+    assert read["draft"] == set(buckets.cache) <= read["absorb"]  # prefilling reads one block alone
 
 
 def outcomes(requests, completions):
@@ -260,6 +273,38 @@ def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params,
         trees[asked] = tree if asked else head.draft(state, head.strategies[-1])
     assert result.active[0] and trees[True].tree.valid[0].all()  # the other one has ended on the way
     jax.tree.map(np.testing.assert_array_equal, trees[True], trees[False])
+
+
+def test_drafts_are_those_of_a_head_that_reads_the_largest_bucket(params):
+    """Over a decode state whose cache grows on the way; token for token."""
+    prompts, trees = [tuple(range(2, 52)), tuple(range(3, 30))], {}
+    for lengths in (GROWING.cache, GROWING.cache[-1:]):
+        speculator = make_speculator(buckets=GROWING, slices=0)
+        head, engine = speculator.drafters["eagle"], speculator.engine
+        head._slots._attended_lengths = lengths
+        head.refresh(params)
+        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+        state, placed = engine.init_state(2, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]
+        head.start(2)
+        prefix = engine.prefill(params, prompts)
+        state = engine.bulk_insert(prefix, state, placed)
+        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        trees[lengths] = []
+        for step in range(10):
+            if step == 3:
+                state = engine.grow(state)
+            state, result = engine.generate(params, state, 3)
+            head.advance(result)
+            trees[lengths].append(head.draft(state, head.strategies[-1]).tree)
+    shorter, largest = trees.values()
+    assert all(tree.valid.any() for tree in shorter)
+    jax.tree.map(np.testing.assert_array_equal, shorter, largest)
+
+
+def test_the_lengths_that_are_read_about_double():
+    assert attended_lengths((128, 192, 256, 384, 512, 768, 1024, 1536)) == (128, 256, 512, 1024, 1536)
+    assert attended_lengths((256,)) == (256,)
+    assert attended_lengths((256, 4096)) == (256, 4096)
 
 
 def test_a_new_request_has_nothing_of_the_one_before_it(params):

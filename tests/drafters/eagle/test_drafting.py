@@ -27,8 +27,9 @@ from rljax.sampling.noise import gumbel, request_key
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
 
 PLAIN = SamplingParams()
-jitted_absorb = jax.jit(absorb, static_argnames=("config", "numerics"), donate_argnames=("state",))
-jitted_draft = jax.jit(draft, static_argnames=("config", "strategy", "sampling", "numerics"))
+STATIC = ("config", "numerics", "attended")
+jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
+jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
 COMMITTED = (20, 9)  # the policy's committed tokens, of two slots
 KEYS = jnp.asarray(np.stack([request_key(1, 2), request_key(1, 3)]))
 
@@ -59,7 +60,7 @@ def absorbed(variant, counts=COMMITTED, first=None):
     return more(variant, state, (0, 0) if first is None else first, counts)
 
 
-def more(variant, state, begins, ends):
+def more(variant, state, begins, ends, attended=None):
     """Absorbs pairs begins .. ends - 1 of each sequence."""
     config, params = head(variant)
     tokens, states = sequences(variant)
@@ -68,14 +69,14 @@ def more(variant, state, begins, ends):
     rows = jnp.arange(2)[:, None]
     counts = jnp.asarray(ends, jnp.int32) - jnp.asarray(begins, jnp.int32)
     args = (states[rows, columns], tokens[rows, columns + 1], counts, ROPE)
-    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
+    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS, attended=attended)
 
 
-def drafted(variant, state, strategy, keys=None, sampling=PLAIN):
+def drafted(variant, state, strategy, keys=None, sampling=PLAIN, attended=None):
     config, params = head(variant)
     return jitted_draft(
         params, config, shared(), state, jnp.asarray(COMMITTED, jnp.int32), keys, ROPE,
-        strategy=strategy, sampling=sampling, numerics=NUMERICS,
+        strategy=strategy, sampling=sampling, numerics=NUMERICS, attended=attended,
     )  # fmt: skip
 
 
@@ -117,6 +118,40 @@ def paths(tree, slot):
     for token, parent in zip(tokens, parents, strict=True):
         found.append([*(found[parent] if parent >= 0 else []), int(token)])
     return found
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant, noise):
+    keys, strategy = KEYS if noise else None, DraftStrategy(depth=5, top_k=3, nodes=12)
+    trees, states = [], []
+    for attended in (64, 512, None):
+        state = empty_state(head(variant)[0], 2, 1024, jnp.float32)
+        for begins, ends in (((0, 0), (15, 4)), ((15, 4), COMMITTED)):
+            state = more(variant, state, begins, ends, attended)
+        states.append(state)
+        trees.append(drafted(variant, state, strategy, keys, attended=attended))
+    assert trees[0].tree.valid.all()
+    for state, tree in zip(states[1:], trees[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, tree.tree, trees[0].tree)
+        np.testing.assert_allclose(tree.log_probability, trees[0].log_probability, atol=1e-5)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, states[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_draft_costs_what_it_reads_not_what_the_cache_has_room_for(variant):
+    config, params = head(variant)
+
+    def operations(room, attended):
+        state = empty_state(config, 2, room, jnp.float32)
+        static = {"config": config, "sampling": PLAIN, "numerics": NUMERICS, "attended": attended}
+        lowered = jax.jit(functools.partial(draft, **static, strategy=DraftStrategy(4, 2, 8))).lower(
+            params=params, shared=shared(), state=state, positions=jnp.zeros(2, jnp.int32), noise_keys=None,
+            rope=ROPE,
+        )  # fmt: skip
+        return lowered.cost_analysis()["flops"]
+
+    assert operations(4096, 256) < 1.1 * operations(256, None) < 0.5 * operations(4096, None)
 
 
 @pytest.mark.parametrize("noise", [False, True])
