@@ -134,8 +134,8 @@ def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant, noise):
     assert trees[0].tree.valid.all()
     for state, tree in zip(states[1:], trees[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, tree.tree, trees[0].tree)
-        np.testing.assert_allclose(tree.log_probability, trees[0].log_probability, atol=1e-5)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, states[0])
+        np.testing.assert_allclose(tree.log_probability, trees[0].log_probability, atol=1e-4)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), state, states[0])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
