@@ -44,8 +44,8 @@ _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, l
 def _free_programs(request):
     """Every compiled program takes some memory mappings, and a whole suite's are too many."""
     yield
-    for value in vars(request.module).values():  # functions whose cached results hold engines
-        if hasattr(value, "cache_clear"):
+    for value in vars(request.module).values():  # the module's functions whose cached results hold engines
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
             value.cache_clear()
     gc.collect()
     mappings = Path("/proc/self/maps")
