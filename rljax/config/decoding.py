@@ -294,7 +294,7 @@ class SpeculationConfig(Section):
         " srt+eagle mixes their trees, and an empty list takes a few sizes of every drafter."
         " With choice: fixed, the one strategy. Set it to restrict the bandit to promising ones.",
     )
-    batch_thresholds: tuple[Count, ...] = Field(
+    batch_thresholds: Buckets = Field(
         (),
         description="With choice: bandit, the numbers of running responses, ascending, from which on each"
         " group of strategies is an arm, as in TLT's Algorithm 1: strategies that verify equally many nodes"
