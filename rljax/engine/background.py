@@ -3,6 +3,7 @@
 import atexit
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 
 from rljax.engine.buckets import Buckets
@@ -16,7 +17,7 @@ class BackgroundCompiler:
 
     XLA compiles without the GIL, so decoding goes on meanwhile. Results are taken over by the thread that
     decodes, in `is_ready`: nothing that it reads changes while it works on a pass. All methods are called by
-    that thread.
+    that thread. A compiler that nobody holds any more ends after the shape that it is at.
 
     Args:
       compile_shape: compiles what a shape needs, in the background, unless its second argument says that it
@@ -95,25 +96,27 @@ class BackgroundCompiler:
         """Starts the thread unless it runs."""
         with self._lock:
             if self._thread is None and self._waiting and not self._stopped:
-                atexit.register(self.close)  # the interpreter must not end under a thread that compiles
-                self._thread = threading.Thread(target=self._run, name="compiler", daemon=True)
+                _running.add(self)
+                # The thread holds the compiler only while it compiles a shape.
+                arguments = (weakref.ref(self),)
+                self._thread = threading.Thread(target=_run, args=arguments, name="compiler", daemon=True)
                 self._thread.start()
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if self._stopped or not self._waiting:
-                    self._thread = None
-                    atexit.unregister(self.close)
-                    return
-                shape = min(self._waiting, key=self._distance)
-                self._waiting.remove(shape)
-            try:
-                taken_over = self._compile_shape(shape, lambda: self._stopped)
-                if not self._stopped:
-                    self._compiled.append((shape, taken_over))
-            except Exception as error:  # out of memory, or of memory mappings: decoding goes on without it
-                self._failed.append((shape, error))
+    def _compile_next(self) -> bool:
+        """Compiles the nearest shape, in the thread. Returns False, and ends the thread, if there is none."""
+        with self._lock:
+            if self._stopped or not self._waiting:
+                self._thread = None
+                return False
+            shape = min(self._waiting, key=self._distance)
+            self._waiting.remove(shape)
+        try:
+            taken_over = self._compile_shape(shape, lambda: self._stopped)
+            if not self._stopped:
+                self._compiled.append((shape, taken_over))
+        except Exception as error:  # out of memory, or of memory mappings: decoding goes on without it
+            self._failed.append((shape, error))
+        return True
 
     def _distance(self, shape: Shape) -> tuple[int, bool]:
         """Steps between buckets from the present decode state; batches shrink and caches grow."""
@@ -139,3 +142,19 @@ class BackgroundCompiler:
                 f" cannot be compiled: {' '.join(str(error).split()) or repr(error)}",
                 stacklevel=2,
             )
+
+
+_running: "weakref.WeakSet[BackgroundCompiler]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter must not end under a thread that compiles."""
+    for compiler in list(_running):
+        compiler.close()
+
+
+def _run(reference: "weakref.ref[BackgroundCompiler]") -> None:
+    """Compiles shape after shape until none is left, or nobody holds the compiler any more."""
+    while (compiler := reference()) is not None and compiler._compile_next():
+        del compiler

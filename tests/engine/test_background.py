@@ -1,6 +1,7 @@
 """Compiling in the background: what comes first, what is ready when, and how it ends."""
 
 import threading
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +104,18 @@ def test_closing_waits_for_one_program_and_no_more():
     assert not closing.is_alive() and len(gate.order) == 1
     assert not compiler.is_ready((2, 64))  # half of it may be missing
     assert not compiler.is_ready((4, 192)) and len(gate.order) == 1
+
+
+def test_a_compiler_that_nobody_holds_ends_after_its_shape():
+    gate = Gate()
+    compiler = BackgroundCompiler(gate, BUCKETS, SHAPES, near=(2, 64))
+    gate.begun()
+    thread, dropped = compiler._thread, weakref.ref(compiler)
+    del compiler
+    gate.open(len(SHAPES))
+    thread.join(timeout=60)
+    assert not thread.is_alive() and len(gate.order) == 1
+    assert dropped() is None
 
 
 def test_two_threads_compile_a_program_once(monkeypatch):
