@@ -11,13 +11,15 @@ normalised, it can be multiplied along a path and compared between branches. Wit
 
 **The cache.** Entry i of a slot is pair i (see `model.py`), from features of verified tokens. Drafting reads
 the cache and does not write it: the entries of draft nodes live in separate arrays, so that no provisional
-entry has to be hidden or corrected. `absorb` appends verified pairs. Both read only the first `attended`
-entries, a static number that follows the longest slot; entries behind it would be masked. A head may begin in
-the middle of a response (behind appended tokens, which come without features): it then knows no earlier
-pairs, and its positions count from its first pair, since RoPE depends on differences of positions only.
+entry has to be hidden or corrected. `compute_pairs` and `append_pairs` add verified pairs. Whatever reads the
+cache reads only its first `attended` entries, a static number that follows the longest slot; entries behind
+it would be masked. A head may begin in the middle of a response (behind appended tokens, which come without
+features): it then knows no earlier pairs, and its positions count from its first pair, since RoPE depends on
+differences of positions only.
 
     state = empty_state(config, batch, length, dtype)
-    state = absorb(params, config, shared, state, states, tokens, counts, rope, numerics)
+    pairs = compute_pairs(params, config, shared, state, states, tokens, counts, rope, numerics)
+    state = append_pairs(state, pairs, numerics)
     tree = draft(params, config, shared, state, positions, noise_keys, rope, strategy, sampling, numerics)
 """
 
@@ -133,7 +135,22 @@ class _Attention:
         return out.transpose(0, 3, 1, 2, 4).reshape(batch, new, heads, dim).astype(q.dtype), (k, v)
 
 
-def absorb(
+@struct.dataclass
+class Pairs:
+    """Verified pairs that are not in the cache yet.
+
+    Attributes:
+      entries: keys and values, each [B, W, Hk, D].
+      newest: [B, d], the head's output for the last valid pair; of any value where there is none.
+      counts: int32 [B], how many of the W pairs of each slot are valid.
+    """
+
+    entries: tuple[Array, Array]
+    newest: Array
+    counts: Array
+
+
+def compute_pairs(
     params: Params,
     config: HeadConfig,
     shared: Params,
@@ -144,15 +161,14 @@ def absorb(
     rope: Array,
     numerics: Numerics,
     attended: int | None = None,
-) -> DrafterState:
-    """Appends verified pairs, after prefill, a plain step, or a verifying pass.
+) -> Pairs:
+    """Computes verified pairs, after prefill, a plain step, or a verifying pass.
 
     Args:
       params: the head's.
       config: its shape.
       shared: the policy's embeddings and LM head.
-      state: the state before. Pairs must come without gaps (else `forget` first); pairs that do not fit into
-        the cache are left out.
+      state: the state before. Pairs must come without gaps (else `forget` first).
       states: [B, W, S, d], the policy's features at W positions; after a verifying pass, along the accepted
         path, beginning with the slot's last token (node 0).
       tokens: int32 [B, W], the token behind each position: the next of the prompt, or the sampled one.
@@ -172,13 +188,23 @@ def absorb(
     angles = rope[state.lengths[:, None] + order[None]]
     hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
     outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
-    path = jnp.broadcast_to(order[None], (batch, width))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
+    return Pairs(entries, newest, counts)
+
+
+def append_pairs(state: DrafterState, pairs: Pairs, numerics: Numerics) -> DrafterState:
+    """Appends verified pairs to the slots; those that do not fit into the cache are left out.
+
+    It is a program of its own: with one program that reads the cache and writes it, in no order that the
+    compiler must keep, the whole cache is copied.
+    """
+    batch, width = pairs.entries[0].shape[:2]
+    path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     return DrafterState(
-        cache=commit(state.cache, [entries], path, counts, state.lengths, numerics),
-        lengths=state.lengths + counts,
-        outputs=jnp.where(counts[:, None] > 0, newest, state.outputs),
+        cache=commit(state.cache, [pairs.entries], path, pairs.counts, state.lengths, numerics),
+        lengths=state.lengths + pairs.counts,
+        outputs=jnp.where(pairs.counts[:, None] > 0, pairs.newest, state.outputs),
     )
 
 
@@ -231,7 +257,7 @@ def draft(
     """A draft tree below every slot's last token.
 
     Args:
-      params, config, shared, rope, numerics, attended: as for `absorb`.
+      params, config, shared, rope, numerics, attended: as for `compute_pairs`.
       state: all pairs up to the slot's last token absorbed. Slots without any get no nodes.
       positions: int32 [B], of the slots' last tokens (`DecodeState.lengths`).
       noise_keys: request keys, uint32 [B, 2] (`DecodeState.noise_keys`); None ranks without noise, as every

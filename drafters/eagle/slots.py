@@ -33,7 +33,8 @@ from drafters.eagle.drafting import (
     DrafterState,
     DraftStrategy,
     ScoredTree,
-    absorb,
+    append_pairs,
+    compute_pairs,
     draft,
     empty_state,
     forget,
@@ -284,10 +285,17 @@ class HeadSlots:
             "counts": jnp.asarray(counts),
             "rope": self._rope,
         }
-        shapes = (*tokens.shape, state.cache.length, attended)
-        return self._run(
-            "absorb", shapes, lambda own, given: absorb(state=own, **given, **static), state, given
+        shapes = (*tokens.shape, state.cache.length)
+        pairs = self._run(
+            "pairs",
+            (*shapes, attended),
+            lambda state, given: compute_pairs(state=state, **given, **static),
+            state,
+            given,
+            donate=(),
         )
+        append = functools.partial(append_pairs, numerics=self.numerics)
+        return self._run("append", shapes, append, state, pairs)
 
 
 def _window(states: Array, start: Array, width: int) -> Array:

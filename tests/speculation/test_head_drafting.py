@@ -123,7 +123,7 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     for shape in itertools.product(buckets.batch, buckets.cache):
         time_passes(speculator.engine, params, *shape, 1)
     speculator.warm_up(params, longest)
-    slots, read = speculator.drafters["eagle"]._slots, {"draft": set(), "absorb": set()}
+    slots, read = speculator.drafters["eagle"]._slots, {"draft": set(), "pairs": set()}
     run = slots._run
 
     def noting(name, shapes, *args, **options):
@@ -145,7 +145,7 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
         assert_same(completions, expected)
     assert 0 < statistics.verified < statistics.steps
     assert POOL.compilations == before
-    assert read["draft"] == set(buckets.cache) <= read["absorb"]  # prefilling reads one block alone
+    assert read["draft"] == set(buckets.cache) <= read["pairs"]  # prefilling reads one block alone
 
 
 def outcomes(requests, completions):

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from drafters.eagle.checkpoint import load_head, save_head
-from drafters.eagle.drafting import DraftStrategy, absorb, draft, empty_state
+from drafters.eagle.drafting import DraftStrategy, draft, empty_state
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_logits, init_head
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.spot_trainer import head_optimizer
@@ -24,6 +24,7 @@ from tests.drafters.eagle.tiny import (
     NUMERICS,
     POLICY,
     ROPE,
+    absorb,
     packed_batch,
     policy_params,
     policy_states,

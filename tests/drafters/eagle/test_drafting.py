@@ -11,7 +11,6 @@ import pytest
 from drafters.eagle.drafting import (
     DrafterState,
     DraftStrategy,
-    absorb,
     draft,
     empty_state,
     forget,
@@ -24,7 +23,16 @@ from rljax.engine.draft_tree import with_root
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
-from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, policy_params, policy_states, rollouts, shared
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    ROPE,
+    absorb,
+    policy_params,
+    policy_states,
+    rollouts,
+    shared,
+)
 
 PLAIN = SamplingParams()
 STATIC = ("config", "numerics", "attended")

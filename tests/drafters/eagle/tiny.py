@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafters.eagle.drafting import append_pairs, compute_pairs
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.unrolling import HeadBatch
 from rljax.models import transformer
@@ -80,3 +81,9 @@ def packed_batch(config: HeadConfig, sequences: list[np.ndarray], rows: list[lis
             start += n
     states = policy_states(policy_params(), tokens, positions, segments, config)
     return HeadBatch(*(jnp.asarray(x) for x in (tokens, positions, segments, mask)), states)
+
+
+def absorb(params, config, shared, state, states, tokens, counts, rope, numerics, attended=None):
+    """The state with the pairs appended."""
+    args = (states, tokens, counts, rope, numerics, attended)
+    return append_pairs(state, compute_pairs(params, config, shared, state, *args), numerics)
