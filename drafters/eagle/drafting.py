@@ -121,7 +121,8 @@ class _Attention:
         values = jnp.concatenate([self.values, v], axis=1).astype(jnp.float32)
         group = heads // kv_heads
         queries = scale_queries(q).reshape(batch, new, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-        scores = block_scores(queries.reshape(batch, kv_heads, group * new, dim), cached_keys, self.numerics)
+        queries_by_head = queries.reshape(batch, kv_heads, group * new, dim)
+        scores = block_scores(queries_by_head, cached_keys, capacity, self.numerics)
         scores = scores.reshape(batch, kv_heads, group, new, capacity)
         absorbed = jnp.arange(capacity, dtype=jnp.int32)[None] < self.lengths[:, None]
         scores = jnp.where(absorbed[:, None, None, None], scores, MASKED)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_sum
+from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max, row_sum
 
 MASKED = -1e30
 """The score of a masked key: finite, so that a row with no visible key yields zeros instead of NaN.
@@ -70,32 +70,59 @@ def weigh_cached_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple
     return sums, lax.cond(jnp.isnan(weighted).any(), recomputed, lambda: weighted)
 
 
-def weighted_values(terms: Array, values: Array, numerics: Numerics) -> Array:
-    """Returns the softmax-weighted mean of values, summed one chunk of keys after another.
+def weigh_cache(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
+    """Sums softmax terms, and values weighted by them, within every chunk of a cache.
+
+    The values are read where they lie: slices of a cache would be copies of it.
 
     Args:
-      terms: unnormalised weights, float32 [B, Hk, R, S] (R rows: queries times query heads per key head).
+      terms: float32 [B, Hk, S / C, R, C] (R rows: queries times query heads per key head).
       values: [B, Hk, S, D].
 
     Returns:
-      float32 [B, Hk, R, D]; zeros where all terms are 0.
+      float32 [B, Hk, S / C, R, 1] and [B, Hk, S / C, R, D].
     """
-    batch, heads, rows, length = terms.shape
-    values = values.astype(jnp.float32)
-    # If the order of summation may vary, one chunk is the fastest.
-    chunk = min(KEY_CHUNK, length) if numerics.row_invariant else length
-    num_chunks = -(-length // chunk)
-    if num_chunks * chunk != length:
-        pad = num_chunks * chunk - length
-        terms = jnp.pad(terms, ((0, 0), (0, 0), (0, 0), (0, pad)))
-        values = jnp.pad(values, ((0, 0), (0, 0), (0, pad), (0, 0)))
-    chunked_terms = terms.reshape(batch, heads, rows, num_chunks, chunk).swapaxes(2, 3)
-    chunked_values = values.reshape(batch, heads, num_chunks, chunk, values.shape[-1])
-    sums, weighted = weigh_cached_chunk(chunked_terms, chunked_values, numerics)
-    # Chunks are added in order. Those without a visible key add exact zeros, so their number has no effect.
-    sums = functools.reduce(jnp.add, [sums[:, :, c] for c in range(num_chunks)])
-    weighted = functools.reduce(jnp.add, [weighted[:, :, c] for c in range(num_chunks)])
+    batch, heads, chunks, _, chunk = terms.shape
+    values = values.astype(jnp.float32).reshape(batch, heads, chunks, chunk, values.shape[-1])
+    return weigh_cached_chunk(terms, values, numerics)
+
+
+def add_chunks(parts: Array, count: Array) -> Array:
+    """Adds the first `count` chunks, int32 [B], of [B, Hk, n, R, D] in order: [B, Hk, R, D]."""
+    count = count[:, None, None, None]
+    chunks = [jnp.where(c < count, parts[:, :, c], 0.0) for c in range(parts.shape[2])]
+    return functools.reduce(jnp.add, chunks)
+
+
+def add_weighted(total: Array, terms: Array, values: Array) -> Array:
+    """Adds a few weighted values to a sum, one after another, as a longer product would.
+
+    A product adds by one fused multiply-add after another, and so does this, once compiled for a CPU. Values
+    whose term is 0 are skipped, whatever they are.
+
+    Args:
+      total: float32 [B, Hk, R, D].
+      terms: float32 [B, Hk, R, M].
+      values: float32 [B, Hk, M, D].
+
+    Returns:
+      float32 [B, Hk, R, D].
+    """
+    for m in range(terms.shape[-1]):
+        term = terms[..., m : m + 1]
+        total = jnp.where(term != 0, total + term * values[:, :, None, m], total)
+    return total
+
+
+def normalize(weighted: Array, sums: Array) -> Array:
+    """Divides weighted values [..., D] by the sums of their terms [..., 1]; 0 where there are no terms."""
     return weighted / jnp.where(sums == 0, 1.0, sums)
+
+
+def attended_chunk(capacity: int, numerics: Numerics) -> int:
+    """Returns the number of a cache's positions whose values are weighed in one product."""
+    # If the order of summation may vary, one chunk is the fastest.
+    return min(KEY_CHUNK, capacity) if numerics.row_invariant else capacity
 
 
 def scale_queries(q: Array) -> Array:
@@ -112,25 +139,34 @@ def scale_queries(q: Array) -> Array:
     return exact * (q.shape[-1] ** -0.5)
 
 
-def block_scores(queries: Array, keys: Array, numerics: Numerics) -> Array:
-    """Returns the scores of scaled queries against blocked keys.
+def block_scores(queries: Array, keys: Array, chunk: int, numerics: Numerics) -> Array:
+    """Returns the scores of scaled queries against blocked keys, chunk by chunk.
 
     The scores are written as a multiplication and a sum over the head dimension. The compiler turns these
     into multiply-adds with the positions in the vector lanes, which run at memory bandwidth and add in the
     order of a matrix product. So the bits are those of `PackedAttention` (for at least two rows: a single row
-    is doubled).
+    is doubled). They come in the layout in which values are weighed next; transposing them would take as long
+    as the scores.
 
     Args:
       queries: float32 [B, Hk, R, D].
       keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
+      chunk: positions in a chunk, C: a multiple of KEY_BLOCK that divides S.
       numerics: see `Numerics`.
 
     Returns:
-      float32 [B, Hk, R, S].
+      float32 [B, Hk, S / C, R, C].
     """
-    batch, heads, rows, _ = queries.shape
+    batch, heads, rows, dim = queries.shape
     if numerics.row_invariant and rows == 1:
         queries = jnp.concatenate([queries, queries], axis=2)
-    products = queries[:, :, None, :, :, None] * keys[:, :, :, None].astype(jnp.float32)
-    scores = jnp.sum(products, axis=-2)[:, :, :, :rows]  # [B, Hk, blocks, R, KEY_BLOCK]
-    return scores.transpose(0, 1, 3, 2, 4).reshape(batch, heads, rows, -1)
+    blocks = chunk // KEY_BLOCK
+    keys = keys.astype(jnp.float32).reshape(batch, heads, -1, 1, blocks, dim, KEY_BLOCK)
+    products = queries[:, :, None, :, None, :, None] * keys
+    scores = jnp.sum(products, axis=-2)[:, :, :, :rows]  # [B, Hk, S / C, R, C / KEY_BLOCK, KEY_BLOCK]
+    return scores.reshape(batch, heads, -1, rows, chunk)
+
+
+def chunks_max(scores: Array) -> Array:
+    """Returns the largest score of each row over all chunks, [B, Hk, n, R, C] -> [B, Hk, R, 1]."""
+    return row_max(row_max(scores)[..., 0].swapaxes(2, 3))

@@ -17,7 +17,7 @@ from engine_benchmarks.policies import POLICIES
 from rljax.benchmarking import Row
 from rljax.engine.buckets import make_buckets
 from rljax.engine.invariance import measure, row_counts
-from rljax.numerics.attention import block_scores, scale_queries, softmax_terms
+from rljax.numerics.attention import KEY_BLOCK, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
 
 _ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)
@@ -120,7 +120,7 @@ def _rounding(rng: np.random.Generator) -> Row:
 
     def differing(scale: Callable[[Array], Array]) -> list[int]:
         def scores(queries: Array, keys: Array) -> Array:
-            return block_scores(scale(queries.astype(jnp.bfloat16)), keys, Numerics())
+            return block_scores(scale(queries.astype(jnp.bfloat16)), keys, KEY_BLOCK, Numerics())
 
         program = jax.jit(scores)
         whole = np.asarray(program(queries, keys))

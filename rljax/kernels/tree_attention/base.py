@@ -4,13 +4,15 @@ Decoding adds the softmax terms, and the weighted values, one chunk of keys afte
 one key after another. So the terms of nodes are added in the order of decoding:
 
 - first the chunks with committed keys only, as in decoding;
-- then the chunk in which the tree begins: in one product, its committed keys, followed by the nodes whose
-  positions lie in the chunk. Siblings have terms of 0, which have no effect, and as parents precede children,
-  the other nodes are added in the order of their positions;
-- last, in a separate product, the nodes whose positions lie in the next chunk.
-"""
+- then the chunk in which the tree begins: its committed keys in one product, as in decoding, followed one by
+  one by the nodes whose positions lie in the chunk. Siblings have terms of 0, which have no effect, and as
+  parents precede children, the other nodes are added in the order of their positions;
+- last the nodes whose positions lie in the next chunk, one by one, too.
 
-import functools
+The cache is read where it lies. A copy of the values of the chunk in which the tree begins, with those of the
+nodes behind them, would let one product do the second step, and would take longer than all the rest
+(`docs/engine.md`).
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,13 +20,17 @@ from jax import Array
 from rljax.numerics.attention import (
     KEY_BLOCK,
     MASKED,
+    add_chunks,
+    add_weighted,
+    attended_chunk,
     block_scores,
+    chunks_max,
+    normalize,
     scale_queries,
     softmax_terms,
-    weigh_cached_chunk,
-    weighted_values,
+    weigh_cache,
 )
-from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max
+from rljax.numerics.rows import Numerics, row_max
 
 
 def tree_attention(
@@ -53,22 +59,21 @@ def tree_attention(
     tree_keys = jnp.pad(node_keys.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, pad)])[:, :, None]
     more = [(0, 0), (0, 0), (0, blocks - 1), (0, 0), (0, 0)]
     tree_keys = jnp.pad(tree_keys, more)  # [B, Hk, blocks, D, L]
-    tree_values = node_values.transpose(0, 2, 1, 3)
-    tree_values = jnp.pad(tree_values, [(0, 0), (0, 0), (0, pad), (0, 0)])  # [B, Hk, L, D]
 
+    # Scores of the committed keys, [B, Hk, n, R, C], and of the nodes, [B, Hk, R, M].
     queries_dtype = queries.dtype
     queries = scale_queries(queries).reshape(batch, nodes, num_kv_heads, group, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, rows, head_dim)
-    committed = jnp.arange(capacity)[None] < lengths[:, None]
-    scores = block_scores(queries, keys, numerics)
-    scores = jnp.where(committed[:, None, None], scores, MASKED)
-    visible = jnp.pad(ancestors, [(0, 0), (0, 0), (0, pad)])  # [B, M, L]
-    visible = jnp.broadcast_to(visible[:, None, None], (batch, 1, group, nodes, KEY_BLOCK))
-    tree_scores = block_scores(queries, tree_keys, numerics)[..., :KEY_BLOCK]
-    tree_scores = jnp.where(visible.reshape(batch, 1, rows, KEY_BLOCK), tree_scores, MASKED)
+    chunk = attended_chunk(capacity, numerics)
+    committed = (jnp.arange(capacity)[None] < lengths[:, None]).reshape(batch, 1, -1, 1, chunk)
+    scores = jnp.where(committed, block_scores(queries, keys, chunk, numerics), MASKED)
+    tree_scores = block_scores(queries, tree_keys, KEY_BLOCK, numerics)[:, :, 0, :, :nodes]
+    visible = jnp.broadcast_to(ancestors[:, None, None], (batch, 1, group, nodes, nodes))
+    tree_scores = jnp.where(visible.reshape(batch, 1, rows, nodes), tree_scores, MASKED)
 
-    top = jnp.maximum(row_max(scores), row_max(tree_scores))
-    terms, tree_terms = softmax_terms(scores, top), softmax_terms(tree_scores, top)
+    top = jnp.maximum(chunks_max(scores), row_max(tree_scores))
+    terms, tree_terms = softmax_terms(scores, top[:, :, None]), softmax_terms(tree_scores, top)
+    tree_values = node_values.transpose(0, 2, 1, 3)
     positions = lengths[:, None] + depth
     out = _weighted_values(terms, values, tree_terms, tree_values, lengths, positions, numerics)
     out = out.reshape(batch, num_kv_heads, group, nodes, head_dim).transpose(0, 3, 1, 2, 4)
@@ -80,13 +85,16 @@ def _decode_attention(
 ) -> Array:
     """Computes attention of one token per slot, at `positions`: [B, 1, H, D] -> [B, 1, H, D]."""
     batch, _, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads, capacity = values.shape[1:3]
     scaled = scale_queries(queries).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = block_scores(scaled, keys, numerics)
-    visible = jnp.arange(scores.shape[-1])[None, :] <= positions[:, None]
-    scores = jnp.where(visible[:, None, None, :], scores, MASKED)
-    terms = softmax_terms(scores, row_max(scores))
-    out = weighted_values(terms, values, numerics)
+    chunk = attended_chunk(capacity, numerics)
+    visible = (jnp.arange(capacity)[None] <= positions[:, None]).reshape(batch, 1, -1, 1, chunk)
+    scores = jnp.where(visible, block_scores(scaled, keys, chunk, numerics), MASKED)
+    terms = softmax_terms(scores, chunks_max(scores)[:, :, None])
+    sums, weighted = weigh_cache(terms, values, numerics)
+    # Chunks without a visible key add exact zeros, so their number has no effect.
+    chunks = jnp.full((batch,), capacity // chunk)
+    out = normalize(add_chunks(weighted, chunks), add_chunks(sums, chunks))
     return out.reshape(batch, 1, num_heads, head_dim).astype(queries.dtype)
 
 
@@ -99,48 +107,31 @@ def _weighted_values(
     positions: Array,
     numerics: Numerics,
 ) -> Array:
-    """As `rljax.numerics.attention.weighted_values`, with the terms of the tree at their positions.
+    """Returns the softmax-weighted mean of cached values and of the tree's, added in the order of decoding.
 
     Args:
-      terms: float32 [B, Hk, R, S].
-      values: [B, Hk, S, D].
-      tree_terms: float32 [B, Hk, R, L].
-      tree_values: [B, Hk, L, D].
+      terms: float32 [B, Hk, n, R, C].
+      values: [B, Hk, n * C, D].
+      tree_terms: float32 [B, Hk, R, M].
+      tree_values: [B, Hk, M, D].
       lengths: int32 [B], number of committed tokens.
       positions: int32 [B, M], positions of the nodes.
 
     Returns:
       float32 [B, Hk, R, D].
     """
-    batch, heads, rows, capacity = terms.shape
-    head_dim = values.shape[-1]
-    values, tree_values = values.astype(jnp.float32), tree_values.astype(jnp.float32)
-    chunk = min(KEY_CHUNK, capacity) if numerics.row_invariant else capacity
-    num_chunks = capacity // chunk
+    chunks, chunk = terms.shape[2], terms.shape[4]
+    tree_values = tree_values.astype(jnp.float32)
     begins_in = lengths // chunk  # the chunk where the tree begins; beyond the last, nothing fits
-    parts = []
-    if num_chunks == 1:
-        last_terms, last_values = terms, values
-    else:
-        terms = terms.reshape(batch, heads, rows, num_chunks, chunk).swapaxes(2, 3)
-        values = values.reshape(batch, heads, num_chunks, chunk, head_dim)
-        index = jnp.minimum(begins_in, num_chunks - 1)[:, None, None, None, None]
-        last_terms = jnp.take_along_axis(terms, index, axis=2)[:, :, 0]
-        last_values = jnp.take_along_axis(values, index, axis=2)[:, :, 0]
-        before = jnp.arange(num_chunks - 1)[None] < begins_in[:, None]
-        whole_terms = jnp.where(before[:, None, :, None, None], terms[:, :, :-1], 0.0)
-        sums, weighted = weigh_cached_chunk(whole_terms, values[:, :, :-1], numerics)
-        parts = [(sums[:, :, c], weighted[:, :, c]) for c in range(num_chunks - 1)]
-    here = jnp.pad(positions // chunk == begins_in[:, None], [(0, 0), (0, KEY_BLOCK - positions.shape[1])])
-    here = here[:, None, None]
-    parts.append(
-        weigh_cached_chunk(
-            jnp.concatenate([last_terms, jnp.where(here, tree_terms, 0.0)], axis=-1),
-            jnp.concatenate([last_values, tree_values], axis=2),
-            numerics,
-        )
-    )
-    parts.append(weigh_cached_chunk(jnp.where(here, 0.0, tree_terms), tree_values, numerics))
-    sums = functools.reduce(jnp.add, [part[0] for part in parts])
-    weighted = functools.reduce(jnp.add, [part[1] for part in parts])
-    return weighted / jnp.where(sums == 0, 1.0, sums)
+    last = jnp.minimum(begins_in, chunks - 1)
+    here = (positions // chunk == begins_in[:, None])[:, None, None]
+    terms_here, terms_next = jnp.where(here, tree_terms, 0.0), jnp.where(here, 0.0, tree_terms)
+
+    def total(parts: Array, nodes: Array) -> Array:
+        begun = jnp.take_along_axis(parts, last[:, None, None, None, None], axis=2)[:, :, 0]
+        continued = add_weighted(begun, terms_here, nodes)
+        following = add_weighted(jnp.zeros_like(begun), terms_next, nodes)
+        return add_chunks(parts, last) + continued + following
+
+    sums, weighted = weigh_cache(terms, values, numerics)
+    return normalize(total(weighted, tree_values), total(sums, jnp.ones_like(tree_values[..., :1])))
