@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).resolve().parent.parent / "bench_training.py"  # its `-
 _STATUS = Path("/proc/self/status")
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 # The threshold of glibc adapts, and keeps a varying amount of freed memory of small tensors.
-_MALLOCS = {"mmap from 1 MB on": {_MMAP_THRESHOLD: "1000000"}, "glibc's defaults": {}}
+_MALLOCS = {"mmap from 1 MB on": {_MMAP_THRESHOLD: "1000000"}, "glibc's defaults": {"GLIBC_TUNABLES": ""}}
 CASES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32"))
 
 

@@ -1,0 +1,46 @@
+"""Keeps freed memory of the process for the next program, where JAX computes on the CPU.
+
+A program's buffers are allocated when it begins and freed when it ends. By default the C library gives large
+ones back to the system, which hands out new, zeroed pages at the next program: tens of megabytes for a
+verifying pass, and a third of its time (`docs/engine.md`).
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
+_LARGEST_KEPT = 1 << 30  # bytes; larger buffers are weights and moments, which are allocated once
+_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Tells the C library to keep freed buffers of up to a gigabyte, and at most two gigabytes at a time.
+
+    It must be called before JAX starts its threads, each of which would otherwise get an arena of its own,
+    where large buffers have no place.
+
+    Returns:
+      Whether it did: not without glibc, where an accelerator may be used, or where the environment sets
+      glibc's options.
+    """
+    if not sys.platform.startswith("linux") or not _computes_on_cpu():
+        return False
+    if any(name in os.environ for name in _SET_BY_USER):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = {_ARENA_MAX: 1, _MMAP_THRESHOLD: _LARGEST_KEPT, _TRIM_THRESHOLD: 2**31 - 1}
+    return sum(mallopt(option, value) for option, value in settings.items()) == len(settings)
+
+
+def _computes_on_cpu() -> bool:
+    """Whether JAX will compute on the CPU, as far as it can be known before it looks for devices."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+        return platforms.split(",")[0] == "cpu"
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return not plugins and importlib.util.find_spec("libtpu") is None

@@ -1,0 +1,64 @@
+"""Freed memory stays with the process, so that a program's buffers are not new pages every time."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import rljax.host_memory
+
+_PROGRAM = """
+import json, resource, statistics
+import rljax
+import jax, jax.numpy as jnp
+
+@jax.jit
+def program(x):
+    y = jnp.dot(x, x.T)  # 64 MB
+    return jnp.dot(y, x)
+
+x = jnp.ones((4096, 8))
+faults = []
+for _ in range(60):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    program(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps(statistics.median(faults[30:])))
+"""
+_PAGES = 4 * 4096**2 / resource.getpagesize()
+
+
+def _faults(**environment: str) -> float:
+    """The usual number of pages that a run of the program touches for the first time."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    env = {**inherited, "JAX_PLATFORMS": "cpu", **environment}
+    return json.loads(subprocess.check_output([sys.executable, "-c", _PROGRAM], env=env, text=True))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+def test_buffers_are_not_new_pages():
+    assert _faults() < 0.1 * _PAGES
+    assert _faults(MALLOC_ARENA_MAX="8") > 0.9 * _PAGES  # the user's settings stay as they are
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_cpu"),
+    [
+        ({"JAX_PLATFORMS": "cpu"}, True),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, False),
+        ({"JAX_PLATFORMS": "tpu"}, False),
+    ],
+)
+def test_accelerators_are_left_alone(monkeypatch, environment, is_cpu):
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    assert rljax.host_memory._computes_on_cpu() == is_cpu
+
+
+def test_nothing_is_set_beside_the_users_settings(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not rljax.host_memory.keep_freed_memory()
