@@ -18,6 +18,8 @@ MASKED = -1e30
 """
 KEY_BLOCK = 64
 """Positions in a block of cached keys; see `block_scores`."""
+_ADDED_AT_ONCE = 8
+"""Values that `add_weighted` adds in one expression."""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
@@ -95,23 +97,39 @@ def add_chunks(parts: Array, count: Array) -> Array:
 
 
 def add_weighted(total: Array, terms: Array, values: Array) -> Array:
-    """Adds a few weighted values to a sum, one after another, as a longer product would.
+    """Adds a few weighted values to sums, one after another, as a longer product would.
 
     A product adds by one fused multiply-add after another, and so does this, once compiled for a CPU. Values
     whose term is 0 are skipped, whatever they are.
 
     Args:
-      total: float32 [B, Hk, R, D].
-      terms: float32 [B, Hk, R, M].
+      total: float32 [N, B, Hk, R, D], N sums of the same values.
+      terms: float32 [N, B, Hk, R, M].
       values: float32 [B, Hk, M, D].
 
     Returns:
-      float32 [B, Hk, R, D].
+      float32 [N, B, Hk, R, D].
     """
-    for m in range(terms.shape[-1]):
-        term = terms[..., m : m + 1]
-        total = jnp.where(term != 0, total + term * values[:, :, None, m], total)
-    return total
+    count = terms.shape[-1]
+    if count <= _ADDED_AT_ONCE:
+        for m in range(count):
+            term = terms[..., m : m + 1]
+            total = jnp.where(term != 0, total + term * values[None, :, :, None, m], total)
+        return total
+    # A loop over short pieces takes as long, and compiles in a fraction of the time of one long expression.
+    padding = -count % _ADDED_AT_ONCE
+    terms = jnp.pad(terms, [(0, 0)] * (terms.ndim - 1) + [(0, padding)])
+    values = jnp.pad(values, [(0, 0), (0, 0), (0, padding), (0, 0)])
+
+    def add_piece(piece: Array, total: Array) -> Array:
+        first = piece * _ADDED_AT_ONCE
+        piece_terms = lax.dynamic_slice_in_dim(terms, first, _ADDED_AT_ONCE, axis=-1)
+        return add_weighted(
+            total, piece_terms, lax.dynamic_slice_in_dim(values, first, _ADDED_AT_ONCE, axis=2)
+        )
+
+    pieces = (count + padding) // _ADDED_AT_ONCE
+    return lax.fori_loop(jnp.int32(0), jnp.int32(pieces), add_piece, total)
 
 
 def normalize(weighted: Array, sums: Array) -> Array:

@@ -127,10 +127,11 @@ def _weighted_values(
     here = (positions // chunk == begins_in[:, None])[:, None, None]
     terms_here, terms_next = jnp.where(here, tree_terms, 0.0), jnp.where(here, 0.0, tree_terms)
 
+    node_terms = jnp.stack([terms_here, terms_next])
+
     def total(parts: Array, nodes: Array) -> Array:
         begun = jnp.take_along_axis(parts, last[:, None, None, None, None], axis=2)[:, :, 0]
-        continued = add_weighted(begun, terms_here, nodes)
-        following = add_weighted(jnp.zeros_like(begun), terms_next, nodes)
+        continued, following = add_weighted(jnp.stack([begun, jnp.zeros_like(begun)]), node_terms, nodes)
         return add_chunks(parts, last) + continued + following
 
     sums, weighted = weigh_cache(terms, values, numerics)
