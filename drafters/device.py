@@ -4,7 +4,7 @@
 and keeps a state for each of the engine's slots, so it hears of everything that happens to them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,6 +40,16 @@ class SelfDrafter(Drafter, Protocol):
     def refresh(self, params: Any) -> None:
         """Receives the policy's weights for the rollouts to come, in the engine's form."""
 
+    def compile(self, params: Any) -> Any:
+        """Compiles what makes the weights, in a thread; another one may call everything else meanwhile.
+
+        Args:
+          params: the shapes of the policy's weights.
+
+        Returns:
+          The shapes of the drafter's weights.
+        """
+
 
 @runtime_checkable
 class DeviceDrafter(Drafter, Protocol):
@@ -68,6 +78,39 @@ class DeviceDrafter(Drafter, Protocol):
         """Compiles the programs that follow the slots, for prefixes and decode states of these shapes; with
         `widens` also the programs of `widen`.
         """
+
+    def compile(
+        self,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: "Sequence[Prefix]",
+        padded: Sequence[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> Callable[[], None] | None:
+        """Compiles every program that follows the slots of decode states of `batch` slots, compaction from
+        larger ones included, and that drafts for them. It runs in a thread, after `refresh`; another one may
+        call everything else meanwhile.
+
+        Args:
+          batch: slots of the decode states.
+          largest: the most slots of any decode state.
+          lengths: cache lengths of the decode states, ascending.
+          prefixes: shapes of the prefixes that enter them.
+          padded: number of prompts and padded length of each prefix.
+          should_stop: asked before each program whether to stop.
+
+        Returns:
+          A function for the thread that decodes to call when it takes over the programs; None for none.
+        """
+
+    def compiles_behind(self) -> None:
+        """Called before the first `compile`: programs of the drafter's training are compiled there, too, and
+        it is not trained before they are taken over.
+        """
+
+    def leave(self) -> None:
+        """Stops following the slots, until the next `start`."""
 
     def start(self, batch: int) -> None:
         """Begins with a decode state of `batch` empty slots."""

@@ -26,17 +26,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from pydantic import Field
 
 from drafters.arguments import Arguments
 from drafters.base import DraftRequest, Outcome, Sampled
+from rljax import target
 from rljax.errors import ConfigError, known_names
 from rljax.kernels.round_to_nearest import base, round_to_nearest
 from rljax.kernels.round_to_nearest.grid import grid, nearest
 from rljax.kernels.tuned import is_tuned
+from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import Implementation, KernelChoice, require_xla
-from rljax.numerics.quantized import Activations, QuantizedWeight
+from rljax.numerics.quantized import Activations, QuantizedWeight, WeightLayout
+from rljax.sharding import MESH_AXES, param_shardings
 
 if TYPE_CHECKING:
     from rljax.engine.engine import DecodeEngine
@@ -81,7 +85,7 @@ def default_format(bits: int) -> WeightFormat:
     """
     if bits != 8:
         return WeightFormat(bits, 128)
-    return WeightFormat(8, 0, "int8" if jax.default_backend() == "cpu" else "float")
+    return WeightFormat(8, 0, "int8" if target.platform() == "cpu" else "float")
 
 
 # -- quantizers --------------------------------------------------------------------------------------------
@@ -136,6 +140,7 @@ class QuantizedPolicy:
       fmt: format of the projections.
       quantizer: a name in `QUANTIZERS`.
       kernels: implementations of rounding to nearest and of products with the weights.
+      layouts: on a mesh, the layout of every projection; each device quantizes its parts.
 
     Attributes:
       params: the drafter's params; None before the first refresh, and after `release`.
@@ -145,7 +150,11 @@ class QuantizedPolicy:
     """
 
     def __init__(
-        self, fmt: WeightFormat, quantizer: str = "rtn", kernels: KernelChoice | None = None
+        self,
+        fmt: WeightFormat,
+        quantizer: str = "rtn",
+        kernels: KernelChoice | None = None,
+        layouts: dict[str, WeightLayout] | None = None,
     ) -> None:
         if quantizer not in QUANTIZERS:
             known = known_names(quantizer, QUANTIZERS)
@@ -153,15 +162,45 @@ class QuantizedPolicy:
         # A program for a layer serves all of them. The weights of the step before are not read: they are
         # passed so that the new ones may take their place in memory.
         self._quantize_layer = jax.jit(
-            functools.partial(_quantize_layer, QUANTIZERS[quantizer], fmt, kernels or KernelChoice()),
+            functools.partial(
+                _quantize_layer, QUANTIZERS[quantizer], fmt, kernels or KernelChoice(), layouts or {}
+            ),
             donate_argnums=1,
             keep_unused=True,
         )
+        self._compiled: dict[tuple, Callable[..., dict[str, QuantizedWeight]]] = {}  # see `compile`
         self.params: Params | None = None
         self._layers: list[dict[str, QuantizedWeight]] = []  # whose memory the next ones take over
         self.seconds = 0.0
         self.bytes = 0
         self.read_bytes = 0
+
+    def compile(self, params: Params) -> Params:
+        """Compiles what `refresh` needs; another thread may draft meanwhile.
+
+        Args:
+          params: the policy's weights in the engine's form, or their shapes, on one device.
+
+        Returns:
+          The shapes of the drafter's weights.
+        """
+        layers, programs = [], {}
+        for layer in params["layers"]:
+            projections = {name: layer[name] for name in PROJECTIONS}
+            quantized = jax.eval_shape(self._quantize_layer, projections, None)
+            for before in (None, quantized):
+                key = _shapes_of(projections, before)
+                if key not in programs:
+                    programs[key] = self._quantize_layer.lower(projections, before).compile()
+            layers.append(layer | quantized)
+        self._compiled = programs
+        return params | {"layers": layers}
+
+    def _quantize(
+        self, projections: dict[str, Array], before: dict[str, QuantizedWeight] | None
+    ) -> dict[str, QuantizedWeight]:
+        program = self._compiled.get(_shapes_of(projections, before), self._quantize_layer)
+        return program(projections, before)
 
     def refresh(self, params: Params) -> Params:
         """Returns the drafter's weights for the policy `params`, which are in the engine's form. Consumes the
@@ -169,13 +208,11 @@ class QuantizedPolicy:
         """
         projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
         if not self._layers:  # both programs are compiled before the clock starts
-            jax.block_until_ready(
-                self._quantize_layer(projections[0], self._quantize_layer(projections[0], None))
-            )
+            jax.block_until_ready(self._quantize(projections[0], self._quantize(projections[0], None)))
         start = time.perf_counter()
         old, self._layers = self._layers or [None] * len(projections), []
         for own, before in zip(projections, old, strict=True):
-            self._layers.append(self._quantize_layer(own, before))
+            self._layers.append(self._quantize(own, before))
         layers = [layer | quantized for layer, quantized in zip(params["layers"], self._layers, strict=True)]
         self.params = jax.block_until_ready(params | {"layers": layers})
         self.seconds = time.perf_counter() - start
@@ -221,11 +258,15 @@ class QuantizedDrafter:
         self._source: Params | None = None
 
     def attach(self, engine: "DecodeEngine") -> None:
-        self._policy = QuantizedPolicy(self.format, self._quantizer, engine.numerics.kernels)
+        layouts = None if engine.mesh is None else weight_layouts(engine.config, engine.mesh)
+        self._policy = QuantizedPolicy(self.format, self._quantizer, engine.numerics.kernels, layouts)
 
     def draft_params(self) -> Params:
         """Returns the weights, quantized at the first call: a rollout without such drafts pays nothing."""
         return self._policy.refresh(self._source) if self._policy.params is None else self._policy.params
+
+    def compile(self, params: Params) -> Params:
+        return self._policy.compile(params)
 
     @property
     def pending_seconds(self) -> float:
@@ -258,12 +299,12 @@ class QuantizedDrafter:
 
 def _default_bits() -> int:
     """Bits of a weight that may pay on this device; a warning where none is known to."""
-    if jax.default_backend() == "cpu":
+    if target.platform() == "cpu":
         return 8
     if is_tuned("quantized_product"):
         return 4
     warnings.warn(
-        f"speculation.drafter: quantized will hardly pay on {jax.devices()[0].device_kind}: no product of 4"
+        f"speculation.drafter: quantized will hardly pay on {target.device().device_kind}: no product of 4"
         " bits is tuned for it, so 8 bits are used; measure one (scripts/bench_kernels.py --tune) or set the"
         " drafter's bits",
         stacklevel=2,
@@ -275,16 +316,47 @@ def _quantize_layer(
     quantizer: Quantizer,
     fmt: WeightFormat,
     kernels: KernelChoice,
+    layouts: dict[str, WeightLayout],
     projections: dict[str, Array],
     before: dict[str, QuantizedWeight] | None,
 ) -> dict[str, QuantizedWeight]:
     del before
-    return {
-        name: quantizer(weight, fmt, kernels.round_to_nearest).replace(
-            implementation=kernels.quantized_product
-        )
-        for name, weight in projections.items()
-    }
+
+    def quantize(weight: Array) -> QuantizedWeight:
+        return quantizer(weight, fmt, kernels.round_to_nearest)
+
+    quantized = {}
+    for name, weight in projections.items():
+        layout = layouts.get(name)
+        rounded = quantize(weight) if layout is None else _quantized_parts(quantize, weight, layout)
+        quantized[name] = rounded.replace(implementation=kernels.quantized_product)
+    return quantized
+
+
+def _quantized_parts(
+    quantize: Callable[[Array], QuantizedWeight], weight: Array, layout: WeightLayout
+) -> QuantizedWeight:
+    """Returns a matrix of which every device has quantized its part."""
+    on_parts = jax.shard_map(
+        quantize, mesh=layout.mesh, in_specs=layout.spec, out_specs=layout.spec, check_vma=False
+    )
+    return on_parts(weight).replace(inputs=weight.shape[1], layout=layout)
+
+
+def weight_layouts(config: ModelConfig, mesh: Mesh) -> dict[str, WeightLayout]:
+    """Returns the layout of every projection of a layer on a mesh, as the engine holds it."""
+    shardings = param_shardings(config, mesh, decoding=True)["layers"][0]
+    rows = MESH_AXES["slots"]
+    return {name: WeightLayout(mesh, *shardings[name].spec, rows) for name in PROJECTIONS}
+
+
+def _shapes_of(
+    projections: dict[str, Array], before: dict[str, QuantizedWeight] | None
+) -> tuple[bool, tuple[tuple[tuple[int, ...], str], ...]]:
+    """Returns what a program that quantizes a layer depends on."""
+    return before is None, tuple(
+        (projections[name].shape, str(projections[name].dtype)) for name in PROJECTIONS
+    )
 
 
 def _bytes(tree: Params | Array) -> int:

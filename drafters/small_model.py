@@ -10,7 +10,7 @@ policy's are cut off, and tokens beyond the small model's are never drafted.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -115,6 +115,23 @@ class SmallModelDrafter:
     ) -> None:
         self._companion.warm_up(batches[-1], prompt_length, late_inserts=True, widens=widens)
 
+    def compile(
+        self,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: Sequence[Prefix],
+        padded: Sequence[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._companion.compile(batch, largest, lengths, padded, should_stop)
+
+    def compiles_behind(self) -> None:
+        """Does nothing: there is no update."""
+
+    def leave(self) -> None:
+        """Does nothing: `start` begins anew."""
+
     def start(self, batch: int) -> None:
         self._companion.begin(batch, self._companion.engine.buckets.cache[0])
 
@@ -146,7 +163,7 @@ class SmallModelDrafter:
         self._companion.advance(slots, tokens, counts)
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        self._companion.compact(slots)
+        self._companion.compact(slots, batch)
 
     def widen(self, batch: int) -> None:
         self._companion.widen(batch)

@@ -8,6 +8,7 @@ a step, and inside a step at most one in a few seconds.
 import collections
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import sys
@@ -244,3 +245,8 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def silent_progress() -> Progress:
+    """Returns a progress that shows nothing, for all but the first of several processes."""
+    return Progress(Console(file=io.StringIO(), quiet=True))

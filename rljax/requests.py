@@ -110,6 +110,9 @@ class DecodeStatistics:
       ahead_seconds: spent on putting such requests into idle slots.
       ahead_pass_seconds: estimated time by which passes took longer, in batches kept wide to sample ahead.
       ahead_saved_seconds: estimated time that tokens sampled ahead by the rollout before saved in this one.
+      ahead_offered: tokens sampled ahead before that drafters could propose in this rollout.
+      ahead_accepted: number of these that verifying passes accepted.
+      ahead_final: tokens of responses that were sampled ahead to their end and taken over; also in `tokens`.
       tool_calls: calls of tools that were answered.
       tool_errors: number of calls that were answered with an error.
       tool_seconds: sum of the calls' times.
@@ -138,6 +141,9 @@ class DecodeStatistics:
     ahead_seconds: float = 0.0
     ahead_pass_seconds: float = 0.0
     ahead_saved_seconds: float = 0.0
+    ahead_offered: int = 0
+    ahead_accepted: int = 0
+    ahead_final: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
     tool_seconds: float = 0.0

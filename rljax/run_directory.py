@@ -11,6 +11,8 @@
     checkpoints/     written by `rljax.training.checkpoint`
     .lock            held by the process that works on the run
 
+Of several processes only the first writes, and the methods that write do nothing in the others.
+
 JSON has no NaN and no infinities. In a metrics line such a value is null, and the line's extra key
 `nonfinite` says which keys were what, as in `{"step": 3, "entropy": null, "nonfinite": {"entropy": "nan"}}`:
 every JSON reader can read the file, and `RunDirectory.read_metrics` gives the floats back.
@@ -42,7 +44,12 @@ Metrics = dict[str, Any]
 class RunDirectory:
     """One run's files.
 
+    Args:
+      path: the directory.
+      writes: whether this process writes them; false in all but the first of several processes.
+
     Attributes:
+      writes: see above.
       path: the directory; created when missing.
       config_path: the resolved config.
       metrics_path: one JSON object a line.
@@ -52,8 +59,8 @@ class RunDirectory:
       checkpoints_path: for the checkpointer to fill; not created here.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.decisions_path = self.path / "decisions.jsonl"
@@ -63,6 +70,8 @@ class RunDirectory:
         self.warm_start_path = self.path / "warm_start"
         self._changes: list[Change] = []
         self._metrics_left: list[Metrics] = []
+        if not writes:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,6 +85,9 @@ class RunDirectory:
           ConfigError: another process has it.
         """
         with contextlib.ExitStack() as stack:
+            if not self.writes:
+                yield
+                return
             with _writing(self.path / ".lock"):
                 free = stack.enter_context(locked(self.path / ".lock"))
             if not free:
@@ -93,6 +105,8 @@ class RunDirectory:
 
         Args, Returns, Raises: as `write_config`.
         """
+        if not self.writes:
+            return []
         if not self._has_progress() and any(not each.harmless for each in self._compare(config)):
             with _writing(self.config_path):
                 for name in _TOKENIZER:
@@ -113,6 +127,8 @@ class RunDirectory:
         Raises:
           ConfigError: it is another one, and may not be.
         """
+        if not self.writes:
+            return []
         self._changes = self._compare(config, allow_changes)
         with _writing(self.config_path):
             write_durably(self.config_path, to_yaml(config).encode())
@@ -149,6 +165,8 @@ class RunDirectory:
         numerics (`rljax/engine/invariance.py`), and what `begin` or `write_config` found changed. It comes
         before the changed config is written: killed in between, the next start finds the changes again.
         """
+        if not self.writes:
+            return
         session = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
@@ -188,8 +206,9 @@ class RunDirectory:
           RunDirectoryError: the disk does not take it. The line is kept, and written before the next one or
             by `write_metrics_left`.
         """
-        self._metrics_left.append(_jsonable(metrics))
-        self.write_metrics_left()
+        if self.writes:
+            self._metrics_left.append(_jsonable(metrics))
+            self.write_metrics_left()
 
     def write_metrics_left(self) -> None:
         """Writes the lines that `append_metrics` could not write; raises as it does."""
@@ -199,6 +218,8 @@ class RunDirectory:
 
     def extend_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds to the newest line, which must be of the same step, as `append_metrics` does to the file."""
+        if not self.writes:
+            return
         *before, (_, line) = _complete_lines(self.metrics_path)
         if line["step"] != metrics["step"]:
             raise ValueError(f"the newest line is of step {line['step']}, not {metrics['step']}")
@@ -212,7 +233,8 @@ class RunDirectory:
 
     def append_decisions(self, step: int, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Adds what the rollout manager decided in a step (`rljax/speculation/pass_record.py`)."""
-        _append_line(self.decisions_path, {"step": step, "decisions": decisions})
+        if self.writes:
+            _append_line(self.decisions_path, {"step": step, "decisions": decisions})
 
     def read_decisions(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """The decisions of every step that has some, oldest first."""
@@ -220,7 +242,8 @@ class RunDirectory:
 
     def append_rollout(self, step: int, summary: Mapping[str, Any]) -> None:
         """Adds what a step's rollout leaves for the report (`rljax/rollout/summary.py`)."""
-        _append_line(self.rollouts_path, {"step": step, **summary})
+        if self.writes:
+            _append_line(self.rollouts_path, {"step": step, **summary})
 
     def read_rollouts(self) -> list[dict[str, Any]]:
         """Returns the records of `append_rollout`, oldest first."""
@@ -237,6 +260,8 @@ class RunDirectory:
         Returns:
           How many complete lines of metrics were dropped.
         """
+        if not self.writes:
+            return 0
         self._metrics_left = [line for line in self._metrics_left if line["step"] <= step]
         dropped = {name: _truncate_lines(self.path / name, step) for name in _BY_STEP}
         return dropped[self.metrics_path.name]

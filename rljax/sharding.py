@@ -13,10 +13,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rljax import target
 from rljax.config import MeshConfig
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
@@ -54,9 +56,9 @@ _PARAM_AXES = {
     "down": ("embed", "mlp"),
 }
 # Axes that are replicated where the devices do not divide them: key/value heads are few and small, and
-# vocabularies have odd sizes (the embedding is still split along "embed").
+# vocabularies have odd sizes (the embedding is still split along "embed", and padded in decoding).
 _MAY_REPLICATE = ("vocab", "kv_heads")
-_WHOLE_IN_DECODING = {"vocab", "embed"}
+_WHOLE_IN_DECODING = {"embed"}
 
 
 def make_mesh(config: MeshConfig) -> Mesh | None:
@@ -116,6 +118,19 @@ def replicated_axes(config: ModelConfig, mesh: Mesh) -> set[str]:
     return replicated
 
 
+def splits_vocab(mesh: Mesh | None) -> bool:
+    """Returns whether the vocabulary is split over several devices in decoding."""
+    return mesh is not None and _parts(mesh, "vocab") > 1
+
+
+def padded_vocab_size(config: ModelConfig, mesh: Mesh | None) -> int:
+    """Returns the rows of embedding and LM head in decoding: the vocabulary's size, rounded up to a number
+    that the mesh divides.
+    """
+    parts = 1 if mesh is None else _parts(mesh, "vocab")
+    return -(-config.vocab_size // parts) * parts
+
+
 def named(mesh: Mesh, *axes: str | None, replicated: set[str] | None = None) -> NamedSharding:
     """Sharding of an array with logical `axes` (None: never split), without those that are `replicated`."""
     replicated = replicated or set()
@@ -132,10 +147,12 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False) -> 
     Args:
       config: the policy's architecture.
       mesh: the mesh.
-      decoding: the layout of the engine's copy: only tensor splits it. Weights split along fsdp would be
-        gathered again for every token, and sampling wants a token's logits on one device.
+      decoding: the layout of the engine's copy, whose vocabulary has `padded_vocab_size` rows: only tensor
+        splits it. Weights split along fsdp would be gathered again for every token.
     """
-    replicated = replicated_axes(config, mesh) | (_WHOLE_IN_DECODING if decoding else set())
+    replicated = replicated_axes(config, mesh)
+    if decoding:
+        replicated = (replicated - {"vocab"}) | _WHOLE_IN_DECODING
     return jax.tree_util.tree_map_with_path(
         lambda path, _: named(mesh, *_PARAM_AXES[path[-1].key], replicated=replicated),
         param_shapes(config),
@@ -145,7 +162,27 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False) -> 
 
 def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None, decoding: bool = False) -> Params:
     """Params laid out on the mesh by `param_shardings`; without one, as they are."""
-    return params if mesh is None else jax.device_put(params, param_shardings(config, mesh, decoding))
+    if mesh is None:
+        return params
+    if decoding:
+        params = _with_padded_vocab(params, padded_vocab_size(config, mesh))
+    return target.put(params, param_shardings(config, mesh, decoding))
+
+
+def _with_padded_vocab(params: Params, rows: int) -> Params:
+    """Adds rows of zeros to embedding and LM head; `params` may be shapes."""
+
+    def pad(name: str) -> Any:
+        leaf = params[name]
+        if leaf.shape[0] == rows:
+            return leaf
+
+        def padded(leaf: Array) -> Array:
+            return jnp.pad(leaf, ((0, rows - leaf.shape[0]), (0, 0)))
+
+        return jax.eval_shape(padded, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else padded(leaf)
+
+    return {**params, **{name: pad(name) for name in ("embed", "lm_head") if name in params}}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -156,6 +193,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def activation_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of hidden states [R, T, d]: rows over data and fsdp."""
     return named(mesh, "batch", None, None)
+
+
+def logits_sharding(mesh: Mesh, whole: bool = False) -> NamedSharding:
+    """Sharding of logits [R, V] in decoding: V split, or `whole`; rows as the compiler chooses."""
+    return NamedSharding(
+        mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None if whole else MESH_AXES["vocab"])
+    )
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
@@ -185,11 +229,11 @@ class ShardedAttention:
     config: ModelConfig
     mesh: Mesh
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def __call__(self, cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], what the attention keeps)."""
         replicated = replicated_axes(self.config, self.mesh)
         heads = named(self.mesh, "batch", None, "heads", None)
         kv_heads = named(self.mesh, "batch", None, "kv_heads", None, replicated=replicated)
         k, v = constrain((k, v), (kv_heads, kv_heads))
-        attended, kept = self.attention(layer, constrain(q, heads), k, v)
+        attended, kept = self.attention(cache, constrain(q, heads), k, v)
         return constrain(attended, heads), kept

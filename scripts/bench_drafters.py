@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from drafter_benchmarks.adaptation import adaptation_rows
+from drafter_benchmarks.in_loop import in_loop_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _benchmark(None, WarmUp()).parser()
     parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"the policy (default: {_CONFIG})")
     parser.add_argument("--slices", type=int, default=60, help="of each head's training (default: 60)")
-    parser.add_argument("--updates", type=int, default=_UPDATES, help="of the policy, in rl (default: 8)")
+    parser.add_argument(
+        "--updates", type=int, default=_UPDATES, help="of the policy, in rl and loop (default: 8)"
+    )
     parser.add_argument(
         "--learning-rate", type=float, default=_LEARNING_RATE, help="of these (default: 5e-4)"
     )
@@ -71,6 +74,12 @@ def _benchmark(
                 "rl",
                 "beside a policy that is trained",
                 lambda: rl_rows(config, settings, updates, learning_rate, slices=15),
+                disturbed=False,
+            ),
+            Measurement(
+                "loop",
+                "a head trained in the loop",
+                lambda: in_loop_rows(config, settings, updates, learning_rate, slices=15),
                 disturbed=False,
             ),
             Measurement(

@@ -21,7 +21,7 @@ from engine_benchmarks.price import price_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
-from engine_benchmarks.update import update_rows
+from engine_benchmarks.update import shared_prompt_rows, update_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError
 
@@ -41,6 +41,8 @@ def measurements() -> list[Measurement]:
         Measurement("bandwidth", "140M", lambda: bandwidth_rows("140M", large, steps=64, repeats=7)),
         Measurement("update", "2M", lambda: update_rows("2M", tiny, num_sequences=64, repeats=7)),
         Measurement("update", "25M", lambda: update_rows("25M", small, num_sequences=64, repeats=3)),
+        Measurement("update", "2M shared", lambda: shared_prompt_rows("2M", tiny, num_groups=4, repeats=7)),
+        Measurement("update", "25M shared", lambda: shared_prompt_rows("25M", small, 4, repeats=3)),
         *(
             Measurement("startup", name, lambda name=name: startup_rows(name, POLICIES[name], repeats=3))
             for name in ("25M", "140M")
@@ -68,6 +70,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("decode", "25M", lambda: decode_rows("25M", small, plan)),
         Measurement("bandwidth", "25M", lambda: bandwidth_rows("25M", small, steps=32, repeats=3)),
         Measurement("update", "2M", lambda: update_rows("2M", tiny, num_sequences=32, repeats=3)),
+        Measurement("update", "2M shared", lambda: shared_prompt_rows("2M", tiny, 2, repeats=3)),
         Measurement("startup", "25M", lambda: startup_rows("25M", small, repeats=1)),
         Measurement("self_draft", "2M", lambda: self_draft_rows("2M", tiny, (2, 8), repeats=3)),
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),

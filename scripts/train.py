@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from rljax.config import describe_keys, load_config, to_yaml
 from rljax.errors import Interrupted, UserError
+from rljax.planning.command import add_arguments, present_topology, print_plan
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,6 +29,12 @@ def _parser() -> argparse.ArgumentParser:
         help="resume a run also as another experiment; sessions.jsonl notes what changed",
     )
     parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print memory, compile time and expected speed on the devices that are here, and stop",
+    )
+    add_arguments(parser.add_argument_group("with --plan"))
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key of the config, such as training.steps=3"
     )
     return parser
@@ -41,13 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(to_yaml(config), end="")
             return 0
+        if arguments.plan:
+            print_plan(config, present_topology(), arguments)
+            return 0
         run_dir = config.run_dir
         # JAX takes seconds to import, so the config is checked first.
         from rljax.training.session import run
 
         run(config, **({"allow_changes": True} if arguments.allow_changes else {}))
     except UserError as error:
-        _say(f"error: {error}")
+        if not getattr(error, "elsewhere", False):  # process 0 has said it
+            _say(f"error: {error}")
         return 2
     except Interrupted as interrupted:
         _say(f"{interrupted}; the same command continues {run_dir}")
@@ -64,5 +76,20 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def _run() -> int:
+    """`main`, and the end of a process that has failed beside others."""
+    status = 1
+    try:
+        status = main()
+        return status
+    except Exception:
+        traceback.print_exc()
+        return status
+    finally:
+        processes = sys.modules.get("rljax.processes")
+        if processes is not None:
+            processes.leave(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

@@ -221,3 +221,12 @@ class TestAgainstTransformers:
         with pytest.raises(UserError, match="not the same update"):
             update.check_same_update((result[0], 1.01 * result[1]), result, "on")
         assert 0 < ours.padding < 1 and 0 <= theirs.padding < 1
+
+    def test_shared_prompts_are_the_same_update(self, tiny, reference, monkeypatch):
+        model, params = reference
+        training = TrainingConfig(pack_length=256, rows_per_microbatch=2)
+        monkeypatch.setattr(update, "LONG_PROMPT_TOKENS", 90)
+        sequences = update.grouped_sequences(1, tiny.vocab_size)
+        settings = {"training": training, "share_prompts": True}
+        ours = update.PackedUpdates(tiny, params, sequences, row_invariant=True, **settings)
+        update.check_same_update(ours(), update.PaddedUpdates(model, sequences, training)(), "on")

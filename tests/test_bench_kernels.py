@@ -180,7 +180,7 @@ def tuning(tmp_path, monkeypatch):
             monkeypatch.setattr(tuned, "TUNED", tuned.load(table))
         return status
 
-    monkeypatch.setattr(tuned.jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
+    monkeypatch.setattr(tuned.target, "device", lambda: types.SimpleNamespace(device_kind="NVIDIA H200"))
     return run
 
 

@@ -40,6 +40,14 @@ def test_what_changes_no_number_is_harmless():
     )
 
 
+@pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("bfloat16", False)])
+def test_outlined_layers_change_bits_in_bfloat16_only(dtype, same):
+    policy = make_config().policy.model_dump() | {"compute_dtype": dtype}
+    old = make_config(policy=policy | {"outline_layers": "off"})
+    (change,) = config_changes(old, make_config(policy=policy | {"outline_layers": "on"}))
+    assert (change.name, change.harmless) == ("policy.outline_layers", same)
+
+
 @pytest.mark.parametrize(
     ("sections", "name"),
     [

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jax import Array
@@ -59,6 +59,7 @@ class EagleDrafter:
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # slices of this rollout
+        self._update_is_ready = True
         self._learned = False  # `learn` was called in this step; the next policy begins another step
         self._budget = TimeBudget(arguments.train_share)
         self._last_metrics: dict[str, float] = {}
@@ -144,7 +145,39 @@ class EagleDrafter:
         if self._trains:
             self._budget.expect(self._trainer.warm_up(self._shared))
 
+    def compile(
+        self,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: Sequence[Prefix],
+        padded: Sequence[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> Callable[[], None] | None:
+        self._slots.compile(batch, largest, lengths, prefixes, self.strategies, should_stop)
+        if not self._trains or should_stop():
+            return None
+        self._trainer.compile(self._shared)
+        return self._may_train
+
+    def _may_train(self) -> None:
+        """The update is compiled: measures it."""
+        if not self._update_is_ready:
+            self._budget.expect(self._trainer.warm_up(self._shared))
+            self._update_is_ready = True
+
     # -- slots -----------------------------------------------------------------------------------------------
+
+    def compiles_behind(self) -> None:
+        self._update_is_ready = False
+
+    def leave(self) -> None:
+        """Drops the responses under way: features of their further tokens are missing."""
+        for request in list(self._tokens):
+            self._drop(request)
+        self._requests.clear()
+        if self._trainer is not None:
+            self._trainer.reserve(0)
 
     def start(self, batch: int) -> None:
         self._slots.start(batch)
@@ -306,6 +339,8 @@ class EagleDrafter:
     def train(self) -> bool:
         """Runs one slice; returns False when the slices, the data or the time of this step are used up."""
         if not self._arguments.train or self._slices >= self._arguments.slices:
+            return False
+        if not self._update_is_ready:
             return False
         if self._step % self._arguments.train_every:
             return False

@@ -109,11 +109,11 @@ class _Attention:
     numerics: Numerics
     attended: int | None = None
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+    def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         """q [B, T, H, D], k and v [B, T, Hk, D] -> ([B, T, H, D], (k, v) in the cache's type)."""
         capacity = self.cache.length if self.attended is None else self.attended
-        cached_keys = self.cache.keys[layer][:, :, : capacity // KEY_BLOCK]
-        cached_values = self.cache.values[layer][:, :, :capacity]
+        cached_keys = self.cache.keys[0][:, :, : capacity // KEY_BLOCK]
+        cached_values = self.cache.values[0][:, :, :capacity]
         batch, new, heads, dim = q.shape
         kv_heads = cached_values.shape[1]
         k, v = k.astype(cached_keys.dtype), v.astype(cached_values.dtype)

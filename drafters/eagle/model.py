@@ -260,7 +260,7 @@ def apply_head(
         hidden = linear(joined, params["fc"], numerics, params.get("fc_bias"))
         attention_input = hidden
     return decoder_layer(
-        layer, 0, hidden, angles, attention, config.layer, numerics, attention_input=attention_input
+        layer, None, hidden, angles, attention, config.layer, numerics, attention_input=attention_input
     )
 
 

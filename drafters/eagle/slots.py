@@ -21,10 +21,12 @@ rollout, counted, and kept for the next process.
 """
 
 import collections
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -91,6 +93,7 @@ class HeadSlots:
         self._key = (config, self.numerics, len(self._rope))
         self._unread: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
         self._unread_size = 0  # bytes of the features in it
+        self._should_stop: Callable[[], bool] | None = None  # set where shapes stand in the place of arrays
 
     def use(self, params: Params, shared: Params) -> None:
         """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
@@ -193,18 +196,7 @@ class HeadSlots:
         states = prefixes[0].states
         for batch in batches:
             self.start(batch)
-            for prefix_state in prefilled:
-                self.insert(prefix_state, [], [])
-            self._forget(np.zeros(batch, bool))
-            passes = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
-            for tokens in {self._engine.decode_steps_per_sync} | passes:
-                handed_out = jnp.zeros((batch, tokens, *states.shape[2:]), states.dtype)
-                nothing = np.zeros((batch, tokens), np.int32)
-                for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
-                    if shorter < tokens:
-                        window = (*self._window(handed_out, nothing, 0, width), np.zeros(batch, np.int32))
-                        for attended in self._attended_lengths:
-                            self._state = self._absorb(self._state, *window, attended)
+            self._follow_nothing(prefilled, lambda shape: jnp.zeros(shape, states.dtype), states.shape[2:])
             for smaller in batches:
                 if smaller < batch:
                     before = self._state, self._held
@@ -214,6 +206,69 @@ class HeadSlots:
             self.start(batches[0])
             self.widen(batches[-1])
 
+    def _follow_nothing(
+        self,
+        prefilled: Sequence[DrafterState],
+        zeros: Callable[[tuple[int, ...]], Array],
+        features: tuple[int, ...],
+        longest: int | None = None,
+    ) -> None:
+        """Runs everything that follows the slots of the present batch, but compaction, without any request.
+
+        Args:
+          prefilled: results of `prefill` to insert.
+          zeros: makes the features of a host sync, by their shape.
+          features: the shape of a token's features.
+          longest: the longest cache of the decode states; None for the largest bucket.
+        """
+        batch = len(self._state.lengths)
+        for prefix_state in prefilled:
+            self.insert(prefix_state, [], [])
+        self._forget(np.zeros(batch, bool))
+        most = self._attended(self._length if longest is None else longest)
+        passes = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
+        for tokens in {self._engine.decode_steps_per_sync} | passes:
+            handed_out, nothing = zeros((batch, tokens, *features)), np.zeros((batch, tokens), np.int32)
+            for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
+                if shorter < tokens:
+                    window = (*self._window(handed_out, nothing, 0, width), np.zeros(batch, np.int32))
+                    for attended in self._attended_lengths:
+                        if attended <= most:
+                            self._state = self._absorb(self._state, *window, attended)
+
+    def compile(
+        self,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: Sequence[Prefix],
+        strategies: Sequence[DraftStrategy],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Compiles everything that follows a decode state of `batch` slots, and drafts for it, without any
+        array: another thread may follow and draft meanwhile. Arguments as of `DeviceDrafter.compile`.
+
+        Raises:
+          InterruptedError: it should stop.
+        """
+        shapes = copy.copy(self)  # the same, with shapes in the place of arrays
+        shapes._should_stop, shapes._unread = should_stop, collections.deque()
+        shapes.use(*jax.tree.map(_shape_of, (self._params, self._shared)))
+        prefilled = [shapes.prefill(prefix, []) for prefix in prefixes]
+        for larger in self._engine.buckets.batch:
+            if batch < larger <= largest:
+                shapes.start(larger)
+                shapes._compact(np.zeros(batch, np.int32))
+        shapes.start(batch)
+        dtype, hidden_layers = self._engine.numerics.dtype, self._engine.hidden_layers
+        features = (len(hidden_layers) + 1, self._engine.config.hidden_size)
+        shapes._follow_nothing(
+            prefilled, lambda shape: jax.ShapeDtypeStruct(shape, dtype), features, lengths[-1]
+        )
+        for length in lengths:
+            for strategy in strategies:
+                shapes.draft(self._engine.state_shapes(batch, length), strategy)
+
     # -- programs --------------------------------------------------------------------------------------------
 
     def _run(
@@ -222,10 +277,16 @@ class HeadSlots:
         """Runs a program from the pool. It may overwrite the arguments at `donate`."""
         args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
         key = (f"head_{name}", *shapes, *self._key)
-        return self._engine.pool.get(key, function, args, donate_argnums=donate)(*args)
+        if self._should_stop is None:
+            return self._engine.pool.get(key, function, args, donate_argnums=donate)(*args)
+        if self._should_stop():
+            raise InterruptedError("compiling has ended")
+        self._engine.pool.get(key, function, args, donate_argnums=donate)
+        return jax.eval_shape(function, *args)
 
     def _empty(self, batch: int, length: int) -> DrafterState:
-        return empty_state(self.config, batch, length, cache_dtype(self.numerics))
+        empty = functools.partial(empty_state, self.config, batch, length, cache_dtype(self.numerics))
+        return empty() if self._should_stop is None else jax.eval_shape(empty)
 
     def _forget(self, missed: np.ndarray) -> None:
         self._state = self._run("forget", (len(missed),), forget, self._state, missed)
@@ -296,6 +357,10 @@ class HeadSlots:
         )
         append = functools.partial(append_pairs, numerics=self.numerics)
         return self._run("append", shapes, append, state, pairs)
+
+
+def _shape_of(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _window(states: Array, start: Array, width: int) -> Array:

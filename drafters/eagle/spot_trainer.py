@@ -180,6 +180,10 @@ class HeadTrainer:
         jax.block_until_ready(program(state, batch, shared, self._rope))
         return time.perf_counter() - start
 
+    def compile(self, shared: Params) -> None:
+        """Compiles the update, in any thread; reads only the shapes of `shared`."""
+        self._compiled(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shared))
+
     def slice(self, shared: Params) -> dict[str, float] | None:
         """Runs one update on the next packed batch and waits for it.
 

@@ -70,9 +70,9 @@ class _BandAttention:
     steps: tuple[tuple[Array, Array], ...]
     numerics: Numerics
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+    def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         """q [R, T, H, D], k and v [R, T, Hk, D] -> ([R, T, H, D], (k, v))."""
-        del layer
+        del cache
         rows, length, heads, dim = q.shape
         kv_heads = k.shape[2]
         queries = scale_queries(q).reshape(rows, length, kv_heads, heads // kv_heads, dim)

@@ -17,6 +17,7 @@ _HARMLESS = (
     "checkpoint",
     "evaluation",
     "tracking",
+    "distributed",
     "engine.compilation_cache",
     "engine.compile",
     "speculation.calibration_dir",
@@ -29,6 +30,7 @@ _IF_ROW_INVARIANT = (
     "engine.cache_buckets",
     "engine.decode_steps_per_sync",
 )
+_IF_ROW_INVARIANT_IN_FLOAT32 = ("policy.outline_layers",)  # bfloat16 is rounded between layers, or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]
     harmless = _HARMLESS
     if new.engine.row_invariant:
         harmless += _IF_ROW_INVARIANT
+        if new.policy.compute_dtype == "float32":
+            harmless += _IF_ROW_INVARIANT_IN_FLOAT32
         if new.engine.verification == "coupled":  # otherwise a pass with more rows may flip near-ties
             harmless += _IF_COUPLED
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))

@@ -127,8 +127,9 @@ class EngineConfig(Section):
     )
     compile: Literal["before", "behind"] = Field(
         "behind",
-        description="When verifying passes are compiled. behind begins at once and decodes plainly until they"
-        " are ready; before waits for all of them and measures them undisturbed, as benchmarks need.",
+        description="When programs are compiled that the first step does not begin with. behind compiles them"
+        " in a thread: decode states shrink and drafts are verified once theirs are ready; before waits for"
+        " all of them and measures passes undisturbed, as benchmarks need.",
     )
     compilation_cache: str | None = Field(
         "cache/compilation",
@@ -335,7 +336,8 @@ class SpeculationConfig(Section):
     )
     run_ahead_below: CountOrOff = Field(
         0,
-        description="Number of running responses from which on idle slots sample requests of the next step,"
+        description="Number of running responses from which on idle slots sample requests of the next step"
+        " (with algorithm.dynamic_sampling, of a further round where one is likely),"
         " with the noise of these requests, as drafts only; 0 is off. Set it where prompts are"
         " new and updates small. The batch shrinks later where these drafts save more than that costs.",
     )

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.section import AutoOnOff, Count, CountOrOff, Section
 
 
 class OptimizerConfig(Section):
@@ -81,6 +81,12 @@ class TrainingConfig(Section):
         4,
         description="Packed rows per microbatch of the gradient. Lower it when memory runs out; the update"
         " stays the same.",
+    )
+    share_prompts: AutoOnOff = Field(
+        "auto",
+        description="Compute the prompt that the responses of a group share once per microbatch. auto does"
+        " where half of the tokens or more are copies. Set off to compile fewer programs, on to share all"
+        " prompts of more than 32 tokens; logprobs stay the same. Not on a mesh.",
     )
     remat: bool = Field(
         False,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rljax.config.section import Count, Section
+from rljax.config.section import AutoOnOff, Count, Section
 
 
 class ShapeConfig(Section):
@@ -120,7 +120,13 @@ class PolicyConfig(Section):
         " float32. Set bfloat16 on TPU and GPU, where it is fast and halves memory; on most CPUs"
         " float32 is faster.",
     )
-
+    outline_layers: AutoOnOff = Field(
+        "auto",
+        description="Compile the decoder layer once and call it for every layer: compile time then hardly"
+        " grows with depth, and on a CPU the update needs much less memory. auto is on for TPUs from 4 layers"
+        " on. Set on where compiling or the update's memory is the limit, off where the compiler makes"
+        " faster programs of layers that are written out.",
+    )
     chat_date: Annotated[str, AfterValidator(_date)] = Field(
         "2024-07-26",
         description="Date for chat templates that write today's date into prompts (Llama 3.x). It is fixed,"

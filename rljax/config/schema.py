@@ -15,6 +15,7 @@ from rljax.config.decoding import (
     RolloutConfig,
     SpeculationConfig,
 )
+from rljax.config.distributed import DistributedConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
@@ -147,6 +148,7 @@ class ExperimentConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()

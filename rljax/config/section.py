@@ -1,8 +1,8 @@
 """Base class and types of the config's sections."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -11,6 +11,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _on_or_off(value: object) -> object:
+    """YAML reads `on` and `off` without quotes as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+AutoOnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Buckets = Annotated[tuple[Count, ...], Field(strict=False)]  # YAML has lists only; the items stay strict

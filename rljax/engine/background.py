@@ -2,6 +2,7 @@
 
 import atexit
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,47 +12,146 @@ from rljax.engine.buckets import Buckets
 Shape = tuple[int, int]
 """Batch and cache length of a decode state."""
 
+CompileShape = Callable[[Shape, Callable[[], bool]], Callable[[], None] | None]
+"""Compiles what a shape needs, unless its second argument says that it should stop. Returns a function that
+is called when the shape is taken over; None for none."""
+
+
+class CompilerThread:
+    """The thread in which `BackgroundCompiler`s compile, one shape at a time: first what is waited for, then
+    what is nearest to the present decode state.
+
+    It ends when nothing is left to compile, and after its shape when nobody holds it any more.
+
+    Args:
+      buckets: the engine's.
+      near: the shape that is used first.
+
+    Attributes:
+      buckets: see the arguments.
+      near: the present shape, or one that comes before those that are compiled.
+      stopped: whether `close` was called.
+      changed: a condition, notified when a shape is done.
+    """
+
+    def __init__(self, buckets: Buckets, near: Shape) -> None:
+        self.buckets, self.near = buckets, near
+        self.stopped = False
+        self.changed = threading.Condition(threading.RLock())
+        self._compilers: list[weakref.ref[BackgroundCompiler]] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, compiler: "BackgroundCompiler") -> None:
+        """Adds a compiler, whose shapes are compiled for as long as somebody holds it."""
+        with self.changed:
+            self._compilers.append(weakref.ref(compiler))
+
+    def start(self) -> None:
+        """Starts the thread unless it runs, or there is nothing to compile."""
+        with self.changed:
+            if self._thread is None and not self.stopped and any(each.waiting for each in self._alive()):
+                _running.add(self)
+                # The thread holds this object only while it compiles a shape.
+                arguments = (weakref.ref(self),)
+                self._thread = threading.Thread(target=_run, args=arguments, name="compiler", daemon=True)
+                self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it compiles."""
+        return self._thread is not None
+
+    def close(self) -> None:
+        """Ends the thread after the program that it compiles now. Further shapes stay as they are."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+        self.join()
+
+    def join(self) -> None:
+        """Waits until the thread has ended."""
+        thread = self._thread  # it forgets itself when it ends
+        if thread is not None:
+            thread.join()
+
+    def _alive(self) -> "list[BackgroundCompiler]":
+        return [compiler for reference in self._compilers if (compiler := reference()) is not None]
+
+    def _compile_next(self) -> bool:
+        """Compiles the next shape, in the thread. Returns False, and ends the thread, if there is none."""
+        with self.changed:
+            shapes = [(compiler, shape) for compiler in self._alive() for shape in compiler.waiting]
+            if self.stopped or not shapes:
+                self._thread = None
+                return False
+            compiler, shape = min(shapes, key=lambda item: item[0].rank(item[1]))
+            compiler.waiting.remove(shape)
+        del shapes
+        compiler.compile(shape)
+        with self.changed:
+            self.changed.notify_all()
+        return True
+
 
 class BackgroundCompiler:
-    """Compiles what each shape needs in a thread, the shapes nearest to the present decode state first.
+    """Compiles one kind of program for each shape in a thread, the shapes nearest to the present one first.
 
     XLA compiles without the GIL, so decoding goes on meanwhile. Results are taken over by the thread that
     decodes, in `is_ready`: nothing that it reads changes while it works on a pass. All methods are called by
-    that thread. A compiler that nobody holds any more ends after the shape that it is at.
+    that thread, except for `rank` and `compile`. A compiler that nobody holds any more ends after the shape
+    that it is at.
 
     Args:
-      compile_shape: compiles what a shape needs, in the background, unless its second argument says that it
-        should stop. Returns a function that is called when the shape is taken over; None for none.
+      compile_shape: see `CompileShape`; called in the background.
       buckets: the engine's.
       shapes: shapes to compile. Others are added when `is_ready` asks for them.
       near: the shape that is used first.
       start: begin at once; False begins when `is_ready` asks for the first time.
+      thread: the thread to compile in, which other compilers share; None for one of its own.
+      delay: shapes come as late as those of other compilers that are so many buckets farther away.
+      distance: the distance of a shape that is not that of a decode state; None for steps between buckets.
+      failure: the end of the warning about a shape that cannot be compiled.
 
     Attributes:
-      near: the present shape, or one that comes before those that are compiled.
       errors: by shape, the error that it could not be compiled for. The shape is left out, with a warning.
+      thread: see the arguments.
+      waiting: shapes that are not begun.
     """
 
     def __init__(
         self,
-        compile_shape: Callable[[Shape, Callable[[], bool]], Callable[[], None] | None],
+        compile_shape: CompileShape,
         buckets: Buckets,
         shapes: Iterable[Shape],
         near: Shape,
         start: bool = True,
+        thread: CompilerThread | None = None,
+        delay: int = 0,
+        distance: Callable[[Shape], int] | None = None,
+        failure: str = "decode plainly, since their verifying passes cannot be compiled",
     ) -> None:
-        self._compile_shape, self._buckets, self.near = compile_shape, buckets, near
-        self._waiting = list(dict.fromkeys(shapes))
-        self._lock = threading.Lock()
-        self._compiled: list[tuple[Shape, Callable[[], None] | None]] = []  # not taken over yet
-        self._known = set(self._waiting)
-        self._ready: set[Shape] = set()
-        self._failed: list[tuple[Shape, Exception]] = []  # not taken over yet
+        self.thread = CompilerThread(buckets, near) if thread is None else thread
+        self.waiting = list(dict.fromkeys(shapes))
         self.errors: dict[Shape, Exception] = {}
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._compile_shape, self._delay, self._own_distance = compile_shape, delay, distance
+        self._failure = failure
+        self._known = set(self.waiting)
+        self._ready: set[Shape] = set()
+        self._urgent: Shape | None = None  # the shape that the decoding thread waits for
+        self._compiled: list[tuple[Shape, Callable[[], None] | None]] = []  # not taken over yet
+        self._failed: list[tuple[Shape, Exception]] = []  # not taken over yet
+        self.thread.add(self)
         if start:
-            self._start()
+            self.thread.start()
+
+    @property
+    def near(self) -> Shape:
+        """The present shape, or one that comes before those that are compiled."""
+        return self.thread.near
+
+    @near.setter
+    def near(self, shape: Shape) -> None:
+        self.thread.near = shape
 
     @property
     def total(self) -> int:
@@ -63,69 +163,102 @@ class BackgroundCompiler:
         """Number of shapes that are still to be taken over."""
         return len(self._known) - len(self._ready) - len(self.errors)
 
-    def is_ready(self, shape: Shape) -> bool:
-        """Whether everything is compiled for the present decode state. If not, it is compiled next."""
-        self.near = shape
+    @property
+    def ready(self) -> frozenset[Shape]:
+        """The shapes that are ready."""
+        self._take_over()
+        return frozenset(self._ready)
+
+    def mark_ready(self, shape: Shape) -> None:
+        """Adds a shape that was compiled elsewhere."""
+        self._known.add(shape)
+        self._ready.add(shape)
+
+    def is_ready(self, shape: Shape, near: bool = True) -> bool:
+        """Whether everything is compiled for a shape. If not, it is compiled soon.
+
+        Args:
+          shape: the shape.
+          near: it is that of the present decode state, so that it comes next.
+        """
+        if near:
+            self.near = shape
         self._take_over()
         if shape in self._ready:
+            self.thread.start()  # with what is left
             return True
-        if shape not in self._known and not self._stopped:
-            self._known.add(shape)
-            with self._lock:
-                self._waiting.append(shape)
-        self._start()
+        if shape not in self._known and not self.thread.stopped:
+            with self.thread.changed:
+                self._known.add(shape)
+                self.waiting.append(shape)
+        self.thread.start()
         return False
+
+    def wait_for(self, shape: Shape) -> float:
+        """Waits until a shape is ready, which is compiled before all others. Returns the seconds.
+
+        After `close` the calling thread compiles it.
+
+        Raises:
+          Exception: the error that it cannot be compiled for.
+        """
+        if self.is_ready(shape, near=False):
+            return 0.0
+        start, thread = time.perf_counter(), self.thread
+        with thread.changed:
+            self._urgent = shape
+            while not (thread.stopped or self._is_done(shape)):
+                thread.changed.wait()
+            self._urgent = None
+        self._take_over()
+        if shape in self.errors:
+            raise self.errors[shape]
+        if shape not in self._ready:
+            taken_over = self._compile_shape(shape, lambda: False)
+            if taken_over is not None:
+                taken_over()
+            self.mark_ready(shape)
+        return time.perf_counter() - start
 
     def wait(self) -> None:
         """Waits until all shapes are compiled."""
-        self._start()
-        self._join()
+        self.thread.start()
+        self.thread.join()
         self._take_over()
 
     def close(self) -> None:
         """Ends the thread after the program that it compiles now. Further shapes stay as they are."""
-        self._stopped = True
-        self._join()
+        self.thread.close()
 
-    def _join(self) -> None:
-        thread = self._thread  # it forgets itself when it ends
-        if thread is not None:
-            thread.join()
+    def rank(self, shape: Shape) -> tuple[bool, int, int, bool]:
+        """The order in which shapes are compiled, the smallest first. Called with the thread's lock."""
+        steps, backward = self._distance(shape)
+        return shape != self._urgent, steps + self._delay, self._delay, backward
 
-    def _start(self) -> None:
-        """Starts the thread unless it runs."""
-        with self._lock:
-            if self._thread is None and self._waiting and not self._stopped:
-                _running.add(self)
-                # The thread holds the compiler only while it compiles a shape.
-                arguments = (weakref.ref(self),)
-                self._thread = threading.Thread(target=_run, args=arguments, name="compiler", daemon=True)
-                self._thread.start()
-
-    def _compile_next(self) -> bool:
-        """Compiles the nearest shape, in the thread. Returns False, and ends the thread, if there is none."""
-        with self._lock:
-            if self._stopped or not self._waiting:
-                self._thread = None
-                return False
-            shape = min(self._waiting, key=self._distance)
-            self._waiting.remove(shape)
+    def compile(self, shape: Shape) -> None:
+        """Compiles a shape, in the thread."""
         try:
-            taken_over = self._compile_shape(shape, lambda: self._stopped)
-            if not self._stopped:
+            taken_over = self._compile_shape(shape, lambda: self.thread.stopped)
+            if not self.thread.stopped:
                 self._compiled.append((shape, taken_over))
         except Exception as error:  # out of memory, or of memory mappings: decoding goes on without it
-            self._failed.append((shape, error))
-        return True
+            if not self.thread.stopped:
+                self._failed.append((shape, error))
+
+    def _is_done(self, shape: Shape) -> bool:
+        """Whether a shape is compiled, or cannot be."""
+        done = [other for other, _ in (*self._compiled, *self._failed)]
+        return shape in done or shape in self._ready or shape in self.errors
 
     def _distance(self, shape: Shape) -> tuple[int, bool]:
         """Steps between buckets from the present decode state; batches shrink and caches grow."""
+        if self._own_distance is not None:
+            return self._own_distance(shape), False
         (batch, length), (near_batch, near_length) = shape, self.near
-        steps = sum(
-            min(batch, near_batch) < bucket <= max(batch, near_batch) for bucket in self._buckets.batch
-        )
+        buckets = self.thread.buckets
+        steps = sum(min(batch, near_batch) < bucket <= max(batch, near_batch) for bucket in buckets.batch)
         low, high = min(length, near_length), max(length, near_length)
-        steps += sum(low < bucket <= high for bucket in self._buckets.cache)
+        steps += sum(low < bucket <= high for bucket in buckets.cache)
         return steps, length < near_length or batch > near_batch
 
     def _take_over(self) -> None:
@@ -138,23 +271,23 @@ class BackgroundCompiler:
             shape, error = self._failed.pop(0)
             self.errors[shape] = error
             warnings.warn(
-                f"{shape[0]} responses in caches of {shape[1]} decode plainly, since their verifying passes"
-                f" cannot be compiled: {' '.join(str(error).split()) or repr(error)}",
+                f"{shape[0]} responses in caches of {shape[1]} {self._failure}:"
+                f" {' '.join(str(error).split()) or repr(error)}",
                 stacklevel=2,
             )
 
 
-_running: "weakref.WeakSet[BackgroundCompiler]" = weakref.WeakSet()
+_running: "weakref.WeakSet[CompilerThread]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """The interpreter must not end under a thread that compiles."""
-    for compiler in list(_running):
-        compiler.close()
+    for thread in list(_running):
+        thread.close()
 
 
-def _run(reference: "weakref.ref[BackgroundCompiler]") -> None:
-    """Compiles shape after shape until none is left, or nobody holds the compiler any more."""
-    while (compiler := reference()) is not None and compiler._compile_next():
-        del compiler
+def _run(reference: "weakref.ref[CompilerThread]") -> None:
+    """Compiles shape after shape until none is left, or nobody holds the thread's object any more."""
+    while (thread := reference()) is not None and thread._compile_next():
+        del thread

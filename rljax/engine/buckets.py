@@ -59,6 +59,11 @@ class Buckets:
         """Returns the smallest cache bucket that holds `positions`."""
         return _round_up(positions, self.cache, "positions")
 
+    def cache_up_to(self, positions: int | None) -> list[int]:
+        """Returns the cache buckets that sequences of up to `positions` pass through; None for all."""
+        longest = self.cache[-1] if positions is None else self.cache_for(positions)
+        return [length for length in self.cache if length <= longest]
+
     def next_cache(self, length: int) -> int:
         """Returns the cache bucket above `length`."""
         return _round_up(length + 1, self.cache, "positions")
@@ -116,6 +121,8 @@ def make_buckets(
             raise ConfigError(
                 f"engine.batch_buckets: the largest, {batch[-1]}, is below engine.max_slots = {max_slots}"
             )
+        largest = _round_up(max_slots, tuple(batch), "slots")
+        batch = [size for size in batch if size <= largest]  # the others would never be used
     if cache_buckets is None:
         cache = []
         size = 2 * KEY_BLOCK

@@ -16,7 +16,9 @@ right already. What is missing (the last draft of a chain that came true altoget
 is computed before the next chain, in one pass over as many tokens as are missing.
 """
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +53,21 @@ class CompanionEngine(DecodeEngine):
           lengths: int32 [B], entries that `cache` has.
           counts: int32 [B], how many of `tokens` to write.
         """
+        program, args = self._extending(params, cache, tokens, lengths, counts)
+        return program(*args)
+
+    def _extending(
+        self, params: Params, cache: KVCache, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray
+    ) -> tuple[Callable[..., KVCache], tuple]:
         # Copies: a device may read an array in place, and later, and the caller goes on counting in it.
         args = (params, cache, *(jnp.asarray(x.copy()) for x in (tokens, lengths, counts)), self._rope)
         key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._key)
-        return self.pool.get(key, self._extend, args, donate_argnums=(1,))(*args)
+        return self.pool.get(key, self._extend, args, donate_argnums=(1,)), args
+
+    def compile_extend(self, params: Params, batch: int, length: int, width: int) -> None:
+        """Compiles `extend` by up to `width` tokens, for a cache of this shape; `params` may be shapes."""
+        cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
+        self._extending(params, cache, np.zeros((batch, width), np.int32), none, none)
 
     def draft_for(
         self,
@@ -77,6 +90,20 @@ class CompanionEngine(DecodeEngine):
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
+        program, args = self._drafting_for(params, cache, target, sizes, steps, vocab_size, with_proposal)
+        return program(*args)
+
+    def _drafting_for(
+        self,
+        params: Params,
+        cache: KVCache,
+        target: DecodeState,
+        sizes: np.ndarray,
+        steps: int,
+        vocab_size: int,
+        with_proposal: bool,
+    ) -> tuple[Callable[..., tuple[KVCache, SelfDrafts]], tuple]:
+        columns = self.buckets.max_drafts
         drafting = self._programs.draft(columns, with_proposal)
 
         def draft(
@@ -92,7 +119,14 @@ class CompanionEngine(DecodeEngine):
         told = jnp.asarray(sizes.copy())  # as in `extend`
         args = (params, cache, target.replace(cache=None), told, self._rope, np.int32(steps))
         key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
-        return self.pool.get(key, draft, args, donate_argnums=(1,))(*args)
+        return self.pool.get(key, draft, args, donate_argnums=(1,)), args
+
+    def compile_draft_for(
+        self, params: Params, batch: int, length: int, target: DecodeState, vocab_size: int
+    ) -> None:
+        """Compiles `draft_for` a cache of this shape; `params` and `target` may be shapes."""
+        cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
+        self._drafting_for(params, cache, target, none, 1, vocab_size, False)
 
     def _extend(
         self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
@@ -131,6 +165,7 @@ class Companion:
             verification=target.verification,
         )
         self.params = self.engine.load_params(params)
+        self._target = target
         self.extended = 0
         self._prefixes: dict[tuple[int, ...], tuple[Prefix, int]] = {}  # the newest, and their rows in it
 
@@ -234,11 +269,11 @@ class Companion:
         self._drafted = drafts.tokens
         return drafts
 
-    def compact(self, slots: Sequence[int]) -> None:
-        """Follows `DecodeEngine.compact` of the target."""
+    def compact(self, slots: Sequence[int], batch: int = 0) -> None:
+        """Follows `DecodeEngine.compact` of the target; arguments as there."""
         self._settle()
         slots = list(slots)
-        self._state = self.engine.compact(self._state, slots)
+        self._state = self.engine.compact(self._state, slots, batch)
         self._keep(slots)
 
     def widen(self, slots: int) -> None:
@@ -303,6 +338,55 @@ class Companion:
                     engine.widen(self._state, batch + 1)
                 if length < engine.buckets.cache[-1]:
                     engine.grow(self._state)
+
+    def compile(
+        self,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: Sequence[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Compiles every program that drafting beside a target of `batch` slots can need, the moves from
+        larger batches included, without a decode state: another thread may draft meanwhile.
+
+        Args:
+          batch: slots of the target.
+          largest: the most that it ever has.
+          lengths: its cache lengths, ascending. The companion begins with the smallest bucket.
+          prefixes: numbers of prompts and padded lengths of the prefills that enter a state of this batch.
+          should_stop: asked before each program whether to stop.
+        """
+        engine = self.engine
+        params, target = engine.param_shapes(self.params), self._target.state_shapes(batch, lengths[0])
+        larger = [bucket for bucket in engine.buckets.batch if batch <= bucket <= largest]
+        for prefix in prefixes:
+            if should_stop():
+                return
+            engine.compile_prefill(params, *prefix)
+        for length in engine.buckets.cache_up_to(lengths[-1]):
+            jobs = [
+                functools.partial(engine.compile_insert, prefix, batch, length)
+                for prefix in prefixes
+                if prefix[1] <= length
+            ]
+            jobs += [
+                functools.partial(engine.compile_extend, params, batch, length, width)
+                for width in CATCH_UP_WIDTHS
+            ]
+            jobs.append(
+                functools.partial(engine.compile_draft_for, params, batch, length, target, self.vocab_size)
+            )
+            jobs += [
+                functools.partial(engine.compile_compact, wide, narrow, length)
+                for narrow, wide in itertools.pairwise(larger)
+            ]
+            if length < lengths[-1]:
+                jobs.append(functools.partial(engine.compile_grow, batch, length))
+            for job in jobs:
+                if should_stop():
+                    return
+                job()
 
     def _settle(self) -> None:
         """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is

@@ -14,7 +14,7 @@ The first token is thus sampled like every other, and may differ between the sam
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,17 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from rljax import target
 from rljax.engine import appending, kv_cache
 from rljax.engine.appending import AppendedChunk, Continuation
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, empty_tree, pack_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.host_sync import Assignment, DecodeResult, Pending
-from rljax.engine.placement import decode_state_shardings
+from rljax.engine.placement import cache_shardings, decode_state_shardings
 from rljax.engine.programs import Programs
 from rljax.engine.self_drafting import SelfDrafts
-from rljax.engine.slot_moves import compact, insert, set_counts, with_slots
+from rljax.engine.slot_moves import SlotMoves, set_counts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
 from rljax.errors import PolicyError
@@ -40,7 +41,14 @@ from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import replicated_sharding, shard_params
+from rljax.sharding import padded_vocab_size, replicated_sharding, shard_params
+
+if TYPE_CHECKING:
+    from rljax.engine.plain_programs import PlainPrograms
+
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A compiled program and its arguments."""
 
 
 class DecodeEngine:
@@ -59,7 +67,13 @@ class DecodeEngine:
       hidden_layers: layers whose features drafters read; None for none. Prefill, decoding and verification
         then hand out the residual stream behind each of these layers (0: the embeddings), and last the hidden
         state after the final norm: S features of size d, one more than there are layers.
+
+    Attributes:
+      behind: compiles programs of plain decoding in the background (`PlainPrograms`). Prefill and `grow` then
+        wait for what is not compiled. None where programs are compiled before, or when they are first used.
     """
+
+    behind: "PlainPrograms | None" = None
 
     def __init__(
         self,
@@ -83,11 +97,11 @@ class DecodeEngine:
         self.verification = verification
         self.hidden_layers = hidden_layers
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
-        self._prefill_rows, self._prefill_lengths = buckets.prefill()
+        self.prefill_rows, self.prefill_lengths = buckets.prefill()
         self.mesh = mesh
         self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
         if mesh is not None:
-            self._rope = jax.device_put(self._rope, replicated_sharding(mesh))
+            self._rope = target.put(self._rope, replicated_sharding(mesh))
         self._programs = Programs(
             config,
             numerics,
@@ -98,6 +112,7 @@ class DecodeEngine:
             hidden_layers,
             mesh,
         )
+        self._moves = SlotMoves(config, mesh)
         self._key = (self._programs, buckets.cache[-1])
 
     def handing_out(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
@@ -147,12 +162,28 @@ class DecodeEngine:
 
     def init_state(self, slots: int, length: int) -> DecodeState:
         """Returns an idle state for `slots` requests of up to `length` positions, rounded up to buckets."""
-        state = self._empty_state(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+        batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
+        if self.mesh is not None and self.mesh.is_multi_process:
+            shapes = jax.eval_shape(lambda: self._empty_state(batch, size))
+            return target.zeros(shapes, decode_state_shardings(shapes, self.config, self.mesh))
+        state = self._empty_state(batch, size)
         if self.mesh is None:
             return state
         return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
 
+    def start_state(self, slots: int, length: int) -> DecodeState:
+        """`init_state` in a shape whose programs are compiled; the cache may be longer."""
+        if self.behind is not None:
+            length = self.behind.start_length(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+        return self.init_state(slots, length)
+
+    def close(self) -> None:
+        """Ends the compilation in the background."""
+        if self.behind is not None:
+            self.behind.close()
+
     def _empty_state(self, batch: int, size: int) -> DecodeState:
+        vocab_size = padded_vocab_size(self.config, self.mesh)
         return DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
             tokens=jnp.zeros(batch, jnp.int32),
@@ -160,11 +191,11 @@ class DecodeEngine:
             remaining=jnp.zeros(batch, jnp.int32),
             active=jnp.zeros(batch, bool),
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
-            counts=jnp.zeros((batch, self.config.vocab_size), jnp.int32) if self.sampling.penalizes else None,
+            counts=jnp.zeros((batch, vocab_size), jnp.int32) if self.sampling.penalizes else None,
         )
 
-    def _state_shapes(self, batch: int, size: int) -> DecodeState:
-        """Returns `init_state` with a `jax.ShapeDtypeStruct` in the place of every array."""
+    def state_shapes(self, batch: int, size: int) -> DecodeState:
+        """Returns `init_state` with a `jax.ShapeDtypeStruct` in the place of every array, for buckets."""
         shapes = jax.eval_shape(lambda: self._empty_state(batch, size))
         if self.mesh is None:
             return shapes
@@ -174,25 +205,50 @@ class DecodeEngine:
         """Returns the shapes of `params`, which `compile_verify` takes in their place."""
         return jax.tree.map(lambda x: _placed_shape(x, None if self.mesh is None else x.sharding), params)
 
+    def prefix_shapes(self, rows: int, length: int) -> Prefix:
+        """Returns `prefill` of so many prompts, padded to `length`, with a `jax.ShapeDtypeStruct` in the
+        place of every array.
+        """
+        size = max(length, kv_cache.KEY_BLOCK)
+
+        def empty() -> Prefix:
+            cache = kv_cache.empty_cache(self.config, rows, size, kv_cache.cache_dtype(self.numerics))
+            return Prefix(cache, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), None)
+
+        shapes = jax.eval_shape(empty)
+        if self.mesh is not None:
+            whole = replicated_sharding(self.mesh)
+            cache = cache_shardings(shapes.cache, self.config, self.mesh)
+            shapes = jax.tree.map(_placed_shape, shapes, Prefix(cache, whole, whole, None))
+        if self.hidden_layers is None:
+            return shapes
+        size = (rows, length, len(self.hidden_layers) + 1, self.config.hidden_size)
+        return shapes.replace(states=jax.ShapeDtypeStruct(size, self.numerics.dtype))
+
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Computes keys and values of `prompts` (token ids, none empty) in one pass."""
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill needs at least one prompt, and no empty ones")
-        rows = next(rows for rows in self._prefill_rows if rows >= len(prompts))
+        rows = next(rows for rows in self.prefill_rows if rows >= len(prompts))
         length = self.prefill_length(max(map(len, prompts)))
+        if self.behind is not None:
+            rows, length = self.behind.prefill_shape(rows, length)
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        args = (params, jnp.asarray(tokens), jnp.asarray(lengths), self._rope)
-        program = self.pool.get(("prefill", rows, length, *self._key), self._programs.prefill, args)
+        program, args = self._prefilling(params, tokens, lengths)
         return program(*args)
+
+    def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> _Call:
+        args = (params, jnp.asarray(tokens), jnp.asarray(lengths), self._rope)
+        return self.pool.get(("prefill", *tokens.shape, *self._key), self._programs.prefill, args), args
 
     def prefill_length(self, positions: int) -> int:
         """Returns the padded length of a prompt; prompts of one padded length are best prefilled together."""
         self.buckets.cache_for(positions)  # raises where it does not fit
-        return next(length for length in self._prefill_lengths if length >= positions)
+        return next(length for length in self.prefill_lengths if length >= positions)
 
     def insert(self, prefix: Prefix, state: DecodeState, assignment: Assignment) -> DecodeState:
         """`bulk_insert` of one request."""
@@ -210,13 +266,14 @@ class DecodeEngine:
         for i, assignment in enumerate(assignments):
             rows[i], slots[i] = assignment.row, assignment.slot
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
-        prefix = prefix.replace(states=None)
-        args = (prefix, state, *map(jnp.asarray, (rows, slots, remaining, keys)))
-        shapes = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
-        program = self.pool.get(
-            ("insert", *shapes, *self._key), self._programs.placed(insert), args, donate_argnums=(1,)
-        )
+        program, args = self._inserting(prefix, state, rows, slots, remaining, keys)
         return program(*args)
+
+    def _inserting(self, prefix: Prefix, state: DecodeState, *places: np.ndarray) -> _Call:
+        prefix = prefix.replace(states=None)
+        args = (prefix, state, *map(jnp.asarray, places))
+        key = ("insert", prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length, *self._key)
+        return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
 
     def generate(
         self,
@@ -237,15 +294,15 @@ class DecodeEngine:
         """
         steps = self.decode_steps_per_sync
         steps = steps if max_steps is None else min(max_steps, steps)
-        args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
-        program = self.pool.get(
-            ("generate", state.batch, state.cache.length, *self._key),
-            self._programs.generate,
-            args,
-            donate_argnums=(1,),
-        )
+        program, args = self._generating(params, state, steps, until_active)
         state, packed, states = program(*args)
         return state, Pending(packed, self.decode_steps_per_sync, states=states).result()
+
+    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> _Call:
+        """Returns the program of plain decoding, and its arguments."""
+        args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
+        key = ("generate", state.batch, state.cache.length, *self._key)
+        return self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args
 
     def verify(
         self,
@@ -258,10 +315,8 @@ class DecodeEngine:
         """Starts one forward pass over the last tokens of slots and their draft nodes. Consumes `state`.
 
         Every active slot that takes part samples at least one token, and one more for every accepted node.
-        None
-        of them may be full: `grow` the state first. Unlike `generate`, it does not wait for the device: the
-          host
-        may draft for other slots meanwhile.
+        None of them may be full: `grow` the state first. Unlike `generate`, it does not wait for the device:
+        the host may draft for other slots meanwhile.
 
         Args:
           params: weights from `load_params`.
@@ -294,7 +349,40 @@ class DecodeEngine:
         """
         tree = empty_tree(batch, nodes)
         packed = pack_rows(tree, np.arange(batch), rows)
-        return self.verify_bytes(params, self._state_shapes(batch, length), tree, packed)
+        return self.verify_bytes(params, self.state_shapes(batch, length), tree, packed)
+
+    def compile_prefill(self, params: Params, rows: int, length: int) -> None:
+        """Compiles `prefill` of so many prompts, padded to `length`. Arguments as of `compile_verify`."""
+        self._prefilling(params, np.zeros((rows, length), np.int32), np.zeros(rows, np.int32))
+
+    def compile_insert(self, prefix: tuple[int, int], batch: int, length: int) -> None:
+        """Compiles `bulk_insert` of a prefix of so many prompts and so long, into a state of this shape."""
+        slots, keys = np.zeros(batch, np.int32), np.zeros((batch, 2), np.uint32)
+        self._inserting(
+            self.prefix_shapes(*prefix), self.state_shapes(batch, length), slots, slots, slots, keys
+        )
+
+    def compile_plain(self, params: Params, batch: int, length: int, appends: bool = False) -> None:
+        """Compiles `generate`, `free_resource` and with `appends` also `append` for a state of this shape.
+        Arguments as of `compile_verify`.
+        """
+        state = self.state_shapes(batch, length)
+        self._generating(params, state, 0, 0)
+        self._freeing(state, np.zeros(batch, bool))
+        if appends:
+            nothing = appending.empty_chunk(batch)
+            for rows in appending.ROWS:
+                self._appending(params, state, nothing, appending.node_rows(nothing, rows))
+            if state.counts is not None:
+                self._counting(state, np.zeros(batch, np.int32), np.zeros((batch, length), np.int32))
+
+    def compile_grow(self, batch: int, length: int) -> None:
+        """Compiles `grow` of a state of this shape."""
+        self._growing(self.state_shapes(batch, length))
+
+    def compile_compact(self, batch: int, into: int, length: int) -> None:
+        """Compiles `compact` from a batch bucket into the next smaller one."""
+        self._compacting(self.state_shapes(batch, length), np.zeros(into, np.int32), np.zeros(into, bool))
 
     def _verifying(
         self,
@@ -303,7 +391,7 @@ class DecodeEngine:
         tree: DraftTree,
         rows: NodeRows,
         proposal: Array | None,
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    ) -> _Call:
         """Returns the program of a verifying pass, and its arguments."""
         args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
@@ -328,15 +416,25 @@ class DecodeEngine:
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
-        args = (draft_params, state, self._rope, np.int32(steps))
-        weights = str(jax.tree.structure(draft_params))  # names how they are quantized
-        program = self.pool.get(
-            ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key),
-            self._programs.draft(columns, with_proposal),
-            args,
-            donate_argnums=(1,),
-        )
+        program, args = self._drafting(draft_params, state, steps, with_proposal)
         return program(*args)
+
+    def _drafting(self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool) -> _Call:
+        columns, weights = self.buckets.max_drafts, str(jax.tree.structure(draft_params))  # how quantized
+        key = ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key)
+        args = (draft_params, state, self._rope, np.int32(steps))
+        return self.pool.get(
+            key, self._programs.draft(columns, with_proposal), args, donate_argnums=(1,)
+        ), args
+
+    def compile_draft(self, draft_params: Params, batch: int, length: int) -> None:
+        """Compiles `draft` for a state of this shape.
+
+        Args:
+          draft_params: the weights, or their shapes.
+          batch, length: the shape of the state.
+        """
+        self._drafting(draft_params, self.state_shapes(batch, length), 1, False)
 
     def append(
         self, params: Params, state: DecodeState, continuations: Sequence[Continuation]
@@ -358,9 +456,13 @@ class DecodeEngine:
     def _append(
         self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows
     ) -> DecodeState:
+        program, args = self._appending(params, state, chunk, rows)
+        return program(*args)
+
+    def _appending(self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows) -> _Call:
         args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (chunk, rows)))
         key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
-        return self.pool.get(key, self._programs.append, args, donate_argnums=(1,))(*args)
+        return self.pool.get(key, self._programs.append, args, donate_argnums=(1,)), args
 
     def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
         """Sets which response tokens penalties count in some slots. Consumes `state`.
@@ -378,41 +480,68 @@ class DecodeEngine:
         counted = np.full((state.batch, state.cache.length), self.config.vocab_size, np.int32)
         for row, (slot, ids) in enumerate(tokens.items()):
             slots[row], counted[row, : len(ids)] = slot, ids
+        program, args = self._counting(state, slots, counted)
+        return program(*args)
+
+    def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> _Call:
         args = (state, jnp.asarray(slots), jnp.asarray(counted))
         key = ("set_counts", state.batch, state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.placed(set_counts), args, donate_argnums=(0,))(*args)
+        return self.pool.get(key, self._programs.placed(set_counts), args, donate_argnums=(0,)), args
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
         stop[list(slots)] = True
-        args = (state.active, jnp.asarray(stop))
-        program = self.pool.get(("free", state.batch, *self._key), self._programs.free, args)
+        program, args = self._freeing(state, stop)
         return state.replace(active=program(*args))
+
+    def _freeing(self, state: DecodeState, stop: np.ndarray) -> _Call:
+        args = (state.active, jnp.asarray(stop))
+        return self.pool.get(("free", state.batch, *self._key), self._programs.free, args), args
 
     def grow(self, state: DecodeState) -> DecodeState:
         """Moves the slots to the next larger cache bucket."""
+        if self.behind is not None:
+            self.behind.wait_for((state.batch, self.buckets.next_cache(state.cache.length)))
+        program, args = self._growing(state)
+        return program(*args)
+
+    def _growing(self, state: DecodeState) -> _Call:
         length = self.buckets.next_cache(state.cache.length)
 
         def grow(state: DecodeState) -> DecodeState:
             return state.replace(cache=kv_cache.lengthen(state.cache, length))
 
         key = ("grow", state.batch, state.cache.length, length, *self._key)
-        return self.pool.get(key, self._programs.placed(grow), (state,))(state)
+        return self.pool.get(key, self._programs.placed(grow), (state,)), (state,)
 
-    def compact(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them."""
+    def compact(self, state: DecodeState, slots: Sequence[int], batch: int = 0) -> DecodeState:
+        """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them, and
+        at least `batch`.
+        """
         slots = list(slots)
-        target = self.buckets.batch_for(len(slots))
+        target = self.buckets.batch_for(max(len(slots), batch))
         while state.batch > target:  # one bucket at a time, so that few programs serve every change of size
             batch = max(bucket for bucket in self.buckets.batch if bucket < state.batch)
             taken = np.zeros(batch, np.int32)
             taken[: len(slots)] = slots
-            args = (state, jnp.asarray(taken), jnp.asarray(np.arange(batch) < len(slots)))
-            key = ("compact", state.batch, batch, state.cache.length, *self._key)
-            state = self.pool.get(key, self._programs.placed(compact), args)(*args)
+            program, args = self._compacting(state, taken, np.arange(batch) < len(slots))
+            state = program(*args)
             slots = list(range(len(slots)))
         return state
+
+    def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> _Call:
+        args = (state, jnp.asarray(taken), jnp.asarray(present))
+        key = ("compact", state.batch, len(taken), state.cache.length, *self._key)
+        return self.pool.get(key, self._programs.placed(self._moves.compact), args), args
+
+    def smallest_batch(self, state: DecodeState, batch: int) -> int:
+        """Returns the smallest batch bucket, `batch` or larger, that a state can be compacted into without
+        compiling.
+        """
+        if self.behind is None:
+            return batch
+        return self.behind.smallest_batch((state.batch, state.cache.length), batch)
 
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
         """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""
@@ -420,7 +549,7 @@ class DecodeEngine:
             batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
 
             def widen(state: DecodeState, batch: int = batch) -> DecodeState:
-                return with_slots(state, batch)
+                return self._moves.widen(state, batch)
 
             key = ("widen", state.batch, batch, state.cache.length, *self._key)
             state = self.pool.get(key, self._programs.placed(widen), (state,))(state)
@@ -433,6 +562,7 @@ class DecodeEngine:
         prompt_length: int,
         late_inserts: bool = False,
         resumes: bool = False,
+        longest: int | None = None,
     ) -> None:
         """Compiles every program that decoding requests in `slots` slots can need.
 
@@ -442,16 +572,18 @@ class DecodeEngine:
           prompt_length: the longest prompt, in tokens.
           late_inserts: also into states of fewer slots, a few prompts at a time.
           resumes: requests may arrive with response tokens, which are prefilled behind the prompt.
+          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
         """
-        prompt_length = self.buckets.cache[-1] if resumes else prompt_length
+        lengths = self.buckets.cache_up_to(longest)
+        prompt_length = lengths[-1] if resumes else prompt_length
         largest = self.buckets.batch_for(slots)
         batches = [batch for batch in self.buckets.batch if batch <= largest]
         prefixes = self.warm_up_prefill(params, largest, prompt_length)
-        for length in self.buckets.cache:
+        for length in lengths:
             for batch in batches:
                 state = self.init_state(batch, length)
                 for prefix in prefixes:
-                    late = late_inserts and prefix.cache.batch == self._prefill_rows[0]
+                    late = late_inserts and prefix.cache.batch == self.prefill_rows[0]
                     if (batch == largest or late) and prefix.cache.length <= length:
                         state = self.bulk_insert(prefix, state, [])
                 if resumes and (batch == largest or late_inserts):
@@ -460,7 +592,7 @@ class DecodeEngine:
                 state = self.free_resource(state, [])
                 if batch > batches[0]:
                     self.compact(state, [0])
-                if length < self.buckets.cache[-1]:
+                if length < lengths[-1]:
                     self.grow(state)
 
     def warm_up_prefill(self, params: Params, prompts: int, prompt_length: int) -> list[Prefix]:
@@ -469,17 +601,17 @@ class DecodeEngine:
         """
         needed = self.prefill_length(prompt_length)
         prefixes = {}  # short prompts have a block of the cache, too
-        for rows in self._prefill_rows:
-            for length in self._prefill_lengths:
+        for rows in self.prefill_rows:
+            for length in self.prefill_lengths:
                 if rows <= prompts and length <= needed:
                     prefix = self.prefill(params, [[0] * length] * rows)
                     handed_out = length if self.hidden_layers is not None else prefix.cache.length
                     prefixes[rows, handed_out] = prefix
         return list(prefixes.values())
 
-    def warm_up_append(self, params: Params, slots: int) -> None:
-        """Compiles every program that `append` to up to `slots` slots can need."""
-        for length in self.buckets.cache:
+    def warm_up_append(self, params: Params, slots: int, longest: int | None = None) -> None:
+        """Compiles every program that `append` to up to `slots` slots can need; `longest` as in `warm_up`."""
+        for length in self.buckets.cache_up_to(longest):
             for batch in self.buckets.batch:
                 if batch > self.buckets.batch_for(slots):
                     continue

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from rljax import target
 from rljax.engine.stored_programs import StoredPrograms
 from rljax.errors import UserError
 
@@ -65,7 +66,7 @@ def row_invariant_compiler_options() -> dict[str, str]:
     exponential and another order of summation than its own code for few rows; matrix products stay with that
     library, whose order of summation is fixed.
     """
-    if jax.default_backend() != "cpu":
+    if target.platform() != "cpu":
         return {}
     fusions = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
     return {"xla_cpu_experimental_ynn_fusion_type": fusions}
@@ -111,6 +112,7 @@ class ExecutablePool:
       compilations: number of programs compiled so far.
       loaded: number of programs loaded from the directory so far.
       seconds: time spent on both, in the background excluded.
+      compilations_behind: number of programs compiled `in_background` so far.
       behind: number of programs compiled or loaded `in_background` so far.
       seconds_behind: time spent on these.
     """
@@ -122,7 +124,7 @@ class ExecutablePool:
         self._thread = threading.local()
         self._options = row_invariant_compiler_options() if row_invariant else {}
         self._stored = None if directory is None else StoredPrograms(directory)
-        self.compilations = 0
+        self.compilations = self.compilations_behind = 0
         self.loaded = 0
         self.seconds = 0.0
         self.behind = 0
@@ -189,6 +191,10 @@ class ExecutablePool:
         finally:
             self._thread.in_background = False
 
+    @property
+    def _is_in_background(self) -> bool:
+        return getattr(self._thread, "in_background", False)
+
     def _compile(
         self,
         key: Hashable,
@@ -213,7 +219,7 @@ class ExecutablePool:
         with self._lock:
             self._programs[key] = program
             del self._under_way[key]
-            if getattr(self._thread, "in_background", False):
+            if self._is_in_background:
                 self.behind += 1
                 self.seconds_behind += seconds
             else:
@@ -245,6 +251,7 @@ class ExecutablePool:
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.compilations += 1
+            self.compilations_behind += self._is_in_background
         if not _CacheHits.is_one(program, hits) and self._stored is not None:
             self._stored.save(key, args, settings, program)
         return program

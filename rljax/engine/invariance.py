@@ -284,7 +284,7 @@ def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCoun
     k, v = (jnp.asarray(_normal(seed, 1, length, kv_heads, dim), numerics.dtype) for seed in (6, 7))
 
     def prepare(q: Array, k: Array, v: Array) -> tuple[Array, kv_cache.KVCache]:
-        out = PackedAttention(jnp.ones((1, length), jnp.int32), numerics)(0, q, k, v)[0]
+        out = PackedAttention(jnp.ones((1, length), jnp.int32), numerics)(None, q, k, v)[0]
         return out[0], kv_cache.from_prefill([(k, v)], kv_cache.cache_dtype(numerics))
 
     expected, cache = _compiled(prepare, q, k, v)
@@ -344,7 +344,7 @@ def _tiny_policy(numerics: Numerics, counts: RowCounts) -> tuple[int, bool]:
     params = cast_matrices(transformer.init_params(_TINY, seed=0), numerics.dtype)
     rope = jnp.asarray(rope_table(_TINY, 1))
 
-    def itself(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def itself(cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """Attention of a token that sees only itself; `_attention_failures` measures the rest."""
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), None
 

@@ -7,14 +7,16 @@ stay [S, D]. Entries at or behind the length of a slot have no effect, whatever 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from rljax.kernels.compaction import compaction
-from rljax.kernels.tree_attention import decode_attention
+from rljax import target
+from rljax.engine.slot_exchange import copy_slots
+from rljax.kernels import on_mesh
 from rljax.models.config import ModelConfig
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.rows import Numerics
@@ -41,6 +43,15 @@ class KVCache:
         """Number of positions per slot, S."""
         return self.values[0].shape[2]
 
+    def layers(self) -> list[tuple[Array, Array]]:
+        """Returns keys and values of each layer."""
+        return list(zip(self.keys, self.values, strict=True))
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[tuple[Array, Array]]) -> "KVCache":
+        """Returns the cache with these keys and values of each layer."""
+        return cls(keys=[keys for keys, _ in layers], values=[values for _, values in layers])
+
 
 def cache_dtype(numerics: Numerics) -> jnp.dtype:
     """Returns the dtype of keys and values: the compute dtype, but float32 on a CPU.
@@ -48,7 +59,7 @@ def cache_dtype(numerics: Numerics) -> jnp.dtype:
     There, products of mixed types use kernels that round differently, and cost more than the memory they
     save.
     """
-    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else numerics.dtype
+    return jnp.dtype(jnp.float32) if target.platform() == "cpu" else numerics.dtype
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
@@ -76,18 +87,42 @@ def from_prefill(kept: list[tuple[Array, Array]], dtype: jnp.dtype) -> KVCache:
     )
 
 
-def copy_rows(target: KVCache, source: KVCache, rows: Array, slots: Array) -> KVCache:
+def with_batch(cache: KVCache, batch: int) -> KVCache:
+    """Returns zeros in the shape of `cache`, but for `batch` slots."""
+
+    def zeros(arrays: list[Array]) -> list[Array]:
+        return [jnp.zeros((batch, *x.shape[1:]), x.dtype) for x in arrays]
+
+    return KVCache(keys=zeros(cache.keys), values=zeros(cache.values))
+
+
+def copy_rows(
+    target: KVCache, source: KVCache, rows: Array, slots: Array, shardings: KVCache | None = None
+) -> KVCache:
     """Copies row rows[i] of `source` into slot slots[i] of `target`, which is at least as long. Slots out of
     range are skipped.
+
+    Args:
+      target: cache to copy into.
+      source: cache to copy from.
+      rows, slots: int32 [N].
+      shardings: layout of both caches, as from `cache_shardings`, where devices split the slots.
     """
     blocks, length = source.keys[0].shape[2], source.length
 
     def copy(into: Array, from_: Array, extent: int) -> Array:
         return into.at[slots, :, :extent].set(from_[rows], mode="drop")
 
-    return KVCache(
-        keys=[copy(t, s, blocks) for t, s in zip(target.keys, source.keys, strict=True)],
-        values=[copy(t, s, length) for t, s in zip(target.values, source.values, strict=True)],
+    if shardings is None:
+        return KVCache(
+            keys=[copy(t, s, blocks) for t, s in zip(target.keys, source.keys, strict=True)],
+            values=[copy(t, s, length) for t, s in zip(target.values, source.values, strict=True)],
+        )
+    return jax.tree.map(
+        lambda into, from_, sharding: copy_slots(into, from_, rows, slots, sharding),
+        target,
+        source,
+        shardings,
     )
 
 
@@ -111,15 +146,18 @@ def commit(
     """
     new = KVCache(keys=[], values=[])
     for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
-        keys, values = compaction(keys, values, k, v, path, count, lengths, numerics.kernels.compaction)
+        keys, values = on_mesh.compaction(keys, values, k, v, path, count, lengths, numerics.kernels)
         new.keys.append(keys)
         new.values.append(values)
     return new
 
 
-def take_slots(cache: KVCache, slots: Array) -> KVCache:
-    """Returns a cache of only `slots`, int32 [B'], in that order."""
-    return KVCache(keys=[k[slots] for k in cache.keys], values=[v[slots] for v in cache.values])
+def take_slots(cache: KVCache, slots: Array, shardings: KVCache | None = None) -> KVCache:
+    """Returns a cache of only `slots`, int32 [B'], in that order. `shardings` as in `copy_rows`."""
+    if shardings is None:
+        return KVCache(keys=[k[slots] for k in cache.keys], values=[v[slots] for v in cache.values])
+    order = jnp.arange(len(slots), dtype=jnp.int32)
+    return copy_rows(with_batch(cache, len(slots)), cache, slots, order, shardings)
 
 
 def lengthen(cache: KVCache, length: int) -> KVCache:
@@ -140,23 +178,23 @@ class CachedAttention:
     """Attention of one new token per slot against the cache: writes its key and value, then reads.
 
     Attributes:
-      cache: the cache before this token.
       positions: position of each slot's token, int32 [B].
       numerics: see `Numerics`.
     """
 
-    cache: KVCache
     positions: Array
     numerics: Numerics
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Maps q [B, 1, H, D] and k, v [B, 1, Hk, D] to ([B, 1, H, D], keys and values of the layer with this
-        token).
+    def __call__(
+        self, cache: tuple[Array, Array], q: Array, k: Array, v: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Maps keys and values of the layer's cache, q [B, 1, H, D] and k, v [B, 1, Hk, D] to ([B, 1, H, D],
+        keys and values with this token).
         """
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = cache
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
         kernels, one = self.numerics.kernels, jnp.ones_like(self.positions)
         path = jnp.zeros_like(self.positions)[:, None]
-        keys, values = compaction(keys, values, k, v, path, one, self.positions, kernels.compaction)
-        out = decode_attention(q, keys, values, self.positions, k, v, self.numerics, kernels.tree_attention)
+        keys, values = on_mesh.compaction(keys, values, k, v, path, one, self.positions, kernels)
+        out = on_mesh.decode_attention(q, keys, values, self.positions, k, v, self.numerics)
         return out, (keys, values)

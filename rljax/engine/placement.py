@@ -31,10 +31,15 @@ def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
 
 
 def decode_state_shardings(state: DecodeState, config: ModelConfig, mesh: Mesh) -> DecodeState:
-    """A DecodeState with a NamedSharding in the place of every array: all split by slots."""
+    """A DecodeState with a NamedSharding in the place of every array: all split by slots, counts by the
+    vocabulary too.
+    """
 
     def per_slot(array: Array) -> NamedSharding:
         return named(mesh, "slots", *(None,) * (array.ndim - 1))
 
     shardings: DecodeState = jax.tree.map(per_slot, state)
-    return shardings.replace(cache=cache_shardings(state.cache, config, mesh))
+    return shardings.replace(
+        cache=cache_shardings(state.cache, config, mesh),
+        counts=None if state.counts is None else named(mesh, "slots", "vocab"),
+    )

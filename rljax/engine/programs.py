@@ -18,7 +18,7 @@ from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.host_sync import pack
 from rljax.engine.kv_cache import CachedAttention, KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
-from rljax.engine.sampling import sample
+from rljax.engine.sampling import decode_logits, sample, whole_logits
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted
 from rljax.engine.tree_attention import TreeAttention
@@ -90,7 +90,13 @@ class Programs:
         return Prefix(cache=cache, last_tokens=last, lengths=lengths, states=states)
 
     def _forward(
-        self, params: Params, tokens: Array, positions: Array, attention: Attention, rope: Array
+        self,
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        attention: Attention,
+        rope: Array,
+        cache: KVCache | None = None,
     ) -> tuple[Array, list[Any], Array | None]:
         """Returns hidden states [N, T, d], new keys and values per layer, and features for drafters [N, T, S,
         d] (None without `hidden_layers`).
@@ -104,6 +110,7 @@ class Programs:
             rope,
             self.numerics,
             self.hidden_layers or (),
+            caches=None if cache is None else cache.layers(),
         )
         if self.hidden_layers is None:
             return hidden, kept, None
@@ -116,15 +123,17 @@ class Programs:
         inactive), logprobs float32 [B], and the features [B, S, d] that the tokens were sampled from.
         """
         # Forward pass over the last token of every slot.
-        attention = CachedAttention(state.cache, state.lengths, self.numerics)
+        attention = CachedAttention(state.lengths, self.numerics)
         hidden, kept, states = self._forward(
-            params, state.tokens[:, None], state.lengths[:, None], attention, rope
+            params, state.tokens[:, None], state.lengths[:, None], attention, rope, state.cache
         )
 
         # Sample with the noise of each request and position.
-        logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
+        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
         logits = penalized_logits(logits, state.counts, self.sampling)
-        tokens, logprobs = sample(logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics)
+        tokens, logprobs = sample(
+            logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics, self.mesh
+        )
 
         # End responses at their limit or at an end-of-sequence token.
         active = state.active
@@ -133,7 +142,7 @@ class Programs:
         for eos in self.eos_token_ids:
             ended |= tokens == eos
         new_state = DecodeState(
-            cache=KVCache(keys=[k for k, _ in kept], values=[v for _, v in kept]),
+            cache=KVCache.of_layers(kept),
             tokens=jnp.where(active, tokens, state.tokens),
             lengths=jnp.where(active, state.lengths + 1, state.lengths),
             remaining=remaining,
@@ -210,13 +219,16 @@ class Programs:
             params,
             rows.gather(rooted.tokens)[:, None],
             rows.gather(positions)[:, None],
-            TreeAttention(state.cache, state.lengths, rooted, rows, self.numerics),
+            TreeAttention(state.lengths, rooted, rows, self.numerics),
             rope,
+            state.cache,
         )
 
         # Sample a token behind every node, and find the deepest node whose path was sampled.
-        logits = transformer.logits(params, self.config, hidden[:, 0], self.numerics)
+        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
+        if self.verification != "coupled":  # the other rules read and change probabilities of whole rows
+            logits = whole_logits(logits, self.config, self.mesh)
         sampled, logprobs = sample_nodes(
             self.verification,
             logits,
@@ -227,6 +239,7 @@ class Programs:
             self.sampling,
             self.numerics,
             proposal,
+            self.mesh,
         )
         path, count = accepted_path(rooted, sampled)
         tokens = jnp.take_along_axis(sampled, path, axis=1)
@@ -297,9 +310,10 @@ class Programs:
             self.config,
             rows.gather(tokens)[:, None],
             rows.gather(lengths[:, None] + order)[:, None],
-            TreeAttention(cache, lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
+            TreeAttention(lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
             rope,
             self.numerics,
+            caches=cache.layers(),
         )
         cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
         if self.mesh is not None:
@@ -335,6 +349,7 @@ class Programs:
             self.verification,
             columns,
             with_proposal,
+            self.mesh,
         )
 
         def draft(

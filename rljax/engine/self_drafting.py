@@ -16,23 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from rljax.engine.draft_tree import DraftTree
 from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.engine.sampling import decode_logits, whole_logits
 from rljax.engine.state import DecodeState, counted
 from rljax.engine.verification import Rule
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
-from rljax.sampling.distribution import (
-    SamplingParams,
-    first_maximum,
-    penalized_logits,
-    token_logprobs,
-    transform_logits,
-)
+from rljax.sampling import distribution, split
+from rljax.sampling.distribution import SamplingParams, first_maximum, penalized_logits
 from rljax.sampling.noise import gumbel_rows, threefry2x32
+from rljax.sharding import splits_vocab
 
 # The second word of a position's counter is 0 (`noise.token_bits`): no position has this key.
 _DRAFT_STREAM = np.uint32(0x64726166)
@@ -87,6 +85,7 @@ class SelfDrafting:
       rule: rule by which drafts will be verified.
       columns: width of the chains, at least the steps asked for.
       with_proposal: return the distributions that the tokens were drafted from.
+      mesh: devices; None for one.
     """
 
     config: ModelConfig
@@ -96,6 +95,7 @@ class SelfDrafting:
     rule: Rule
     columns: int
     with_proposal: bool
+    mesh: Mesh | None = None
 
     def __call__(
         self, params: Params, state: DecodeState, rope: Array, steps: Array
@@ -135,6 +135,7 @@ class SelfDrafting:
             )
             if self.with_proposal:
                 q = transformed - log_normalizer(transformed, self.numerics)
+                q = whole_logits(q, self.config, self.mesh)  # as rejection reads it
                 new = new.replace(
                     proposal=lax.dynamic_update_slice(drafts.proposal, q[:, None], (0, step, 0))
                 )
@@ -155,18 +156,26 @@ class SelfDrafting:
         self, params: Params, cache: KVCache, tokens: Array, positions: Array, rope: Array
     ) -> tuple[KVCache, Array]:
         """A plain decode step: the cache with these tokens, and logits [B, V] of the next ones."""
-        attention = CachedAttention(cache, positions, self.numerics)
+        attention = CachedAttention(positions, self.numerics)
         hidden, kept = transformer.forward(
-            params, self.config, tokens[:, None], positions[:, None], attention, rope, self.numerics
+            params,
+            self.config,
+            tokens[:, None],
+            positions[:, None],
+            attention,
+            rope,
+            self.numerics,
+            caches=cache.layers(),
         )
-        cache = KVCache(keys=[k for k, _ in kept], values=[v for _, v in kept])
-        return cache, transformer.logits(params, self.config, hidden[:, 0], self.numerics)
+        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
+        return KVCache.of_layers(kept), logits
 
     def _choose(self, logits: Array, keys: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
         """Samples like `sampling.sample`; returns tokens, logprobs, margins [B], and transformed logits [B,
         V].
         """
-        transformed = transform_logits(logits, self.sampling, self.numerics)
+        source = split if splits_vocab(self.mesh) else distribution
+        transformed = source.transform_logits(logits, self.sampling, self.numerics)
         noisy = logits
         if not self.sampling.greedy:
             noisy = transformed + gumbel_rows(keys, positions, logits.shape[-1])
@@ -174,7 +183,7 @@ class SelfDrafting:
         is_token = lax.broadcasted_iota(jnp.int32, noisy.shape, 1) == tokens[:, None]
         margins = row_max(noisy) - row_max(jnp.where(is_token, -jnp.inf, noisy))
         margins = jnp.minimum(margins[:, 0], _SURE)
-        return tokens, token_logprobs(transformed, tokens, self.numerics), margins, transformed
+        return tokens, source.token_logprobs(transformed, tokens, self.numerics), margins, transformed
 
 
 def draft_keys(keys: Array) -> Array:

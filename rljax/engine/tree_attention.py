@@ -2,8 +2,7 @@
 (`rljax/kernels/tree_attention`).
 
 Keys and values of nodes stay out of the cache: only the accepted path is written to it (`kv_cache.commit`),
-  so
-rejected nodes need no masking later.
+so rejected nodes need no masking later.
 """
 
 import dataclasses
@@ -11,8 +10,8 @@ import dataclasses
 from jax import Array
 
 from rljax.engine.draft_tree import MAX_NODES, NodeRows, RootedTree
-from rljax.engine.kv_cache import KEY_BLOCK, KVCache
-from rljax.kernels.tree_attention import tree_attention
+from rljax.engine.kv_cache import KEY_BLOCK
+from rljax.kernels.on_mesh import tree_attention
 from rljax.numerics.rows import Numerics
 
 assert MAX_NODES <= KEY_BLOCK  # the keys of all nodes are one block
@@ -23,7 +22,6 @@ class TreeAttention:
     """Attention of the computed nodes over the cache and each other; returns their keys and values.
 
     Attributes:
-      cache: KV cache of the committed tokens.
       lengths: int32 [B], committed tokens.
       tree: the nodes.
       rows: the computed nodes. The ancestors of a computed node are computed too, so no computed node sees
@@ -31,18 +29,19 @@ class TreeAttention:
       numerics: see `Numerics`.
     """
 
-    cache: KVCache
     lengths: Array
     tree: RootedTree
     rows: NodeRows
     numerics: Numerics
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Maps q [R, 1, H, D] and k, v [R, 1, Hk, D] to ([R, 1, H, D], k and v [B, M, Hk, D] in the dtype of
-        the cache).
+    def __call__(
+        self, cache: tuple[Array, Array], q: Array, k: Array, v: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Maps keys and values of the committed tokens, q [R, 1, H, D] and k, v [R, 1, Hk, D] to
+        ([R, 1, H, D], k and v [B, M, Hk, D] in the dtype of the cache).
         """
         q, k, v = (self.rows.scatter(x[:, 0]) for x in (q, k, v))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = cache
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
         out = tree_attention(
             q,
@@ -54,6 +53,5 @@ class TreeAttention:
             self.tree.ancestors,
             self.tree.depth,
             self.numerics,
-            self.numerics.kernels.tree_attention,
         )
         return self.rows.gather(out)[:, None], (k, v)

@@ -21,6 +21,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from rljax.engine.draft_tree import NodeRows, RootedTree
 from rljax.engine.sampling import sample
@@ -41,6 +42,7 @@ def sample_nodes(
     params: SamplingParams,
     numerics: Numerics,
     proposal: Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, Array]:
     """Samples a token behind every node.
 
@@ -55,13 +57,14 @@ def sample_nodes(
       numerics: see `Numerics`.
       proposal: for `rejection`, log-probabilities of the distribution that the token behind each node was
         drafted from, float32 [B, M, V]; None for deterministic drafts.
+      mesh: under `coupled`, devices over whose tensor axis V is split. Other rules take whole rows.
 
     Returns:
       tokens: int32 [B, M].
       logprobs: float32 [B, M], under the sampling distribution.
     """
     if rule == "coupled":
-        tokens, logprobs = sample(logits, keys[rows.slots], rows.gather(positions), params, numerics)
+        tokens, logprobs = sample(logits, keys[rows.slots], rows.gather(positions), params, numerics, mesh)
         return rows.scatter(tokens), rows.scatter(logprobs)
     shape = (*positions.shape, logits.shape[-1])
     flat = transform_logits(rows.scatter(logits).reshape(-1, shape[-1]), params, numerics)

@@ -174,7 +174,7 @@ class Evaluator:
             self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(all_keys):,} done")
 
         speculator = contextlib.nullcontext() if scheduler.speculator is None else scheduler.speculator
-        with log, speculator:
+        with log, speculator, contextlib.closing(scheduler.engine):
             scheduler.run(
                 params,
                 [requests[key] for key in missing],

@@ -9,8 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
+from rljax import target
 from rljax.errors import UserError, known_names
 from rljax.kernels import tuned
 from rljax.numerics.kernel_choice import Implementation, Refused, backend_names
@@ -57,7 +56,7 @@ def backend(op: str, name: str) -> Callable[..., Any]:
     """
     if name not in IMPLEMENTATIONS:
         raise UserError(f"{op}: {name!r} is no implementation; {known_names(name, IMPLEMENTATIONS)}")
-    platform = jax.default_backend()
+    platform = target.platform()
     if name == "mosaic_gpu" and not (platform == "gpu" and _is_hopper()):
         raise Refused(f"it runs on NVIDIA GPUs of compute capability 9.0, not on {_device()}")
     if name == "mosaic_tpu" and platform != "tpu":
@@ -80,8 +79,8 @@ def backend(op: str, name: str) -> Callable[..., Any]:
 
 
 def _is_hopper() -> bool:
-    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+    return getattr(target.device(), "compute_capability", "") == "9.0"
 
 
 def _device() -> str:
-    return f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
+    return f"{target.device().device_kind} ({target.platform()})"

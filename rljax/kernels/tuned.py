@@ -12,7 +12,7 @@ so a verifying pass with another backend than decoding could sample another toke
 import json
 from pathlib import Path
 
-import jax
+from rljax import target
 
 TABLE = Path(__file__).with_name("tuned.json")
 
@@ -36,7 +36,7 @@ def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
     """Implementations to be tried for an operation on this process's devices: those of the last entry all of
     whose sizes the policy reaches.
     """
-    kind = jax.devices()[0].device_kind
+    kind = target.device().device_kind
     chosen: tuple[str, ...] = ("xla",)
     for (device, operation), entries in TUNED.items():
         if operation == op and kind.startswith(device):
@@ -48,5 +48,5 @@ def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
 
 def is_tuned(op: str) -> bool:
     """Whether some measured entry for an operation is about this process's devices."""
-    kind = jax.devices()[0].device_kind
+    kind = target.device().device_kind
     return any(operation == op and kind.startswith(device) for device, operation in TUNED)

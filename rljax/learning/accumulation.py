@@ -123,13 +123,13 @@ class Accumulation:
     # -- compiled programs -----------------------------------------------------------------------------------
 
     def _gradient_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Callable[..., Sums]:
-        shape = jax.tree.leaves(args[1])[0].shape
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(args[1]))
 
         def accumulate(*args: Any) -> Sums:
             return self._accumulate(step, *args)
 
         return self._pool.get(
-            ("gradients", *kind, shape, *self._key),
+            ("gradients", *kind, shapes, *self._key),
             accumulate,
             args,
             donate_argnums=(len(args) - 2, len(args) - 1),

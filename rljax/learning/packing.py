@@ -11,7 +11,7 @@ sums, and with them its logprobs bit for bit, only if its chunks end where the d
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import flax.struct
 import jax
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rljax.errors import UserError
+from rljax.learning.prompt_sharing import compact_tokens
+from rljax.models.compact_tokens import CompactTokens
 from rljax.numerics.rows import KEY_CHUNK
 
 
@@ -142,6 +144,51 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK)
     return Packing(lengths, row, start, num_rows, pack_length)
 
 
+def pack_groups(
+    lengths: ArrayLike,
+    groups: Sequence[Hashable],
+    pack_length: int,
+    rows_per_microbatch: int,
+    chunk: int = KEY_CHUNK,
+) -> Packing:
+    """Packs sequences as `pack_sequences` does, but the members of a group into one micro-batch if they fit.
+
+    Groups are added to a micro-batch, in order, until one does not fit. The rows that are left then stay
+    empty: they cost little where padding is not computed (`rljax/learning/prompt_sharing.py`).
+
+    Args:
+      lengths: int [N], each at least 1.
+      groups: group of each sequence, [N].
+      pack_length: tokens in a row.
+      rows_per_microbatch: the largest size of `Packing.microbatches`.
+      chunk: tokens in a chunk of attention's sums.
+
+    Raises:
+      UserError: a sequence is longer than a row.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+
+    parts: list[tuple[list[int], Packing]] = []
+    for added in members.values():
+        if parts:
+            last, _ = parts[-1]
+            joined = pack_sequences(lengths[last + added], pack_length, chunk)
+            if joined.num_rows <= rows_per_microbatch:
+                parts[-1] = last + added, joined
+                continue
+        parts.append((added, pack_sequences(lengths[added], pack_length, chunk)))
+    row, start = np.zeros(lengths.shape, np.int64), np.zeros(lengths.shape, np.int64)
+    first_row = num_rows = 0
+    for indices, packing in parts:
+        row[indices], start[indices] = packing.row + first_row, packing.start
+        num_rows = first_row + packing.num_rows
+        first_row += -(-packing.num_rows // rows_per_microbatch) * rows_per_microbatch
+    return Packing(lengths, row, start, num_rows, pack_length)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingSequence:
     """A prompt and a response to learn from.
@@ -188,6 +235,8 @@ class PackedBatch:
       weights: float32 [R, T].
       old_logprobs: float32 [R, T], logprobs of the targets under the training pass before the step's first
         update; None where the rollout's logprobs are used instead (`rljax/algorithms/rollout_correction.py`).
+      compact: the tokens to compute, if copies of prompts and padding are left out; None to compute every
+        position.
     """
 
     tokens: jax.Array | np.ndarray
@@ -199,6 +248,12 @@ class PackedBatch:
     advantages: jax.Array | np.ndarray
     weights: jax.Array | np.ndarray
     old_logprobs: jax.Array | np.ndarray | None = None
+    compact: CompactTokens | None = None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all arrays, for the keys of compiled programs."""
+        return tuple(leaf.shape for leaf in jax.tree.leaves(self))
 
 
 def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
@@ -209,7 +264,12 @@ def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> 
     ]
 
 
-def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int]) -> PackedBatch:
+def build_batch(
+    sequences: Sequence[TrainingSequence],
+    packing: Packing,
+    rows: Sequence[int],
+    share_prompts: bool = False,
+) -> PackedBatch:
     """Lays sequences out in some of a packing's rows, as numpy arrays.
 
     Args:
@@ -217,6 +277,7 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
       packing: from `pack_sequences`.
       rows: the R rows to build, in the order of the batch, such as one of `packing.microbatches(...)`. Rows
         from `packing.num_rows` on are empty.
+      share_prompts: whether equal prompts in these rows are computed once, and padding not at all.
     """
     if len(sequences) != len(packing.lengths):
         raise ValueError(f"{len(sequences)} sequences, but the packing has {len(packing.lengths)}")
@@ -226,6 +287,7 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
     response_mask = np.zeros(shape, np.bool_)
     batch_row = {int(row): index for index, row in enumerate(rows)}
     segments = [0] * len(rows)
+    prompts: list[tuple[int, ArrayLike]] = []
     for i in np.argsort(packing.start, kind="stable"):
         r = batch_row.get(int(packing.row[i]))
         if r is None:
@@ -241,6 +303,7 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
                 f"sequence {i}: the prompt is empty, so nothing predicts the first response token"
             )
         segments[r] += 1
+        prompts.append((r * packing.pack_length + start, sequence.prompt_ids))
         whole = np.s_[r, start : start + length]
         ids = np.concatenate([np.asarray(sequence.prompt_ids), np.asarray(sequence.response_ids)])
         ints["tokens"][whole] = ids
@@ -267,4 +330,7 @@ def build_batch(sequences: Sequence[TrainingSequence], packing: Packing, rows: S
             response_mask[predicting] = sequence.sampled_mask
             for values in floats.values():
                 values[predicting] = np.where(sequence.sampled_mask, values[predicting], 0.0)
-    return PackedBatch(**ints, response_mask=response_mask, **floats)
+    compact = None
+    if share_prompts:
+        compact = compact_tokens(prompts, ints["segment_ids"] > 0, response_mask)
+    return PackedBatch(**ints, response_mask=response_mask, **floats, compact=compact)

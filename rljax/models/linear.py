@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rljax.kernels.quantized_product import quantized_product
+from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
 from rljax.numerics.quantized import QuantizedWeight
 from rljax.numerics.rows import Numerics
@@ -28,7 +29,8 @@ def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, round
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, QuantizedWeight):
-        y = quantized_product(rows, weight, weight.implementation)
+        multiply = quantized_product if weight.layout is None else product_of_shards
+        y = multiply(rows, weight, weight.implementation)
     elif numerics.row_invariant:
         y = products.padded_dot(rows, weight, numerics.product_form, rounded)
     else:

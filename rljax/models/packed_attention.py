@@ -11,7 +11,8 @@ bits of the decoder's sums (`rljax/engine/kv_cache.py`).
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,16 @@ class PackedAttention:
         whose outputs are undefined. If there are fewer than S tokens, the rest is padding, too.
       numerics: see `Numerics`.
       keep_kv: also return every layer's keys and values, as prefill needs.
+      computed: bool [N, S], queries whose outputs are read; blocks of queries without any are left out, and
+        their outputs are 0. None: all of them.
     """
 
     segment_ids: Array
     numerics: Numerics
     keep_kv: bool = False
+    computed: Array | None = None
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array] | None]:
+    def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array] | None]:
         """Maps q [N, T, H, D], k and v [N, T, Hk, D] to ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
         batch, tokens, num_heads, head_dim = q.shape
         length = self.segment_ids.shape[1]
@@ -51,6 +55,14 @@ class PackedAttention:
         num_chunks = -(-length // chunk)
         padding = num_chunks * chunk - length
         segment_ids = jnp.pad(self.segment_ids, ((0, 0), (0, padding)))
+        rows, active = batch, None
+        if self.computed is not None:
+            # Blocks are left out one by one: the rows are joined to one, under ids that differ between rows.
+            ids_before = np.arange(rows, dtype=np.int32)[:, None] * (length + 1)
+            segment_ids = jnp.where(segment_ids > 0, segment_ids + ids_before, 0)
+            active = jnp.pad(self.computed, ((0, 0), (0, padding)))
+            active = active.reshape(-1, chunk // block, block).any(axis=2)
+            batch, num_chunks = 1, rows * num_chunks
         segment_ids = segment_ids.reshape(batch, num_chunks, chunk).swapaxes(0, 1)
         queries = jnp.pad(scale_queries(q), ((0, 0), (0, padding), (0, 0), (0, 0)))
         queries = queries.reshape(batch, num_chunks, chunk // block, block, num_kv_heads, -1, head_dim)
@@ -64,8 +76,8 @@ class PackedAttention:
         # would then compile to scalar code (three times slower on a CPU).
         own_mask = segment_ids[:, :, :, None] == segment_ids[:, :, None, :]
         own_mask &= np.tri(chunk, dtype=bool)[None, None]
-        out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, self.numerics)
-        out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(batch, num_chunks * chunk, num_heads, head_dim)
+        out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, active, self.numerics)
+        out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(rows, -1, num_heads, head_dim)
         return out[:, :tokens].astype(q.dtype), ((k, v) if self.keep_kv else None)
 
 
@@ -102,14 +114,17 @@ def _own_scores(queries: Array, keys: Array, mask: Array) -> Array:
     return jnp.where(mask[:, None, None], _scores(queries, keys), -jnp.inf)
 
 
-def _earlier_scores(queries: Array, keys: Array, query_segments: Array, key_segments: Array) -> Array:
-    """Returns scores of a chunk of queries [N, Hk, blocks, g, block, D] against an earlier chunk of keys.
+def _earlier_scores(
+    queries: Array, rows: slice, keys: Array, query_segments: Array, key_segments: Array
+) -> Array:
+    """Returns scores of queries [N, Hk, blocks, g, block, D] against an earlier chunk of keys. They are the
+    queries at positions `rows` of their chunk.
 
-    Only the sequence of its first position can begin in an earlier chunk. Segments are [N, C].
+    Only the sequence of the chunk's first position can begin in an earlier chunk. Segments are [N, C].
     """
     shared = query_segments[:, :1]
     blocks, block = queries.shape[2], queries.shape[4]
-    hide_queries = jnp.where(query_segments == shared, 0.0, -jnp.inf)
+    hide_queries = jnp.where(query_segments[:, rows] == shared, 0.0, -jnp.inf)
     hide_queries = hide_queries.reshape(-1, 1, blocks, 1, block, 1)
     hide_keys = jnp.where((key_segments == shared) & (shared > 0), 0.0, -jnp.inf)
     return _scores(queries, keys) + hide_keys[:, None, None, None, None, :] + hide_queries
@@ -122,9 +137,15 @@ def _weigh(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Arra
     return jax.tree.map(lambda x: x.reshape(batch, heads, *rest, -1), sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attend(
-    queries: Array, keys: Array, values: Array, segment_ids: Array, own_mask: Array, numerics: Numerics
+    queries: Array,
+    keys: Array,
+    values: Array,
+    segment_ids: Array,
+    own_mask: Array,
+    active: Array | None,
+    numerics: Numerics,
 ) -> Array:
     """Computes attention of every chunk of queries.
 
@@ -133,24 +154,53 @@ def _attend(
       keys, values: float32 [chunks, N, Hk, C, D].
       segment_ids: int32 [chunks, N, C].
       own_mask: bool [chunks, N, C, C], keys visible to each query in its chunk; at least itself.
+      active: bool [chunks, blocks], blocks of queries to compute; the others give 0. None: all of them.
+      numerics: see `Numerics`.
 
     Returns:
       float32, in the shape of the queries.
     """
-    return _forward(queries, keys, values, segment_ids, own_mask, numerics)[0]
+    return _forward(queries, keys, values, segment_ids, own_mask, active, numerics)[0]
+
+
+def _block_groups(blocks: int, active: Array | None) -> list[slice]:
+    """Returns the blocks of a chunk that are computed together: all, or one by one if some are left out."""
+    return [slice(0, blocks)] if active is None else [slice(block, block + 1) for block in range(blocks)]
+
+
+def _if_active(active: Array | None, compute: Callable[[slice, Array], Any]) -> Callable[[slice, Array], Any]:
+    """Wraps a function of a group of blocks and a chunk's number to give zeros where it is not active."""
+    if active is None:
+        return compute
+
+    def compute_active(group: slice, number: Array) -> Any:
+        shapes = jax.eval_shape(functools.partial(compute, group), number)
+        zeros = lambda _: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
+        return lax.cond(active[number, group.start], functools.partial(compute, group), zeros, number)
+
+    return compute_active
 
 
 def _forward(
-    queries: Array, keys: Array, values: Array, segment_ids: Array, own_mask: Array, numerics: Numerics
-) -> tuple[Array, tuple[Array, ...]]:
+    queries: Array,
+    keys: Array,
+    values: Array,
+    segment_ids: Array,
+    own_mask: Array,
+    active: Array | None,
+    numerics: Numerics,
+) -> tuple[Array, tuple[Array | None, ...]]:
     first = _first_chunks(segment_ids)
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
+    groups = _block_groups(len(own_blocks), active)
 
-    def attend(number: Array) -> tuple[Array, Array]:
-        own_queries, own_segments = queries[number], segment_ids[number]
+    def attend_group(group: slice, number: Array) -> tuple[Array, Array]:
+        own_queries, own_segments = queries[number][:, :, group], segment_ids[number]
+        group_blocks = own_blocks[group]
+        group_rows = slice(group_blocks[0][1].start, group_blocks[-1][1].stop)
 
         def scores(chunk: Array) -> Array:
-            return _earlier_scores(own_queries, keys[chunk], own_segments, segment_ids[chunk])
+            return _earlier_scores(own_queries, group_rows, keys[chunk], own_segments, segment_ids[chunk])
 
         def find_top(chunk: Array, top: Array) -> Array:
             return jnp.maximum(top, row_max(scores(chunk)))
@@ -161,9 +211,9 @@ def _forward(
 
         own_scores = [
             _own_scores(
-                own_queries[:, :, block], keys[number][:, :, visible], own_mask[number][:, rows, visible]
+                queries[number][:, :, block], keys[number][:, :, visible], own_mask[number][:, rows, visible]
             )
-            for block, rows, visible in own_blocks
+            for block, rows, visible in group_blocks
         ]
         top = jnp.stack([row_max(block_scores) for block_scores in own_scores], axis=2)
         top = lax.fori_loop(first[number], number, find_top, top)
@@ -171,15 +221,23 @@ def _forward(
         earlier = (jnp.zeros_like(top), jnp.zeros_like(own_queries))
         earlier = lax.fori_loop(first[number], number, add, earlier)
         last = [
-            _weigh(jnp.exp(block_scores - top[:, :, block]), values[number][:, :, visible], numerics)
-            for block_scores, (block, _, visible) in zip(own_scores, own_blocks, strict=True)
+            _weigh(jnp.exp(block_scores - top[:, :, index]), values[number][:, :, visible], numerics)
+            for index, (block_scores, (_, _, visible)) in enumerate(
+                zip(own_scores, group_blocks, strict=True)
+            )
         ]
         last = jax.tree.map(lambda *parts: jnp.stack(parts, axis=2), *last)
         total, weighted = jax.tree.map(jnp.add, earlier, last)
         return weighted / total, top + jnp.log(total)
 
+    attend_active = _if_active(active, attend_group)
+
+    def attend(number: Array) -> tuple[Array, Array]:
+        parts = [attend_active(group, number) for group in groups]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
+
     out, normalizer = lax.map(attend, jnp.arange(len(queries), dtype=jnp.int32))
-    return out, (queries, keys, values, segment_ids, own_mask, first, out, normalizer)
+    return out, (queries, keys, values, segment_ids, own_mask, active, first, out, normalizer)
 
 
 def _pair_gradients(
@@ -210,17 +268,21 @@ def _pair_gradients(
     )
 
 
-def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
+def _backward(
+    numerics: Numerics, kept: tuple[Array | None, ...], gradient: Array
+) -> tuple[Array | None, ...]:
     del numerics
-    queries, keys, values, segment_ids, own_mask, first, out, normalizer = kept
+    queries, keys, values, segment_ids, own_mask, active, first, out, normalizer = kept
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
     offset = jnp.sum(gradient * out, axis=-1, keepdims=True)
     Gradients = tuple[Array, Array, Array]  # gradients of queries, keys and values
 
-    def own_chunk(number: Array) -> Gradients:
-        """Returns gradients of attention within one chunk."""
+    groups = _block_groups(len(own_blocks), active)
+
+    def own_group(group: slice, number: Array) -> Gradients:
+        """Returns gradients of attention within one chunk, for some of its queries."""
         to_blocks, to_keys, to_values = [], 0.0, 0.0
-        for block, rows, visible in own_blocks:
+        for block, rows, visible in own_blocks[group]:
             block_queries, visible_keys = queries[number][:, :, block], keys[number][:, :, visible]
             to_block, more_keys, more_values = _pair_gradients(
                 block_queries,
@@ -237,30 +299,49 @@ def _backward(numerics: Numerics, kept: tuple[Array, ...], gradient: Array) -> t
             to_values += jnp.pad(more_values, behind)
         return jnp.stack(to_blocks, axis=2), to_keys, to_values
 
+    own_active = _if_active(active, own_group)
+
+    def own_chunk(number: Array) -> Gradients:
+        parts = [own_active(group, number) for group in groups]
+        to_blocks, to_keys, to_values = zip(*parts, strict=True)
+        return jnp.concatenate(to_blocks, axis=2), sum(to_keys), sum(to_values)
+
     def earlier_chunks(number: Array, sums: Gradients) -> Gradients:
+        for group in groups:
+            sums = earlier_chunks_of(group, number, sums)
+        return sums
+
+    def earlier_chunks_of(group: slice, number: Array, sums: Gradients) -> Gradients:
+        group_queries = queries[number][:, :, group]
+        group_rows = slice(own_blocks[group][0][1].start, own_blocks[group][-1][1].stop)
+
         def add_pair(chunk: Array, sums: Gradients) -> Gradients:
-            scores = _earlier_scores(queries[number], keys[chunk], segment_ids[number], segment_ids[chunk])
             to_queries, to_keys, to_values = _pair_gradients(
-                queries[number],
+                group_queries,
                 keys[chunk],
                 values[chunk],
-                scores,
-                normalizer[number],
-                gradient[number],
-                offset[number],
+                _earlier_scores(
+                    group_queries, group_rows, keys[chunk], segment_ids[number], segment_ids[chunk]
+                ),
+                normalizer[number][:, :, group],
+                gradient[number][:, :, group],
+                offset[number][:, :, group],
             )
             return (
-                sums[0].at[number].add(to_queries),
+                sums[0].at[number, :, :, group].add(to_queries),
                 sums[1].at[chunk].add(to_keys),
                 sums[2].at[chunk].add(to_values),
             )
 
-        return lax.fori_loop(first[number], number, add_pair, sums)
+        start = first[number]
+        if active is not None:  # nothing to add for the others
+            start = jnp.where(active[number, group.start], start, number)
+        return lax.fori_loop(start, number, add_pair, sums)
 
     # Two passes: sums carried through the first would be copied at every chunk.
     sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
     sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
-    return *sums, None, None
+    return *sums, None, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -26,13 +26,14 @@ from jax import Array
 
 from rljax.models.config import ModelConfig
 from rljax.models.linear import linear, product
+from rljax.models.outlining import outlined
 from rljax.models.rope import apply_rope
 from rljax.numerics.rows import Numerics, rms_norm
 
 Params = dict[str, Any]
 Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
-"""(layer, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], values to return to the
-caller, such as keys and values).
+"""(cache, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], values to return to the
+caller, such as keys and values). `cache` is the layer's entry of `caches` (`forward`).
 """
 
 
@@ -96,7 +97,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
 
 def decoder_layer(
     layer: Params,
-    index: int,
+    cache: Any,
     x: Array,
     angles: Array,
     attention: Attention,
@@ -108,7 +109,7 @@ def decoder_layer(
 
     Args:
       layer: weights of the layer; see the module's docstring.
-      index: number of the layer, for `attention`.
+      cache: first argument of `attention`.
       x: residual stream, [N, T, d].
       angles: rows of the RoPE table, float32 [N, T, 2, D/2].
       attention: the attention structure.
@@ -131,7 +132,7 @@ def decoder_layer(
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.norm_epsilon, numerics)
         k = rms_norm(k, layer["k_norm"], config.norm_epsilon, numerics)
-    attended, kept = attention(index, apply_rope(q, angles), apply_rope(k, angles), v)
+    attended, kept = attention(cache, apply_rope(q, angles), apply_rope(k, angles), v)
     x = x + linear(attended.reshape(batch, length, -1), layer["o"], numerics)
     h = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, numerics)
     gated = jax.nn.silu(linear(h, layer["gate"], numerics)) * linear(h, layer["up"], numerics)
@@ -148,6 +149,7 @@ def forward(
     rope: Array,
     numerics: Numerics,
     remat: bool = False,
+    caches: Sequence[Any] | None = None,
 ) -> tuple[Array, list[Any]]:
     """Returns the final hidden states of `tokens`.
 
@@ -158,12 +160,13 @@ def forward(
       attention: the attention structure; called once per layer.
       rope: `rope_table(config, length)`, float32 [length, 2, D/2].
       remat: recompute each layer's activations in the backward pass instead of keeping them.
+      caches: arrays that the attention of each layer reads, such as `KVCache.layers`; None for none.
 
     Returns:
       Hidden states after the final norm, [N, T, d], and the second results of the attention, one per layer.
     """
     hidden, kept, _ = forward_with_residuals(
-        params, config, tokens, positions, attention, rope, numerics, remat=remat
+        params, config, tokens, positions, attention, rope, numerics, remat=remat, caches=caches
     )
     return hidden, kept
 
@@ -178,6 +181,7 @@ def forward_with_residuals(
     numerics: Numerics,
     layers: Sequence[int] = (),
     remat: bool = False,
+    caches: Sequence[Any] | None = None,
 ) -> tuple[Array, list[Any], list[Array]]:
     """As `forward`, but also returns the residual stream, [N, T, d] without a norm, after the first n layers
     for each n of `layers` (0: the embeddings). Drafters read these features (`drafters/eagle/model.py`).
@@ -185,12 +189,17 @@ def forward_with_residuals(
     x = params["embed"][tokens].astype(numerics.dtype)
     angles = rope[positions]
     streams, kept = [x], []
-    for index, layer in enumerate(params["layers"]):
 
-        def run(layer, x, index=index):
-            return decoder_layer(layer, index, x, angles, attention, config, numerics)
+    def run(layer: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+        return decoder_layer(layer, cache, x, angles, attention, config, numerics)
 
-        x, kept_here = (jax.checkpoint(run) if remat else run)(layer, x)
+    if numerics.outline_layers:
+        run = outlined(run, remat)
+    elif remat:
+        run = jax.checkpoint(run)
+    caches = [None] * len(params["layers"]) if caches is None else caches
+    for layer, cache in zip(params["layers"], caches, strict=True):
+        x, kept_here = run(layer, cache, x)
         streams.append(x)
         kept.append(kept_here)
     hidden = rms_norm(x, params["final_norm"], config.norm_epsilon, numerics)

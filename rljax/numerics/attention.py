@@ -7,10 +7,10 @@ values, one chunk of keys after another.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax import target
 from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max, row_sum
 
 MASKED = -1e30
@@ -60,7 +60,7 @@ def weigh_cached_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple
     multiplies a value that is not finite.
     """
     sums, weighted = weigh_chunk(terms, values, numerics)
-    if jax.default_backend() != "cpu":  # A GPU's host would wait for the condition.
+    if target.platform() != "cpu":  # A GPU's host would wait for the condition.
         return sums, weighted
 
     def recomputed() -> Array:

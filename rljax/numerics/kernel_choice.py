@@ -3,9 +3,20 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
+
 from rljax.errors import UserError
 
 Implementation = str | tuple[str, ...] | None
+
+SPLIT_OPERATIONS = (
+    "token_logprobs",
+    "tree_attention",
+    "quantized_product",
+    "round_to_nearest",
+    "compaction",
+)
+"""Operations whose kernels also compute on a mesh, each device its shard."""
 
 
 class Refused(UserError):
@@ -16,7 +27,8 @@ class Refused(UserError):
 class KernelChoice:
     """The backend of every operation: a name from `rljax.kernels.switch.IMPLEMENTATIONS`, several names in
     the order to try them, or None for the default for device and policy, which is the same for every number
-    of rows (`rljax/kernels/tuned.py`).
+    of rows (`rljax/kernels/tuned.py`). `mesh` has the devices that kernels compute on, each its shard; None
+    where there is one device, or no kernel is named.
     """
 
     noisy_argmax: Implementation = None
@@ -26,16 +38,33 @@ class KernelChoice:
     round_to_nearest: Implementation = None
     compaction: Implementation = None
 
-    def on_mesh(self) -> "KernelChoice":
-        """Returns the choice for arrays that are sharded over devices: `xla`, also in place of None.
+    mesh: Mesh | None = None
+
+    def on_mesh(self, mesh: Mesh) -> "KernelChoice":
+        """Returns the choice for arrays that are sharded over the devices of `mesh`: `xla` in place of None.
 
         Raises:
-          Refused: a kernel was named.
+          Refused: a kernel was named that computes on one device only.
         """
-        for field in dataclasses.fields(self):
-            why = "computes on one device, but the mesh has several"
-            require_xla(field.name, getattr(self, field.name), why)
-        return KernelChoice(**{field.name: "xla" for field in dataclasses.fields(self)})
+        chosen = {}
+        for op in _OPERATIONS:
+            implementation = getattr(self, op)
+            if op not in SPLIT_OPERATIONS:
+                require_xla(op, implementation, "computes on one device, but the mesh has several")
+            chosen[op] = implementation if implementation and op in SPLIT_OPERATIONS else "xla"
+        return KernelChoice(**chosen, mesh=mesh if self._names_kernels(chosen) else None)
+
+    @staticmethod
+    def _names_kernels(chosen: dict[str, Implementation]) -> bool:
+        return any(backend_names(names) != ("xla",) for names in chosen.values())
+
+    def splits(self, op: str) -> bool:
+        """Whether the operation is computed shard by shard (`rljax/kernels/on_mesh.py`)."""
+        implementation = getattr(self, op)
+        return self.mesh is not None and backend_names(implementation) != ("xla",)
+
+
+_OPERATIONS = tuple(field.name for field in dataclasses.fields(KernelChoice) if field.name != "mesh")
 
 
 def require_xla(op: str, implementation: Implementation, why: str) -> None:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax import target
+
 
 @dataclasses.dataclass(frozen=True)
 class ProductForm:
@@ -100,7 +102,7 @@ def _sum_of_outer_products(a: Array, b: Array) -> Array:
     compiler transposes both factors first, and then a fast kernel applies: 3 to 6 times faster with AMX
     (`scripts/bench_engine.py --only price`, the updates).
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if target.platform() != "cpu" or target.device_count() > 1:
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     a, b = (jnp.pad(factor, ((0, factor.shape[0] % 2), (0, 0))) for factor in (a, b))
     a, b = (factor.reshape(2, -1, factor.shape[1]) for factor in (a, b))

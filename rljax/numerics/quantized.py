@@ -4,15 +4,37 @@ A params pytree may contain a `QuantizedWeight` in place of any projection; prod
 `rljax/kernels/quantized_product`. `drafters/quantized.py` quantizes the weights.
 """
 
+import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from rljax.numerics.kernel_choice import Implementation
 
 Activations = Literal["float", "int8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightLayout:
+    """How the devices of a mesh share a matrix [out, in].
+
+    Attributes:
+      mesh: the devices.
+      outputs, inputs: the mesh axis that splits them; None where they are not split.
+      rows: mesh axes that split the rows of products with the matrix.
+    """
+
+    mesh: Mesh
+    outputs: str | None
+    inputs: str | None
+    rows: tuple[str, ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(self.outputs, self.inputs)
 
 
 @struct.dataclass
@@ -29,6 +51,9 @@ class QuantizedWeight:
       group: number of inputs that share a scale; the last group of a row may have fewer.
       activations: type to round inputs to in a product; "int8" needs one symmetric group per row.
       implementation: implementation of products, see `rljax.kernels.switch`.
+      layout: on a mesh, the parts of the matrix that devices hold. Each is quantized and packed apart, with
+        its own groups, and the arrays have the results of all parts side by side; only the product of shards
+        (`rljax/kernels/quantized_product/shards.py`) reads them. None on one device.
     """
 
     values: Array
@@ -39,6 +64,7 @@ class QuantizedWeight:
     group: int = struct.field(pytree_node=False)
     activations: Activations = struct.field(pytree_node=False, default="float")
     implementation: Implementation = struct.field(pytree_node=False, default=None)
+    layout: WeightLayout | None = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax import target
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm, unmeasured_form
 
@@ -43,12 +44,15 @@ class Numerics:
         and logits are float32 either way.
       kernels: the backend of every operation that has kernels.
       measured_form: the form of products that was measured to be exact here; None before it is measured.
+      outline_layers: compile the decoder layer once, and call it for every layer
+        (`rljax/models/outlining.py`).
     """
 
     row_invariant: bool = True
     compute_dtype: str = "float32"
     kernels: KernelChoice = dataclasses.field(default_factory=KernelChoice)
     measured_form: ProductForm | None = None
+    outline_layers: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -64,7 +68,7 @@ def exact_products() -> lax.Precision | None:
     """Returns the precision of products that must not round float32 factors: by default a GPU rounds them to
     TF32 and a TPU to bfloat16. A CPU has one precision only.
     """
-    return None if jax.default_backend() == "cpu" else lax.Precision.HIGHEST
+    return None if target.platform() == "cpu" else lax.Precision.HIGHEST
 
 
 def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
@@ -77,7 +81,7 @@ def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
         return jnp.sum(x, axis=-1, keepdims=True)
     ones = jnp.ones((_ORDERED_ROWS if ordered else _ONES_ROWS, x.shape[-1]), x.dtype)
     # With more than two dimensions, XLA passes the ones as [n, 8] to a CPU. Elsewhere, axes may be sharded.
-    rows = x.reshape(-1, x.shape[-1]) if jax.default_backend() == "cpu" else x
+    rows = x.reshape(-1, x.shape[-1]) if target.platform() == "cpu" else x
     last = (((rows.ndim - 1,), (1,)), ((), ()))
     total = lax.dot_general(rows, ones, last, precision=exact_products())[..., :1]
     return total.reshape(*x.shape[:-1], 1)
@@ -91,7 +95,7 @@ def row_max(x: Array) -> Array:
     it is a plain maximum, which can also be reduced across devices.
     """
     x = lax.stop_gradient(x)
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if target.platform() != "cpu" or target.device_count() > 1:
         return jnp.max(x, axis=-1, keepdims=True)
     lowest = jnp.array(-jnp.inf, x.dtype)
     top = lax.reduce(x, lowest, lambda a, b: lax.select(lax.gt(a, b), a, b), (x.ndim - 1,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.base import Outcome
+from rljax import processes
 from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
@@ -114,7 +115,8 @@ class Collector:
             (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
             for i, completion in enumerate(completions)
         ]
-        rewards = judge(self.task, answered)
+        # A reward may run code under a time limit: one process decides.
+        rewards = processes.from_first(lambda: judge(self.task, answered))
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)

@@ -154,14 +154,15 @@ class DecodeLoop:
         self._ahead = [LiveResponse(request, ahead=True) for request in requests]
         self._upcoming = collections.deque(self._ahead)
 
-    def sampled_ahead(self) -> list[tuple[Request, list[int]]]:
-        """Returns the requests of `sample_ahead`, with their tokens so far."""
-        return [(response.request, response.tokens) for response in self._ahead]
+    def sampled_ahead(self) -> list[LiveResponse]:
+        """Returns the responses to the requests of `sample_ahead`, as far as they have been sampled."""
+        return self._ahead
 
     def measure_ahead(self) -> None:
         """Counts what this rollout had of the tokens that were sampled ahead for it."""
         if self._run_ahead is not None and self._begun:
-            self.statistics.ahead_saved_seconds += self._run_ahead.measure(self._saved_per_token())
+            seconds = self._run_ahead.measure(self._saved_per_token(), self.statistics)
+            self.statistics.ahead_saved_seconds += seconds
 
     def cancel(self, responses: Iterable[LiveResponse]) -> None:
         """Ends responses as "cancelled", unless they have ended; their slots are free."""
@@ -361,7 +362,7 @@ class DecodeLoop:
             return
         longest = max(response.positions for response in waiting) + 1
         if self.state is None:
-            self.state = engine.init_state(self.max_slots if self.policy.start_full else needed, longest)
+            self.state = engine.start_state(self.max_slots if self.policy.start_full else needed, longest)
             self.slots = [None] * needed
             if self._begun:
                 self.speculator.restart(self.state.batch)
@@ -622,7 +623,7 @@ class DecodeLoop:
         running = self.running
         ahead = [slot for slot in self._busy if self.slots[slot].ahead]
         kept = running + ahead[: batch - len(running)]
-        self.state = self.engine.compact(self.state, kept)
+        self.state = self.engine.compact(self.state, kept, batch)
         if self.speculator is not None:
             self.speculator.compact(kept, self.state.batch)
         for slot in set(ahead) - set(kept):
@@ -634,7 +635,7 @@ class DecodeLoop:
 
     def _compacts_to(self) -> int:
         """Returns the smaller batch bucket that has become enough, or 0. It is not the smallest one
-        where sampling ahead pays in a larger one.
+        where sampling ahead pays in a larger one, or where programs are still to be compiled.
         """
         if self.waiting or self.state is None:
             return 0
@@ -645,4 +646,6 @@ class DecodeLoop:
             shape = (self.state.batch, self.state.cache.length)
             arguments = self.statistics, self.engine.buckets, self.speculator.decoder.times
             batch = self._run_ahead.batch(shape, running, available, self._saved_per_token(), *arguments)
+        if batch < self.state.batch:
+            batch = self.engine.smallest_batch(self.state, batch)
         return 0 if batch == self.state.batch else batch

@@ -9,6 +9,7 @@ from rljax.response_lengths import ResponseLengths
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.stop_strings import StopStrings
+from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tools.use import ToolUse
 
@@ -90,20 +91,58 @@ class Scheduler:
             self.engine, params, self.max_slots, self.speculator, self.overlap, self.tools, policy, report
         )
         run_ahead = None if self.speculator is None else self.speculator.run_ahead
+        taken: dict[int, Completion] = {}
         if run_ahead is not None:
+            taken = self._sampled_before(run_ahead, requests)
             loop.sample_ahead(run_ahead.upcoming)
             ahead = bool(run_ahead.upcoming)
-        if responses:
-            loop.submit(responses)
+        for place, completion in taken.items():
+            loop.statistics.tokens += len(completion.response_ids)
+            loop.statistics.ahead_final += len(completion.response_ids)
+            finished += 1
+            if on_finished is not None:
+                on_finished(place, completion)
+        decoded = [response for place, response in enumerate(responses) if place not in taken]
+        if decoded:
+            loop.submit(decoded)
             while loop.waiting or loop.running:
                 loop.step()
             loop.finish_pass()  # a pass over requests that were only sampled ahead
             loop.measure_ahead()
             if run_ahead is not None and ahead:
-                run_ahead.keep(loop.sampled_ahead())
+                run_ahead.keep(self._kept(loop.sampled_ahead(), requests))
             loop.statistics.running.append(loop.running_over_time.points())
-        completions = [response.completion(self.tools is not None) for response in responses]
+        completions = [
+            taken.get(place) or response.completion(self.tools is not None)
+            for place, response in enumerate(responses)
+        ]
         if self.speculator is None:
             for request, completion in zip(requests, completions, strict=True):
                 self.lengths.learn(request.prompt_ids, len(completion.response_ids))
         return completions, loop.statistics
+
+    def _sampled_before(self, run_ahead: RunAhead, requests: Sequence[Request]) -> dict[int, Completion]:
+        """Returns the responses that were sampled ahead to their end with the present weights, by the place
+        of their requests. Only an engine with row-invariant numerics samples the same bits in any batch.
+        """
+        run_ahead.match(requests)
+        if not self.engine.numerics.row_invariant:
+            return {}
+        completions = {place: run_ahead.completion(request) for place, request in enumerate(requests)}
+        return {place: completion for place, completion in completions.items() if completion is not None}
+
+    def _kept(
+        self, samples: Sequence[LiveResponse], requests: Sequence[Request]
+    ) -> list[tuple[Request, list[int], Completion | None]]:
+        """Returns samples in the form of `RunAhead.keep`. Those of this rollout's step may be taken over by a
+        further round once they are complete; stop strings and calls of tools are not looked for in them.
+        """
+        steps = {request.step for request in requests}
+        plain = self.stop_strings is None and self.tools is None
+        kept = []
+        for response in samples:
+            ended = response.ending == "eos" or not response.remaining
+            final = plain and ended and response.request.step in steps
+            completion = response.completion(False) if final else None
+            kept.append((response.request, response.tokens, completion))
+        return kept

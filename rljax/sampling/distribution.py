@@ -6,6 +6,7 @@ or their parts `scaled_logits` and `kept_from`, so they use the same distributio
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +124,20 @@ class Responses:
         return nothing.at[rows, jnp.arange(len(columns))[None, :, None], targets[:, None]].add(counted)
 
 
-def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) -> Array:
+def transform_logits(
+    logits: Array,
+    params: SamplingParams,
+    numerics: Numerics,
+    threshold: Callable[[Array, SamplingParams, Numerics], Array] | None = None,
+) -> Array:
     """Applies temperature, then top-k, top-p and min-p to float32 logits [..., V]: [..., V], -inf where a
     token cannot be sampled.
+
+    Args:
+      logits: float32 [..., V].
+      params: the distribution.
+      numerics: see `Numerics`.
+      threshold: replacement for `kept_from`.
     """
     if params.greedy:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -134,7 +146,8 @@ def transform_logits(logits: Array, params: SamplingParams, numerics: Numerics) 
     scaled = scaled_logits(logits, params)
     if not params.filters(logits.shape[-1]):
         return scaled
-    return jnp.where(scaled >= kept_from(scaled, params, numerics), scaled, -jnp.inf)
+    lowest = (threshold or kept_from)(scaled, params, numerics)
+    return jnp.where(scaled >= lowest, scaled, -jnp.inf)
 
 
 def scaled_logits(logits: Array, params: SamplingParams) -> Array:

@@ -5,12 +5,15 @@ DeviceProposer    a drafter that follows the slots on the device drafts trees
 """
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from drafters.base import Drafts
 from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.validation import chains
+from rljax.engine.background import BackgroundCompiler, Shape
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState
@@ -19,12 +22,22 @@ from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
 from rljax.speculation.drafter_group import ask
+from rljax.speculation.following import Following
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposal, bins_of, calibrated_proposal, restore
+from rljax.speculation.proposals import (
+    ActiveSlots,
+    CompilationPlan,
+    Proposal,
+    bins_of,
+    calibrated_proposal,
+    no_proposal,
+    restore,
+)
 from rljax.speculation.strategies import Strategy
 from rljax.speculation.warm_up import time_drafts, time_trees
 
 _CHAIN_LENGTHS = (2, 4, 8)  # draft lengths that a bandit chooses from
+_DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes of the same shape
 
 
 class _OnDevice:
@@ -43,6 +56,14 @@ class _OnDevice:
         self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
         self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
+        self._compiler: BackgroundCompiler | None = None
+        self._used: set[tuple] = set()  # what has been drafted since programs are compiled in the background
+
+    def _add_draft(self, batch: int, length: int, seconds: float, tree: DraftStrategy | None = None) -> None:
+        """Drafting was measured. The first run of a program does not count: it takes longer."""
+        if self._compiler is None or (batch, length, tree) in self._used:
+            self._times.add_draft(batch, length, self.name, seconds, tree)
+        self._used.add((batch, length, tree))
 
     @property
     def acceptance(self) -> float:
@@ -87,7 +108,32 @@ class SelfProposer(_OnDevice):
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add_draft(batch, length, self.name, seconds)
 
+    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+        shapes = self._engine.param_shapes(params)
+
+        def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
+            with self._engine.pool.in_background():
+                draft_params = ask(self.name, self.drafter, "compile", shapes)
+                if not should_stop():
+                    self._engine.compile_draft(draft_params, *shape)
+
+        self._compiler = BackgroundCompiler(
+            compile_shape,
+            self._engine.buckets,
+            [(batch, length) for batch in plan.batches for length in plan.lengths],
+            plan.near,
+            False,
+            plan.thread,
+            _DRAFT_DELAY,
+            failure=f"are not drafted for by {self.name}, which cannot be compiled",
+        )
+
+    def is_ready(self, shape: tuple[int, int]) -> bool:
+        return self._compiler is None or self._compiler.is_ready(shape, near=False)
+
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        if not self.is_ready(shape):
+            return 0.0
         current = int(active.current.sum())
         self._length, rate = self.choose_length(shape, len(active.slots), current)
         plain = self._times.plain_rate(current + active.standing_by, *shape)
@@ -110,6 +156,8 @@ class SelfProposer(_OnDevice):
         statistics: DecodeStatistics,
         strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
+        if not self.is_ready((state.batch, state.cache.length)):
+            return state, no_proposal(self, len(active.slots), self._engine.buckets.max_drafts)
         # Draft, and measure: all of it counts as drafting, only the steps as what steps take.
         start = time.perf_counter()
         length = self._length if strategy is None else strategy.depth
@@ -118,7 +166,7 @@ class SelfProposer(_OnDevice):
         state, drafted = self._engine.draft(params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
         end = time.perf_counter()
-        self._times.add_draft(state.batch, state.cache.length, self.name, (end - ready) / length)
+        self._add_draft(state.batch, state.cache.length, (end - ready) / length)
         seconds = end - start
         statistics.draft_seconds += seconds
         # A margin tells how likely its token is, given the tokens before; along a chain these multiply.
@@ -139,8 +187,16 @@ class SelfProposer(_OnDevice):
 class DeviceProposer(_OnDevice):
     """A `Proposer` for trees from a drafter that follows the slots on the device."""
 
-    def __init__(self, name: str, drafter: DeviceDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+    def __init__(
+        self,
+        name: str,
+        drafter: DeviceDrafter,
+        engine: DecodeEngine,
+        times: PassTimes,
+        following: Following | None = None,
+    ) -> None:
         super().__init__(name, drafter, engine, times)
+        self._following = Following(drafter) if following is None else following
         self._strategy = drafter.strategies[0]  # the tree that was promised last
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
@@ -148,7 +204,40 @@ class DeviceProposer(_OnDevice):
             for seconds in time_trees(self._engine, self.drafter, strategy, batch, length, repeats):
                 self._times.add_draft(batch, length, self.name, seconds, strategy)
 
+    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+        largest, longest = plan.batches[-1], plan.lengths[-1]
+        self.drafter.compiles_behind()
+
+        def compile_batch(shape: Shape, should_stop: Callable[[], bool]) -> Callable[[], None] | None:
+            padded = plan.prefixes_into(shape[0])
+            prefixes = [self._engine.prefix_shapes(*prefix) for prefix in padded]
+            with self._engine.pool.in_background():
+                return self.drafter.compile(shape[0], largest, plan.lengths, prefixes, padded, should_stop)
+
+        def distance(shape: Shape) -> int:
+            low, high = sorted((shape[0], plan.thread.near[0]))
+            return sum(low < batch <= high for batch in plan.batches)
+
+        compiler = BackgroundCompiler(
+            compile_batch,
+            self._engine.buckets,
+            [(batch, longest) for batch in plan.batches],
+            plan.near,
+            False,
+            plan.thread,
+            _DRAFT_DELAY,
+            distance,
+            f"are not drafted for by {self.name}, which cannot be compiled",
+        )
+        self._compiler = compiler
+        self._following.is_compiled = lambda batch: compiler.is_ready((batch, longest), near=False)
+
+    def is_ready(self, shape: tuple[int, int]) -> bool:
+        return self._following.takes_part
+
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        if not self.is_ready(shape):
+            return 0.0
         self._strategy, rate = best_strategy(
             self.name,
             self.drafter.strategies,
@@ -175,6 +264,8 @@ class DeviceProposer(_OnDevice):
         statistics: DecodeStatistics,
         strategy: Strategy | None = None,
     ) -> tuple[DecodeState, Proposal]:
+        if not self.is_ready((state.batch, state.cache.length)):
+            return state, no_proposal(self, len(active.slots), self._engine.buckets.max_drafts)
         # Draft one of the drafter's trees, and measure.
         start, tree = time.perf_counter(), self._strategy
         if strategy is not None:
@@ -184,7 +275,7 @@ class DeviceProposer(_OnDevice):
         arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
         tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
         seconds = time.perf_counter() - start
-        self._times.add_draft(state.batch, state.cache.length, self.name, seconds, tree)
+        self._add_draft(state.batch, state.cache.length, seconds, tree)
         statistics.draft_seconds += seconds
         # Pad to the widest pass, as trees from the host are.
         padding = [(0, 0), (0, self._engine.buckets.max_drafts - tokens.shape[1])]

@@ -12,6 +12,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import Prefix
 from rljax.errors import DrafterError, UserError
+from rljax.speculation.following import Following
 
 _ERROR_LENGTH = 300  # characters of a drafter's exception that its message shows
 
@@ -52,13 +53,19 @@ class DrafterGroup:
 
     Attributes:
       by_name: the drafters.
-      on_device: those that follow the slots on the device.
+      following: those that follow the slots on the device, by name.
+      on_device: the same.
       trained: those that are trained, by name.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], engine: DecodeEngine) -> None:
         self.by_name = dict(drafters)
-        self.on_device = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
+        self.following = {
+            name: Following(drafter)
+            for name, drafter in drafters.items()
+            if isinstance(drafter, DeviceDrafter)
+        }
+        self.on_device = list(self.following.values())
         self.trained = {
             name: drafter for name, drafter in drafters.items() if isinstance(drafter, TrainedDrafter)
         }

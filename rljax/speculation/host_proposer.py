@@ -11,7 +11,14 @@ from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.drafter_group import ask
-from rljax.speculation.proposals import ActiveSlots, Proposal, bins_of, calibrated_proposal, restore
+from rljax.speculation.proposals import (
+    ActiveSlots,
+    CompilationPlan,
+    Proposal,
+    bins_of,
+    calibrated_proposal,
+    restore,
+)
 from rljax.speculation.strategies import Strategy
 
 _NODES = (3, 7, 15, 31)  # draft nodes of a slot that a bandit chooses from
@@ -35,6 +42,12 @@ class HostProposer:
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         """Does nothing: there is nothing to compile."""
+
+    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+        """Does nothing, as `warm_up`."""
+
+    def is_ready(self, shape: tuple[int, int]) -> bool:
+        return True
 
     def forget(self) -> None:
         self._calibration.forget()

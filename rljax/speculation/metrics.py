@@ -36,6 +36,9 @@ def speculation_metrics(
         metrics["train_share"] = statistics.train_seconds / max(waited, 1e-9)
     if runs_ahead:
         metrics["run_ahead_tokens"] = statistics.ahead_tokens
+        metrics["run_ahead_final"] = statistics.ahead_final
+        metrics["run_ahead_offered"] = statistics.ahead_offered
+        metrics["run_ahead_accepted"] = statistics.ahead_accepted
         metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
         metrics["run_ahead_seconds"] = statistics.ahead_seconds + statistics.ahead_pass_seconds
         metrics["run_ahead_saved"] = statistics.ahead_saved_seconds

@@ -84,9 +84,12 @@ class PassTimes:
         """Drafting was measured, see `draft`."""
         self._add(seconds, "draft", batch, length, drafter, strategy)
 
-    def forget_passes(self) -> None:
-        """Forgets the times of plain steps and of verifying passes: they are measured anew."""
-        self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] == "draft"}
+    def forget_passes(self, drafts: bool = False) -> None:
+        """Forgets the times of plain steps and of verifying passes, and with `drafts` those of drafting: they
+        are measured anew.
+        """
+        kept = {key: seconds for key, seconds in self._seconds.items() if key[0] == "draft"}
+        self._seconds = {} if drafts else kept
 
     def _nearest(self, kind: str, batch: int, length: int, *rest) -> tuple[int, int] | None:
         """The measured batch and cache length that are nearest in ratio; None if there are none.

@@ -7,12 +7,13 @@ DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from drafters.base import Drafter, Drafts
+from rljax.engine.background import CompilerThread, Shape
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
@@ -44,6 +45,33 @@ class ActiveSlots:
     def responses(self) -> int:
         """Responses of the rollout that a plain step would continue, those of slots standing by included."""
         return int(self.current.sum()) + self.standing_by
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilationPlan:
+    """The programs to compile in the background.
+
+    Attributes:
+      thread: the thread to compile in.
+      batches, lengths: shapes of decode states, ascending.
+      near: the shape that is used first.
+      prefixes: number of prompts and padded length of each prefill.
+      late_inserts: prompts enter states of fewer slots than the largest batch, too, few at a time.
+    """
+
+    thread: CompilerThread
+    batches: Sequence[int]
+    lengths: Sequence[int]
+    near: Shape
+    prefixes: Sequence[Shape]
+    late_inserts: bool
+
+    def prefixes_into(self, batch: int) -> list[Shape]:
+        """Returns the prefixes that enter states of a batch."""
+        if batch == self.batches[-1]:
+            return list(self.prefixes)
+        fewest = min(rows for rows, _ in self.prefixes)
+        return [prefix for prefix in self.prefixes if self.late_inserts and prefix[0] == fewest]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +172,14 @@ class Proposer(Protocol):
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         """Compiles drafting over a state of this batch and cache length, and measures its time."""
 
+    def compile_behind(self, params: Params, plan: "CompilationPlan") -> None:
+        """Leaves the programs that `warm_up` compiles to a thread. The proposer drafts nothing for a decode
+        state whose programs are not ready.
+        """
+
+    def is_ready(self, shape: tuple[int, int]) -> bool:
+        """Whether it can draft for the present decode state, of this batch and cache length."""
+
     def forget(self) -> None:
         """Halves the weight of earlier acceptance: the policy has moved."""
 
@@ -190,6 +226,12 @@ def calibrated_proposal(
     """The proposal of drafts whose own probabilities are corrected by `calibration`."""
     bins = calibration.bins(drafts.log_probability)
     return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, seconds)
+
+
+def no_proposal(proposer: Proposer, slots: int, nodes: int) -> Proposal:
+    """The proposal of a drafter that does not draft: `nodes` invalid nodes for so many slots."""
+    nothing = np.zeros((slots, nodes), np.int32)
+    return Proposal(proposer, nothing, nothing - 1, nothing > 0, np.zeros((slots, nodes)), nothing, 0.0)
 
 
 def bins_of(proposal: Proposal, nodes: np.ndarray) -> np.ndarray:

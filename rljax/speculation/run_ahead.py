@@ -6,6 +6,12 @@ that these will be sampled with: after one small update most of the same tokens 
 only drafts: the next step samples every token from its own policy, and nothing was learned from its noise
 before.
 
+Under dynamic sampling the next prompts are sampled either in a further round of this step or in the next
+step. `RunAhead.expects_round` tells which is likelier, by how often a round was followed by another one so
+far. In a further round weights and noise are the same: a response that was sampled to its end is taken over,
+and the beginning of one is a draft that is accepted whole. Where the other case occurs, the noise differs,
+and the tokens are found by prompt and sample. They are drafts as well: the policy is nearly the same.
+
 Requests sampled ahead take idle slots of the present bucket, and no more are added once putting them into
 slots has taken `max_share` of the rollout. The batch shrinks later where that pays: where the tokens that a
 wider pass samples ahead are expected to save more time than the wider pass costs (`RunAhead.batch`). Both
@@ -14,18 +20,38 @@ nothing is measured, only the bucket that the running responses need anyway is f
 is dropped when the batch shrinks below it or the rollout ends.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
 from rljax.engine.buckets import Buckets
-from rljax.requests import DecodeStatistics, Request
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.pass_times import PassTimes
 
+_Place = tuple[bytes, int]
+"""Digest of a prompt, and the number of the request among those with the same prompt: the sample."""
+
 _DOUBTED = 16  # tokens counted as sampled ahead and not accepted before anything is measured
 _KEPT = 0.5  # weight of earlier rollouts' counts, after each further one: acceptance depends on the updates
+
+
+@dataclasses.dataclass(frozen=True)
+class AheadSample:
+    """The beginning of a response that was sampled ahead.
+
+    Attributes:
+      noise_key: uint32 [2], the key of the noise that it was sampled with.
+      tokens: int32 [n].
+      completion: the whole response, if it was sampled to its end with weights that have not changed since.
+    """
+
+    noise_key: np.ndarray
+    tokens: np.ndarray
+    completion: Completion | None = None
 
 
 class RunAhead:
@@ -47,24 +73,78 @@ class RunAhead:
         self.below = below
         self.max_share = max_share
         self.upcoming: Sequence[Request] = ()
-        self._tokens: dict[bytes, np.ndarray] = {}
+        self._samples: dict[_Place, AheadSample] = {}
+        self._by_key: dict[bytes, AheadSample] = {}
         self.lengths = ResponseLengths()
         self._offered = self._accepted = 0.0  # tokens, decayed
+        self._rounds = np.zeros((0, 2))  # by round: rounds followed by another one, and all of them, decayed
 
     def plan(self, requests: Sequence[Request]) -> None:
-        """Sets the requests of the next step, which the coming rollout may sample ahead."""
+        """Sets the requests that follow, which the coming rollout may sample ahead."""
         self.upcoming = sorted(requests, key=lambda request: -self.lengths.expected(request.prompt_ids))
 
-    def keep(self, drafts: Sequence[tuple[Request, list[int]]]) -> None:
-        """Replaces the drafts by these: requests, and the first tokens of their responses."""
+    def keep(self, samples: Sequence[tuple[Request, Sequence[int], Completion | None]]) -> None:
+        """Replaces the samples by these: requests, the first tokens of their responses, and the response if
+        it is complete and still is what the policy samples. Requests with the same prompt are in the order
+        in which they will be requested.
+        """
         self.upcoming = ()
-        self._tokens = {
-            request.noise_key.tobytes(): np.asarray(tokens, np.int32) for request, tokens in drafts if tokens
-        }
+        places = _places([request for request, *_ in samples])
+        self._replace(
+            {
+                place: AheadSample(request.noise_key, np.asarray(tokens, np.int32), completion)
+                for place, (request, tokens, completion) in zip(places, samples, strict=True)
+                if tokens
+            }
+        )
+
+    def match(self, requests: Sequence[Request]) -> None:
+        """Finds what was sampled ahead for the requests of a rollout: with a request's noise, or else for the
+        same prompt and sample.
+        """
+        for request, place in zip(requests, _places(requests), strict=True):
+            if place in self._samples:
+                self._by_key.setdefault(request.noise_key.tobytes(), self._samples[place])
 
     def recall(self, noise_key: np.ndarray) -> np.ndarray | None:
-        """The tokens that were sampled ahead for a request, int32 [n]; None if there are none."""
-        return self._tokens.get(noise_key.tobytes())
+        """Returns the tokens that were sampled ahead for a request, int32 [n]; None if there are none."""
+        sample = self._by_key.get(noise_key.tobytes())
+        return None if sample is None else sample.tokens
+
+    def completion(self, request: Request) -> Completion | None:
+        """Returns the response to a request if it has been sampled to its end, with the request's noise and
+        the present weights; else None.
+        """
+        sample = self._by_key.get(request.noise_key.tobytes())
+        if sample is None or not np.array_equal(sample.noise_key, request.noise_key):
+            return None
+        return sample.completion
+
+    def weights_change(self) -> None:
+        """Makes drafts of complete responses: the policy may sample other tokens now."""
+        self._replace(
+            {place: dataclasses.replace(sample, completion=None) for place, sample in self._samples.items()}
+        )
+
+    def expects_round(self, round_: int) -> bool:
+        """Returns whether a further round of dynamic sampling is likelier than not after this one, counted
+        from 0; False before any is measured.
+        """
+        if round_ >= len(self._rounds):
+            return False
+        followed, rounds = self._rounds[round_]
+        return bool(2 * followed > rounds)
+
+    def count_round(self, round_: int, followed: bool) -> None:
+        """Counts whether this round of dynamic sampling, from 0, was followed by another one."""
+        missing = round_ + 1 - len(self._rounds)
+        if missing > 0:
+            self._rounds = np.concatenate([self._rounds, np.zeros((missing, 2))])
+        self._rounds[round_] = _KEPT * self._rounds[round_] + (followed, 1)
+
+    def _replace(self, samples: dict[_Place, AheadSample]) -> None:
+        self._samples = samples
+        self._by_key = {sample.noise_key.tobytes(): sample for sample in samples.values()}
 
     @property
     def accepted_share(self) -> float:
@@ -82,20 +162,25 @@ class RunAhead:
         spent = decoding_seconds(statistics)
         return self.accepted_share * seconds_per_token * statistics.tokens / spent if spent else 0.0
 
-    def measure(self, seconds_per_token: float) -> float:
-        """Counts what the rollout that has just ended accepted of the tokens sampled ahead for it.
+    def measure(self, seconds_per_token: float, statistics: DecodeStatistics) -> float:
+        """Counts what the rollout that has just ended had of the tokens sampled ahead for it.
 
         Args:
           seconds_per_token: that an accepted one saves; see `saved_per_token`.
+          statistics: the rollout's; the tokens offered and accepted as drafts are added.
 
         Returns:
-          The estimated seconds that they saved.
+          The estimated seconds saved, those of responses that were taken over included.
         """
         offered, accepted = self.drafter.tokens_ahead, self.drafter.tokens_accepted
-        if offered:
-            self._offered = _KEPT * self._offered + offered
-            self._accepted = _KEPT * self._accepted + accepted
-        return accepted * seconds_per_token
+        statistics.ahead_offered += offered
+        statistics.ahead_accepted += accepted
+        final = statistics.ahead_final
+        if offered + final:
+            self._offered = _KEPT * self._offered + offered + final
+            self._accepted = _KEPT * self._accepted + accepted + final
+        decoded = max(statistics.tokens - final, 1)
+        return accepted * seconds_per_token + final * decoding_seconds(statistics) / decoded
 
     def batch(
         self,
@@ -137,26 +222,51 @@ class RunAhead:
         return max([smallest, *fitting], key=gain)  # of equal ones the smallest
 
     def state(self) -> dict[str, np.ndarray]:
-        """Checkpoint content."""
-        tokens = list(self._tokens.values())
-        keys = np.frombuffer(b"".join(self._tokens), np.uint32).reshape(-1, 2)
+        """Checkpoint content. Complete responses become drafts: a checkpoint follows an update."""
+        samples = list(self._samples.values())
+        prompts = b"".join(prompt for prompt, _ in self._samples)
+        keys = b"".join(sample.noise_key.tobytes() for sample in samples)
         return {
             "ahead_accepted": np.asarray([self._offered, self._accepted]),
-            "ahead_keys": keys,
-            "ahead_lengths": np.asarray([len(draft) for draft in tokens], np.int32),
-            "ahead_tokens": np.concatenate([np.zeros(0, np.int32), *tokens]),
+            "ahead_rounds": self._rounds.copy(),
+            "ahead_keys": np.frombuffer(keys, np.uint32).reshape(-1, 2),
+            "ahead_prompts": np.frombuffer(prompts, np.uint32).reshape(-1, 2),
+            "ahead_samples": np.asarray([number for _, number in self._samples], np.int32),
+            "ahead_lengths": np.asarray([len(sample.tokens) for sample in samples], np.int32),
+            "ahead_tokens": np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)]),
         }
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Restores the part of `state` that is run-ahead's, and returns the rest."""
         rest = dict(state)
-        keys, lengths, tokens = (rest.pop(f"ahead_{name}", None) for name in ("keys", "lengths", "tokens"))
         self._offered, self._accepted = rest.pop("ahead_accepted", np.zeros(2)).tolist()
-        self._tokens = {}
+        self._rounds = np.array(rest.pop("ahead_rounds", np.zeros((0, 2))))
+        names = ("keys", "prompts", "samples", "lengths", "tokens")
+        keys, prompts, numbers, lengths, tokens = (rest.pop(f"ahead_{name}", None) for name in names)
+        samples = {}
         if keys is not None and len(keys):
+            if prompts is None:  # an earlier checkpoint: found by their noise alone
+                prompts, numbers = keys, np.full(len(keys), -1)
             parts = np.split(tokens, np.cumsum(lengths)[:-1])
-            self._tokens = {key.tobytes(): part for key, part in zip(keys, parts, strict=True)}
+            for key, prompt, number, part in zip(keys, prompts, numbers, parts, strict=True):
+                samples[prompt.tobytes(), int(number)] = AheadSample(key, part)
+        self._replace(samples)
         return rest
+
+
+def _places(requests: Iterable[Request]) -> list[_Place]:
+    """Returns prompt and sample of each request."""
+    digests: dict[tuple[int, ...], bytes] = {}
+    counts: dict[tuple[int, ...], int] = {}
+    places = []
+    for request in requests:
+        prompt = request.prompt_ids
+        if prompt not in digests:
+            data = np.asarray(prompt, np.int64).tobytes()
+            digests[prompt] = hashlib.blake2b(data, digest_size=8).digest()
+        places.append((digests[prompt], counts.get(prompt, 0)))
+        counts[prompt] = places[-1][1] + 1
+    return places
 
 
 def saved_per_token(

@@ -11,6 +11,7 @@ drafters are asked ever more seldom.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from rljax.speculation.managers.manager import Manager
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
 from rljax.speculation.pass_times import DeviceClock, PassTimes
-from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.proposals import ActiveSlots, Proposer
 
 _STEPS_WHILE_COMPILING = 16  # plain steps between two questions whether verifying passes are ready
 
@@ -72,9 +73,11 @@ class SpeculativeDecoder:
       drafted, accepted: int64 [requests], draft nodes verified for each request, and accepted.
       compiler: compiles verifying passes in the background. Shapes that are not ready decode plainly. None
         where all passes are compiled before, or when they are first used.
+      wait_for: proposers without which nothing is drafted: decoding is plain until they are ready.
     """
 
     compiler: BackgroundCompiler | None = None
+    wait_for: Sequence[Proposer] = ()
 
     def __init__(
         self, engine: DecodeEngine, manager: Manager, drafters: DrafterGroup, times: PassTimes, max_batch: int
@@ -288,11 +291,12 @@ class SpeculativeDecoder:
             return False
         ready = self.compiler.is_ready(shape)
         # Compiling slows everything down, unevenly: measure again when it is over.
-        compiling = self.compiler.left > 0
+        compiling = self.compiler.thread.busy
         if self._compiling and not compiling:
-            self.times.forget_passes()
+            self.times.forget_passes(drafts=True)
         self._compiling = compiling
         # A pass that is too large may have been left out just now.
+        ready &= all(proposer.is_ready(shape) for proposer in self.wait_for)
         return ready and self._may_verify(state.batch) and self.times.has_plain(*shape)
 
     def _only_passes_before(self, state: DecodeState) -> bool:

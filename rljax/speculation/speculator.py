@@ -13,6 +13,7 @@ import numpy as np
 from drafters.aligned import aligned
 from drafters.base import Drafter, DraftRequest, Outcome
 from drafters.device import DeviceDrafter, SelfDrafter
+from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.state import Prefix
@@ -75,6 +76,8 @@ class Speculator:
         self.proposers = [self._proposer(name, drafter) for name, drafter in drafters.items()]
         self.manager = strategies.manager(self.proposers, engine.buckets, self._times, max_batch)
         self.decoder = SpeculativeDecoder(engine, self.manager, self._group, self._times, max_batch)
+        if strategies.by != "expected":  # a bandit would take drafters that are not ready for bad ones
+            self.decoder.wait_for = self.proposers
         self.decisions = self.decoder.decisions
         self._state_of_others: dict[str, np.ndarray] = {}  # in checkpoints, for other drafters than these
 
@@ -82,7 +85,7 @@ class Speculator:
         if isinstance(drafter, SelfDrafter):
             return SelfProposer(name, drafter, self.engine, self._times)
         if isinstance(drafter, DeviceDrafter):
-            return DeviceProposer(name, drafter, self.engine, self._times)
+            return DeviceProposer(name, drafter, self.engine, self._times, self._group.following[name])
         return HostProposer(name, drafter, self.engine)
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -245,17 +248,34 @@ class Speculator:
 
     # -- a run -----------------------------------------------------------------------------------------------
 
-    def warm_up(self, params: Params, prompt_length: int = 1, widens: bool = False) -> None:
+    def warm_up(
+        self,
+        params: Params,
+        prompt_length: int = 1,
+        widens: bool = False,
+        slots: int | None = None,
+        longest: int | None = None,
+    ) -> None:
         """Compiles every program that drafts and verifies, and measures the time of each.
 
         Args:
           params: weights from `engine.load_params`.
           prompt_length: the longest prompt, in tokens.
           widens: compile what `widen` needs, too.
+          slots: requests decoded at a time, at most; None for the largest batch bucket.
+          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
         """
-        followers = self._group.on_device
         warm_up(
-            self.engine, params, self.proposers, followers, self._times, self.max_batch, prompt_length, widens
+            self.engine,
+            params,
+            self.proposers,
+            [following.drafter for following in self._group.on_device],
+            self._times,
+            self.max_batch,
+            prompt_length,
+            widens,
+            slots,
+            longest,
         )
 
     def warm_up_behind(
@@ -265,8 +285,10 @@ class Speculator:
         prompt_length: int = 1,
         widens: bool = False,
         first_prompts: Sequence[int] = (),
+        longest: int | None = None,
+        thread: CompilerThread | None = None,
     ) -> None:
-        """Compiles every program that drafts, and in a thread those that verify. `close` ends it.
+        """Compiles every program that drafts or verifies in a thread, which `close` ends.
 
         Args:
           params: weights from `engine.load_params`.
@@ -274,9 +296,11 @@ class Speculator:
           prompt_length: the longest prompt, in tokens.
           widens: compile what `widen` needs, too.
           first_prompts: lengths of the first prompts; the passes that they use come first.
+          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
+          thread: the thread to compile in; None for one of its own.
         """
         self.close()
-        followers = self._group.on_device
+        followers = [following.drafter for following in self._group.on_device]
         self.decoder.compiler = warm_up_behind(
             self.engine,
             params,
@@ -287,6 +311,9 @@ class Speculator:
             widens,
             slots,
             first_prompts,
+            longest,
+            thread,
+            late_inserts=widens or self.run_ahead is not None,
         )
 
     @property

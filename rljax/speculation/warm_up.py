@@ -14,17 +14,18 @@ import jax
 import numpy as np
 
 from drafters.device import DeviceDrafter, KnowingDrafter
-from rljax.engine.background import BackgroundCompiler, Shape
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import Proposer
+from rljax.speculation.proposals import CompilationPlan, Proposer
 
 _REPEATS = 3
 _SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
+_VERIFY_DELAY = 1  # in buckets: behind plain programs of the shapes that come next
 _PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
 
 
@@ -37,6 +38,8 @@ def warm_up(
     max_batch: int,
     prompt_length: int,
     widens: bool,
+    slots: int | None = None,
+    longest: int | None = None,
 ) -> None:
     """Compiles every program that drafts and verifies, and measures the time of each.
 
@@ -49,10 +52,14 @@ def warm_up(
       max_batch: larger batches decode plainly.
       prompt_length: the longest prompt, in tokens.
       widens: compile for states that grow, too.
+      slots: requests decoded at a time, at most; None for the largest batch bucket.
+      longest: the most tokens of a prompt and its response; None for the largest cache bucket.
     """
     _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
-    for batch in engine.buckets.verified_batches(max_batch):
-        for length in engine.buckets.cache:
+    buckets = engine.buckets
+    largest = buckets.batch[-1] if slots is None else buckets.batch_for(slots)
+    for batch in buckets.verified_batches(min(max_batch, largest)):
+        for length in buckets.cache_up_to(longest):
             if not _is_measured(engine, times, batch, length):
                 for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
                     for seconds in measured:
@@ -74,8 +81,12 @@ def warm_up_behind(
     widens: bool,
     slots: int,
     first_prompts: Sequence[int] = (),
+    longest: int | None = None,
+    thread: CompilerThread | None = None,
+    late_inserts: bool = False,
 ) -> BackgroundCompiler:
-    """Compiles every program that drafts, and leaves those that verify to a thread.
+    """Leaves the programs that verify and draft to a thread. On a mesh, and for states that grow, drafters on
+    the device are compiled and measured at once.
 
     The thread begins at once where cores are to spare, else with the first rollout.
 
@@ -84,23 +95,54 @@ def warm_up_behind(
       slots: requests decoded at a time, at most.
       first_prompts: lengths of the first prompts, in tokens. The shapes that they start in come first, and
         shapes with shorter caches than they need are compiled only when they are asked for.
+      longest: see `warm_up`.
+      thread: the thread to compile in; None for one of its own.
+      late_inserts: prompts enter states of fewer slots, too, a few at a time.
 
     Returns:
       What has the verifying passes, shape by shape.
     """
     buckets = engine.buckets
-    _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
     shortest = buckets.cache_for(min(first_prompts, default=0) + 1)
-    longest = buckets.cache_for(max(first_prompts, default=min(prompt_length, buckets.cache[-1] - 1)) + 1)
-    lengths = [length for length in buckets.cache if length >= shortest]
+    longest_first = max(first_prompts, default=min(prompt_length, buckets.cache[-1] - 1))
+    lengths = [length for length in buckets.cache_up_to(longest) if length >= shortest]
     batches = [batch for batch in buckets.verified_batches(max_batch) if batch <= buckets.batch_for(slots)]
     shapes = [(batch, length) for batch in batches for length in lengths]
-    for batch, length in shapes:
-        for proposer in proposers:
-            proposer.warm_up(params, batch, length, _REPEATS)
-    near = buckets.batch_for(slots), longest
+    near = buckets.batch_for(slots), buckets.cache_for(longest_first + 1)
+    thread = CompilerThread(buckets, near) if thread is None else thread
     compile_shape = functools.partial(_compile_passes, engine, engine.param_shapes(params))
-    return BackgroundCompiler(compile_shape, buckets, shapes, near, (os.cpu_count() or 1) >= _SPARE_CORES)
+    compiler = BackgroundCompiler(compile_shape, buckets, shapes, near, False, thread, _VERIFY_DELAY)
+    if engine.mesh is None and not widens:
+        largest, padded = buckets.batch_for(slots), engine.prefill_length(prompt_length)
+        plan = CompilationPlan(
+            thread,
+            [batch for batch in buckets.batch if batch <= largest],
+            lengths,
+            near,
+            [
+                (rows, length)
+                for rows in engine.prefill_rows
+                for length in engine.prefill_lengths
+                if rows <= largest and length <= padded
+            ],
+            late_inserts,
+        )
+        for proposer in proposers:
+            proposer.refresh(params)
+            proposer.compile_behind(params, plan)
+    else:
+        _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
+        for batch, length in shapes:
+            for proposer in proposers:
+                proposer.warm_up(params, batch, length, _REPEATS)
+    if has_spare_cores():
+        thread.start()
+    return compiler
+
+
+def has_spare_cores() -> bool:
+    """Whether a thread may compile while the first step is compiled."""
+    return (os.cpu_count() or 1) >= _SPARE_CORES
 
 
 def _prepare_drafters(

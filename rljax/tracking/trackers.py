@@ -42,8 +42,12 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
 
     def begin(self) -> None:
-        """Opens the trackers. Call it once metrics.jsonl ends where the run continues."""
+        """Opens the trackers. Call it once metrics.jsonl ends where the run continues. Only the process that
+        writes the run's files has any.
+        """
         config, directory = self._config, self._directory
+        if not directory.writes:
+            return
         self._guarded("TensorBoard", lambda: self._open("TensorBoard", TensorBoard(directory)))
         if config.tracking.mode != "disabled":
             name = "Weights & Biases"

@@ -15,12 +15,15 @@ from jax.sharding import Mesh
 
 from drafters.base import Drafter
 from drafters.registry import rehearse_drafters, states_read
+from rljax import processes, target
 from rljax.config import ExperimentConfig
 from rljax.config.learning import TrainingConfig
+from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
+from rljax.engine.plain_programs import PlainPrograms
 from rljax.errors import ConfigError
 from rljax.kernels.token_logprobs.base import chunk_columns
 from rljax.models.config import ModelConfig
@@ -36,8 +39,11 @@ from rljax.speculation.managers.papers.roofline import Roofline
 from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
+from rljax.speculation.warm_up import has_spare_cores
 from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
+
+_OUTLINED_FROM = 4  # layers; fewer compile fast anyway
 
 
 def make_numerics(
@@ -49,14 +55,10 @@ def make_numerics(
     Raises:
       ConfigError: `engine.row_invariant` is true, but row-invariance does not hold on this device.
     """
-    kernels = KernelChoice(**config.kernels.model_dump())
-    if mesh is not None:
-        kernels = kernels.on_mesh()
-    engine = config.engine
-    numerics = Numerics(bool(engine.row_invariant), config.policy.compute_dtype, kernels)
+    engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
     if not engine.row_invariant or mesh is not None:
         return numerics, None
-    counts = row_counts(_buckets(config, mesh, speculative=True), _training_rows(config.training))
+    counts = row_counts(make_buckets_of(config, mesh, speculative=True), _training_rows(config.training))
     invariance = measured(policy, numerics, counts, engine.compilation_cache)
     if engine.row_invariant is True and not invariance.exact:
         raise ConfigError(
@@ -64,6 +66,21 @@ def make_numerics(
             " on and count the tokens that differ, or false"
         )
     return dataclasses.replace(numerics, measured_form=invariance.form), invariance
+
+
+def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mesh | None) -> Numerics:
+    """Returns the numerics of the policy before row-invariance is measured."""
+    kernels = KernelChoice(**config.kernels.model_dump())
+    outline = config.policy.outline_layers
+    if outline == "auto":
+        deep = policy.num_layers >= _OUTLINED_FROM
+        outline = "on" if deep and target.platform() == "tpu" else "off"
+    return Numerics(
+        bool(config.engine.row_invariant),
+        config.policy.compute_dtype,
+        kernels if mesh is None else kernels.on_mesh(mesh),
+        outline_layers=outline == "on",
+    )
 
 
 def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> str:
@@ -82,7 +99,8 @@ def _training_rows(training: TrainingConfig) -> tuple[int, ...]:
     return rows * training.pack_length, rows * columns
 
 
-def _buckets(config: ExperimentConfig, mesh: Mesh | None, speculative: bool) -> Buckets:
+def make_buckets_of(config: ExperimentConfig, mesh: Mesh | None, speculative: bool) -> Buckets:
+    """Returns the shapes of decoding that a config asks for."""
     rollout, speculation = config.rollout, config.speculation
     return make_buckets(
         config.engine.max_slots,
@@ -136,7 +154,7 @@ def make_scheduler(
         policy.config,
         numerics,
         sampling_params(config),
-        _buckets(config, mesh, speculative=bool(drafters)),
+        make_buckets_of(config, mesh, speculative=bool(drafters)),
         policy.eos_token_ids,
         config.engine.decode_steps_per_sync,
         pool,
@@ -179,26 +197,44 @@ def warm_up(
       requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
         states of any size, and decode states grow to more slots.
       resumes: whether requests may arrive with response tokens, which are prefilled behind the prompt.
-      wait: whether to wait for verifying passes, too, and to measure them; None for `engine.compile`. If not,
-        they are compiled in a thread that `Speculator.close` ends.
-      first_prompts: lengths of the first prompts, in tokens. The passes that they use come first.
+      wait: whether to wait for everything, and to measure verifying passes; None for `engine.compile`. If
+        not, programs that decoding does not begin with are compiled in a thread that `DecodeEngine.close` and
+        `Speculator.close` end. A server, whose requests join, leaves only drafting and verifying to the
+        thread.
+      first_prompts: lengths of the first prompts, in tokens. The programs that they use come first.
     """
-    prompt_length, speculator = config.rollout.max_prompt_length, scheduler.speculator
+    engine, slots, speculator = scheduler.engine, scheduler.max_slots, scheduler.speculator
+    prompt_length, tools = config.rollout.max_prompt_length, config.tools is not None
+    any_request = requests_join or resumes  # of any length that fits
+    longest = None if any_request else prompt_length + config.rollout.max_response_length
     late_inserts = requests_join or (speculator is not None and speculator.run_ahead is not None)
-    scheduler.engine.warm_up(params, scheduler.max_slots, prompt_length, late_inserts, resumes)
-    if config.tools is not None:
-        scheduler.engine.warm_up_append(params, scheduler.max_slots)
-    if requests_join:
-        for length in scheduler.engine.buckets.cache:
-            scheduler.engine.widen(scheduler.engine.init_state(1, length), scheduler.max_slots)
-    if speculator is None:
-        return
-    rehearse_drafters(config.speculation)
-    if config.engine.compile == "before" if wait is None else wait:
-        speculator.warm_up(params, prompt_length, requests_join)
+    behind = not (config.engine.compile == "before" if wait is None else wait)
+    if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
+        behind = False
+    engine.close()
+    engine.behind = thread = None
+    if behind and longest is not None:
+        thread = CompilerThread(engine.buckets, (slots, longest))
+        engine.behind = PlainPrograms(
+            engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
+        )
     else:
-        slots = scheduler.max_slots
-        speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts)
+        engine.warm_up(params, slots, prompt_length, late_inserts, resumes, longest)
+        if tools:
+            engine.warm_up_append(params, slots, longest)
+    if requests_join:
+        for length in engine.buckets.cache:
+            engine.widen(engine.init_state(1, length), slots)
+    if speculator is not None:
+        rehearse_drafters(config.speculation)
+        if behind:
+            speculator.warm_up_behind(
+                params, slots, prompt_length, requests_join, first_prompts, longest, thread
+            )
+        else:
+            speculator.warm_up(params, prompt_length, requests_join, slots, longest)
+    elif thread is not None and has_spare_cores():
+        thread.start()
 
 
 def _roofline(

@@ -9,6 +9,9 @@ full. It is ignored, and deleted by the next save. `restore` verifies sizes and 
 array, because Orbax alone would return a wrong weight for a flipped bit, and pages of TensorStore's internals
 for a truncated file. Older checkpoints are deleted only after a newer one is complete, and only those that
 `rljax/training/retention.py` does not keep.
+
+Of several processes each writes and reads its parts of the arrays, through Orbax, in a directory that all of
+them see; the first writes everything else. Saves, restores and waits are collectives then.
 """
 
 import contextlib
@@ -27,6 +30,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rljax import processes
 from rljax.durable_files import sync_directory, write_durably
 from rljax.errors import CheckpointError
 from rljax.training.orbax_silence import silence_orbax
@@ -90,7 +94,7 @@ class RunCheckpoints:
                 "host_state: only JSON values come back as they were (no tuples, no NaN, text as keys)"
             )
         self.wait()
-        newest = self.latest_step()
+        newest = processes.from_first(self.latest_step)
         if newest is not None and step <= newest:
             if step == newest:
                 return
@@ -103,8 +107,7 @@ class RunCheckpoints:
         self._saving = step
         path = self.directory / str(step)
         try:
-            self._clear_unfinished()
-            path.mkdir(parents=True)
+            processes.from_first(lambda: self._make_directory(path))
             if self._checkpointer is None:
                 # Weights hardly compress, and zstd costs processor time: the row `checkpoint/50M/Orbax
                 # uncompressed, processor time` of benchmarks/results/training.json.
@@ -120,6 +123,13 @@ class RunCheckpoints:
             name="checkpoint",
         )
         self._thread.start()
+
+    def _make_directory(self, path: Path) -> None:
+        try:
+            self._clear_unfinished()
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(_reason(error)) from error
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, oldest first."""
@@ -156,7 +166,7 @@ class RunCheckpoints:
             damaged.
         """
         if step is None:
-            step = self.latest_step()
+            step = processes.from_first(self.latest_step)
         if step is None or not (self.directory / str(step) / _SEAL).is_file():
             which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
             raise CheckpointError(f"{self.directory}: holds no {which}")
@@ -165,7 +175,7 @@ class RunCheckpoints:
         seal = self._read_seal(path)
         saved = {name: leaf for name, leaf in seal["leaves"].items() if not partial or name in template}
         _check_leaves(path, saved, {name: _describe(leaf) for name, leaf in template.items()})
-        self._check_files(path, seal["files"])
+        processes.from_first(lambda: self._check_files(path, seal["files"]))
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
                 restored = checkpointer.restore(
@@ -201,20 +211,29 @@ class RunCheckpoints:
 
     def wait(self) -> None:
         """Waits until the last save is on disk. Raises a CheckpointError if it failed."""
+        self._join()
+        processes.from_first(self._raise_failure)
+        self._raise_failure()
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._raise_failure()
 
     def check(self) -> None:
-        """Raises a CheckpointError if the last save has failed. Does not wait for a save in progress."""
+        """Raises a CheckpointError if the last save has failed. Does not wait for a save in progress. With
+        several processes it does nothing, since one may have finished earlier: `wait` raises.
+        """
+        if processes.several():
+            return
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends Orbax's threads."""
+        """Waits as `wait` does, though not for other processes, and ends Orbax's threads."""
         try:
-            self.wait()
+            self._join()
+            self._raise_failure()
         finally:
             self._drop_checkpointer()
 
@@ -227,6 +246,9 @@ class RunCheckpoints:
     ) -> None:
         """The background part of a save: waits for the arrays, seals, and only then deletes older ones."""
         try:
+            if not processes.is_first():
+                checkpointer.wait_until_finished()
+                return
             if host_arrays:
                 with open(path / _HOST_ARRAYS, "wb") as file:
                     np.savez(file, **host_arrays)
@@ -251,7 +273,8 @@ class RunCheckpoints:
         error, self._failure = self._failure, None
         with contextlib.suppress(Exception):  # further failures of Orbax by the same cause
             self._drop_checkpointer()
-        self._clear_unfinished()  # on a full disk the space is needed: metrics must still be written
+        if processes.is_first():
+            self._clear_unfinished()  # on a full disk the space is needed: metrics must still be written
         newest = self.latest_step()
         left = "there is no older one" if newest is None else f"that of step {newest} is still good"
         raise CheckpointError(

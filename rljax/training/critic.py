@@ -18,6 +18,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
+from rljax import processes, target
 from rljax.algorithms.value_loss import value_loss
 from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
@@ -117,22 +118,21 @@ class Critic:
         )
         self._clip = value_clip
         self._key = ("critic", config, numerics, training.remat, mesh, value_clip, training.pack_length)
-        self._rope = rope_table(config, training.pack_length)
+        self._rope = jnp.asarray(rope_table(config, training.pack_length))
         self._replicated = self._shardings = None
         if mesh is not None:
             self._replicated = replicated_sharding(mesh)
             trunk = {name: leaf for name, leaf in param_shardings(config, mesh).items() if name != "lm_head"}
             head = {"weight": self._replicated, "bias": self._replicated}
             self._shardings = {"trunk": trunk, "head": head}
-            self._rope = jax.device_put(self._rope, self._replicated)
-        self._rope = jnp.asarray(self._rope)
+            self._rope = target.put(self._rope, self._replicated)
         self._accumulation = Accumulation(optimizer, pool, self._key, (), self._shardings, self._replicated)
 
     def init(self, policy_params: Params) -> TrainState:
         """Returns the state before the first update. `policy_params` are copied, and stay valid."""
         params = critic_params(policy_params)
         if self._shardings is not None:
-            params = jax.device_put(params, self._shardings)
+            params = target.put(params, self._shardings)
         return self._accumulation.init(params)
 
     def warm_up(self, state: TrainState) -> None:
@@ -149,7 +149,7 @@ class Critic:
         """Returns values before each target, float32 [R, T] per batch; undefined outside `response_mask`."""
         args = [(params, self._put(batch), self._rope) for batch in batches]
         values = [self._values_program(inputs)(*inputs) for inputs in args]
-        return [np.asarray(array) for array in values]
+        return [processes.to_host(array) for array in values]
 
     def update(
         self, state: TrainState, microbatches: Sequence[PackedBatch], targets: Sequence[ValueTargets]
@@ -175,10 +175,10 @@ class Critic:
         """Puts a batch or targets on the mesh, without the logprobs that only the policy's update reads."""
         if isinstance(tree, PackedBatch):
             tree = tree.replace(old_logprobs=None)
-        return tree if self._mesh is None else jax.device_put(tree, batch_sharding(self._mesh))
+        return tree if self._mesh is None else target.put(tree, batch_sharding(self._mesh))
 
     def _values_program(self, args: tuple):
-        return self._pool.get(("values", args[1].tokens.shape, *self._key), self._scoring, args)
+        return self._pool.get(("values", args[1].shapes, *self._key), self._scoring, args)
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from rljax import processes
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -56,6 +58,15 @@ class StopRequest:
             yield
         finally:
             self._first = before
+
+    def agreed(self) -> signal.Signals | None:
+        """Returns `signal`, or with several processes the signal that any of them has recorded, so that all
+        stop after the same work. Every process calls it at the same point.
+        """
+        number = processes.largest(0 if self.signal is None else int(self.signal))
+        if number and self.signal is None:
+            self.signal = signal.Signals(number)
+        return signal.Signals(number) if number else None
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if a signal has been recorded."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from rljax.algorithms.estimation import Estimate, estimate_advantages
 from rljax.algorithms.kl import kl_estimate
@@ -39,8 +40,27 @@ from rljax.training.minibatches import (
     members_with_gradient,
     pack_minibatch,
     padding_share,
+    shared_share,
 )
 from rljax.training.update import WEIGHT, Trainer
+
+
+def make_critic(
+    config: ExperimentConfig,
+    model_config: ModelConfig,
+    numerics: Numerics,
+    pool: ExecutablePool,
+    mesh: Mesh | None,
+) -> Critic | None:
+    """Returns the critic of an experiment; None if its algorithm trains none. Arguments as in `Learner`."""
+    algorithm, training = config.algorithm, config.training
+    if algorithm.advantage_baseline != "critic":
+        return None
+    settings = algorithm.critic.model_dump(exclude={"value_clip"})
+    updates = training.steps * training.minibatches_per_step * training.epochs_per_step
+    optimizer = make_optimizer(**settings, total_updates=updates, section="algorithm.critic")
+    value_clip = algorithm.critic.value_clip
+    return Critic(model_config, numerics, training, value_clip, optimizer, pool, mesh)
 
 
 class Learner:
@@ -77,15 +97,7 @@ class Learner:
         if algorithm.kl_coefficient > 0:
             self.reference_digest = weights_digest(policy_params)
             self._reference = trainer.place(jax.tree.map(jnp.copy, policy_params))
-        self._critic = None
-        if algorithm.advantage_baseline == "critic":
-            settings = algorithm.critic.model_dump(exclude={"value_clip"})
-            training = config.training
-            updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-            optimizer = make_optimizer(**settings, total_updates=updates, section="algorithm.critic")
-            value_clip = algorithm.critic.value_clip
-            arguments = (model_config, numerics, training, value_clip, optimizer, pool, trainer.mesh)
-            self._critic = Critic(*arguments)
+        self._critic = make_critic(config, model_config, numerics, pool, trainer.mesh)
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -119,11 +131,13 @@ class Learner:
           on_update: called with the number of each update, from 1, before it begins.
 
         Returns:
-          The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`,
-          `time/logprobs` and `time/update`; `update/skipped`, the share of response tokens whose responses
-          were left out because their advantage is 0 (entropy, mismatch and `policy/...` are measured on the
-          others); `correction/...` with a rollout correction (see `rollout_correction`), `reward/kl_penalty`
-          (mean KL penalty per response) with kl_in: reward, `critic/...` with a critic.
+          The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`
+          (share of what is computed), `update/prompt_tokens_shared` (share of the tokens that are copies of
+          prompts and not computed again), `time/logprobs` and `time/update`; `update/skipped`, the share of
+          response tokens whose responses were left out because their advantage is 0 (entropy, mismatch and
+          `policy/...` are measured on the others); `correction/...` with a rollout correction (see
+          `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
+          `critic/...` with a critic.
         """
         minibatches = self._pack(groups, step)
         scoring_start = time.perf_counter()
@@ -136,6 +150,7 @@ class Learner:
             **updated,
             **prepared,
             "update/padding": padding_share(minibatches),
+            "update/prompt_tokens_shared": shared_share(minibatches),
             "time/logprobs": update_start - scoring_start,
             "time/update": end - update_start,
         }
@@ -143,8 +158,9 @@ class Learner:
     # -- stages, in order ------------------------------------------------------------------------------------
 
     def _pack(self, groups: Sequence[Group], step: int) -> list[Minibatch]:
-        seed, multiple = (self._config.seed, step), self._trainer.row_multiple
-        return make_minibatches(groups, self._config.training, seed, multiple)
+        seed, trainer = (self._config.seed, step), self._trainer
+        arguments = (self._config.training, seed, trainer.row_multiple, trainer.share_prompts)
+        return make_minibatches(groups, *arguments)
 
     def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
         """Computes logprobs and values with the weights before the first update."""
@@ -238,7 +254,9 @@ class Learner:
         members = members_with_gradient(minibatch, advantages, kept)
         if len(members) == len(minibatch.members):
             return minibatch
-        packed = pack_minibatch(groups, members, self._config.training, self._trainer.row_multiple)
+        trainer = self._trainer
+        arguments = (self._config.training, trainer.row_multiple, trainer.share_prompts)
+        packed = pack_minibatch(groups, members, *arguments)
         if minibatch.old_logprobs is not None:
             old_logprobs = np.zeros(kept.shape, np.float32)
             minibatch.gather(minibatch.old_logprobs, old_logprobs)

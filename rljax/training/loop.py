@@ -44,7 +44,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **({} if run.speculator is None else run.speculator.metrics(rollout.statistics)),
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
         **update_metrics,
-        "engine/compilations": run.pool.compilations,
+        **run.compilation_metrics,
         "time/rollout": rollout.timing.decode,
         "time/reward": rollout.timing.reward,
         "time/step": end - start,
@@ -76,13 +76,12 @@ def roll_out(run: TrainingRun) -> Rollout:
     statistics, timing = DecodeStatistics(), Timing()
     sampler = DynamicSampler(num_prompts, config.algorithm.dynamic_sampling_max_rounds)
     while True:
-        # The next prompts. Run-ahead may sample those of the next step too, if they follow these.
+        # The next prompts, and those behind them for run-ahead.
+        round_ = sampler.rounds
         indices = range(run.data_position, run.data_position + num_prompts)
         run.data_position += num_prompts
-        if run.run_ahead is not None and not sampled and run.step + 1 < config.training.steps:
-            following = range(run.data_position, run.data_position + num_prompts)
-            upcoming = run.collector.requests("train", following, num_samples, TRAINING, run.step + 1)
-            run.run_ahead.plan(upcoming)
+        if run.run_ahead is not None:
+            plan_ahead(run, round_)
 
         # Decode and reward.
         groups, round_statistics, round_timing = run.collector.collect(
@@ -98,12 +97,30 @@ def roll_out(run: TrainingRun) -> Rollout:
         if not config.algorithm.dynamic_sampling:
             return Rollout(groups, sampled, statistics, timing)
         sampler.offer(groups, np.stack([group.reward for group in groups]))
+        if run.run_ahead is not None:
+            run.run_ahead.count_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
 
 
+def plan_ahead(run: TrainingRun, round_: int) -> None:
+    """Plans which prompts the coming rollout may sample ahead, and with which noise: that of a further round
+    of this step where dynamic sampling is likely to need one after this round, else that of the next step.
+    """
+    config = run.config
+    rounds = config.algorithm.dynamic_sampling_max_rounds if config.algorithm.dynamic_sampling else 1
+    further = round_ + 1 < rounds and run.run_ahead.expects_round(round_)
+    step = run.step if further else run.step + 1
+    if step < config.training.steps:
+        following = range(run.data_position, run.data_position + config.rollout.prompts_per_step)
+        samples = config.rollout.samples_per_prompt
+        run.run_ahead.plan(run.collector.requests("train", following, samples, TRAINING, step))
+
+
 def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """Runs the updates of a step on rewarded groups. Returns their metrics."""
+    if run.run_ahead is not None:
+        run.run_ahead.weights_change()
     show = functools.partial(reporting.show_update, run)
     run.state, metrics = run.learner.learn(run.state, groups, run.step, show)
     return metrics
@@ -157,7 +174,7 @@ def advance(run: TrainingRun) -> signal.Signals | None:
     score = metrics.get("evaluation/reward")
     due = config.checkpoint.every and run.step % config.checkpoint.every == 0
     due = due or (config.checkpoint.keep_best and score is not None)
-    stopped_by = run.stop.signal
+    stopped_by = run.stop.agreed()
     final = last or stopped_by is not None
     saving.save_if_due(run, bool(due or final), final, score)
     return stopped_by

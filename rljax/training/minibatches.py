@@ -11,12 +11,21 @@ from rljax.learning.packing import (
     Packing,
     TrainingSequence,
     build_batch,
+    pack_groups,
     pack_sequences,
     response_places,
 )
+from rljax.learning.prompt_sharing import copied_share, prompt_key
 from rljax.requests import Completion
 from rljax.rollout.collector import Group
 from rljax.training.critic import ValueTargets
+
+SMALLEST_COPIED_SHARE = 0.5
+"""Share of copies among the tokens of a mini-batch from which `share_prompts: auto` shares prompts."""
+SMALLEST_SHARING_MICROBATCH = 1024
+"""Positions of a micro-batch from which `share_prompts: auto` shares prompts: sizes are multiples of 128, so
+little is saved in smaller ones.
+"""
 
 
 @dataclasses.dataclass
@@ -67,7 +76,11 @@ def completions_of(groups: Sequence[Group]) -> list[Completion]:
 
 
 def make_minibatches(
-    groups: Sequence[Group], training: TrainingConfig, seed: tuple[int, ...], row_multiple: int
+    groups: Sequence[Group],
+    training: TrainingConfig,
+    seed: tuple[int, ...],
+    row_multiple: int,
+    share_prompts: str = "off",
 ) -> list[Minibatch]:
     """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
 
@@ -76,15 +89,22 @@ def make_minibatches(
       training: minibatches_per_step, pack_length and rows_per_microbatch are read.
       seed: seed of the order, such as the run's seed and the step's number.
       row_multiple: see `Packing.microbatches`.
+      share_prompts: "on": compute the prompt of a group once in a micro-batch; "auto": only if at least
+        `SMALLEST_COPIED_SHARE` of the tokens are copies and a micro-batch has at least
+        `SMALLEST_SHARING_MICROBATCH` positions; "off": compute every prompt.
     """
     count = sum(len(group.completions) for group in groups)
     order = np.random.default_rng(seed).permutation(count)
     parts = np.array_split(order, training.minibatches_per_step)
-    return [pack_minibatch(groups, members, training, row_multiple) for members in parts]
+    return [pack_minibatch(groups, members, training, row_multiple, share_prompts) for members in parts]
 
 
 def pack_minibatch(
-    groups: Sequence[Group], members: np.ndarray, training: TrainingConfig, row_multiple: int
+    groups: Sequence[Group],
+    members: np.ndarray,
+    training: TrainingConfig,
+    row_multiple: int,
+    share_prompts: str = "off",
 ) -> Minibatch:
     """Packs some of a step's responses and cuts them into micro-batches. Arguments as in `make_minibatches`;
     `members` is int [n], indices among the step's N responses.
@@ -97,17 +117,41 @@ def pack_minibatch(
         )
         for prompt, completion in ((prompts[i], completions[i]) for i in members)
     ]
-    packing = pack_sequences([sequence.length for sequence in sequences], training.pack_length)
+    lengths = [sequence.length for sequence in sequences]
+    shares = share_prompts == "on"
+    if share_prompts == "auto":
+        copied = copied_share([sequence.prompt_ids for sequence in sequences], lengths)
+        large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
+        shares = large and copied >= SMALLEST_COPIED_SHARE
+    if shares:
+        keys = [prompt_key(sequence.prompt_ids) for sequence in sequences]
+        packing = pack_groups(lengths, keys, training.pack_length, training.rows_per_microbatch)
+    else:
+        packing = pack_sequences(lengths, training.pack_length)
     ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
-    batches = [build_batch(sequences, packing, rows) for rows in ranges]
+    batches = [build_batch(sequences, packing, rows, shares) for rows in ranges]
     return Minibatch(members, packing, response_places(sequences, packing), batches)
 
 
 def padding_share(minibatches: Sequence[Minibatch]) -> float:
-    """Returns the share of padding in the micro-batches of a step."""
-    tokens = sum(int(minibatch.packing.lengths.sum()) for minibatch in minibatches)
-    positions = sum(batch.tokens.size for minibatch in minibatches for batch in minibatch.batches)
+    """Returns the share of padding in what the micro-batches of a step compute."""
+    tokens = positions = 0
+    for minibatch in minibatches:
+        tokens += int(minibatch.packing.lengths.sum()) - _num_copied(minibatch)
+        for batch in minibatch.batches:
+            positions += batch.tokens.size if batch.compact is None else batch.compact.size
     return 1.0 - tokens / positions
+
+
+def shared_share(minibatches: Sequence[Minibatch]) -> float:
+    """Returns the share of a step's tokens that are not computed again, since they are copies of prompts."""
+    tokens = sum(int(minibatch.packing.lengths.sum()) for minibatch in minibatches)
+    return sum(_num_copied(minibatch) for minibatch in minibatches) / tokens
+
+
+def _num_copied(minibatch: Minibatch) -> int:
+    compact = [batch for batch in minibatch.batches if batch.compact is not None]
+    return sum(int(np.sum((batch.segment_ids > 0) & ~batch.compact.computed)) for batch in compact)
 
 
 def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:

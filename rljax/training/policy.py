@@ -4,7 +4,8 @@ import dataclasses
 import datetime
 from pathlib import Path
 
-from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig
+from rljax import processes
+from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig, ShapeConfig
 from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
@@ -15,7 +16,7 @@ from rljax.tasks.base import Task
 from rljax.tasks.tokenizer_training import train_tokenizer
 
 _TOKENIZER_PROBLEMS = 2000
-_TOKENIZER_VOCAB = 320
+TOKENIZER_VOCAB = 320
 _VOCAB_MULTIPLE = 64  # rows of the embedding are rounded up: even shapes for kernels and meshes
 
 
@@ -46,20 +47,27 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
       task: task whose texts a new tokenizer is trained on.
       directory: directory to save a new tokenizer in.
     """
-    if config.policy.path is None and not (directory / "tokenizer.json").exists():
-        problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
-        texts = [problem.messages[-1]["content"] for problem in problems]
-        texts += [problem.solution for problem in problems if problem.solution is not None]
-        try:
-            train_tokenizer(texts, _TOKENIZER_VOCAB, directory)
-        except OSError as error:
-            raise TokenizerError(f"{directory}: cannot be written ({error.strerror})") from error
+    if config.policy.path is None:
+        processes.from_first(lambda: _make_tokenizer(task, directory))
     model_config, tokenizer, source, eos_token_ids = policy_parts(config, directory)
     if config.policy.path is not None:
         params = load_params(source, model_config, dtype="float32")
     else:
         params = init_params(model_config, config.seed)
     return Policy(model_config, params, tokenizer, source, eos_token_ids)
+
+
+def _make_tokenizer(task: Task, directory: Path) -> None:
+    """Trains a tokenizer on the task's texts, unless the directory has one."""
+    if (directory / "tokenizer.json").exists():
+        return
+    problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
+    texts = [problem.messages[-1]["content"] for problem in problems]
+    texts += [problem.solution for problem in problems if problem.solution is not None]
+    try:
+        train_tokenizer(texts, TOKENIZER_VOCAB, directory)
+    except OSError as error:
+        raise TokenizerError(f"{directory}: cannot be written ({error.strerror})") from error
 
 
 def policy_parts(
@@ -75,11 +83,15 @@ def policy_parts(
         tokenizer.check_fits(model_config)
         return model_config, tokenizer, path, load_generation_config(path).eos_token_ids
     tokenizer = _tokenizer(directory, config.policy)
-    shape = config.policy.shape
-    vocab_size = -(-tokenizer.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
-    model_config = ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
+    model_config = shape_config(config.policy.shape, tokenizer.vocab_size)
     return model_config, tokenizer, directory, (tokenizer.eos_token_id,)
+
+
+def shape_config(shape: ShapeConfig, vocab_size: int) -> ModelConfig:
+    """Returns the architecture of a new policy for a tokenizer of so many tokens."""
+    vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
+    return ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
 
 
 def _tokenizer(directory: Path, config: PolicyConfig) -> Tokenizer:

@@ -59,6 +59,8 @@ def keep_for_report(run: TrainingRun, append: Callable[..., None], step: int, co
 
 def report(run: TrainingRun) -> None:
     """Shows the held-out reward before and after, writes the report, and says where the files are."""
+    if not run.directory.writes:
+        return
     lines = run.directory.read_metrics()
     before = next((line for line in lines if "evaluation/reward" in line), None)
     after = next((line for line in reversed(lines) if "evaluation/reward" in line), None)
@@ -72,6 +74,6 @@ def report(run: TrainingRun) -> None:
 
 
 def show_report(run: TrainingRun) -> None:
-    """Writes the report, if `tracking.report` is on."""
-    if run.config.tracking.report:
+    """Writes the report, if `tracking.report` is on and this process writes the run's files."""
+    if run.config.tracking.report and run.directory.writes:
         write_report_of_run(run.directory.path, run.progress.message)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rljax import processes
 from rljax.errors import CheckpointError
 from rljax.training.checkpoint import template_of
 from rljax.training.training_run import TrainingRun
@@ -15,9 +16,13 @@ def begin_session(run: TrainingRun, allow_changes: bool = False) -> None:
       RunDirectoryError: a file of the run cannot be written.
     """
     resume(run, allow_changes)
+    processes.from_first(lambda: _record(run))
+    run.trackers.begin()
+
+
+def _record(run: TrainingRun) -> None:
     record_session(run)
     run.directory.write_config(run.config, allow_changes=True)  # `session.run` has compared it
-    run.trackers.begin()
 
 
 def resume(run: TrainingRun, allow_changes: bool = False) -> None:
@@ -27,7 +32,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
       CheckpointError: the checkpoint is unreadable or not a training run's; or the KL penalty's reference or
         the task's data have changed since, and `allow_changes` is False.
     """
-    if run.checkpoints.latest_step() is None:
+    if processes.from_first(run.checkpoints.latest_step) is None:
         run.directory.truncate_after(-1)
         return
 

@@ -4,6 +4,7 @@ import functools
 import time
 from typing import Any
 
+from rljax import processes
 from rljax.errors import CheckpointError, RunDirectoryError
 from rljax.training.training_run import TrainingRun
 
@@ -57,7 +58,8 @@ def save(run: TrainingRun, score: float | None) -> None:
       run: the run, between two steps.
       score: held-out reward of the step, if known; `checkpoint.keep_best` compares it.
     """
-    run.directory.write_metrics_left()  # a run that resumes from the checkpoint would lack them
+    # A run that resumes from the checkpoint would lack them.
+    processes.from_first(run.directory.write_metrics_left)
     drafter = run.drafter_state if run.speculator is None else run.speculator.state()
     host_state = {
         "data_position": run.data_position,

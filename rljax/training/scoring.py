@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.learning.packing import PackedBatch
 from rljax.models import transformer
+from rljax.models.compact_tokens import CompactAttention, spread, spread_scores
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
@@ -54,9 +55,16 @@ def score_packed(
       entropy: float32 [R, T], entropy in nats of the distribution at each position; not differentiated unless
         `entropy_gradient`.
     """
-    hidden = packed_hidden(params, config, batch, rope, numerics, remat, mesh)
     lm_head = transformer.lm_head(params, config)
     choice = numerics.kernels.token_logprobs
+    if batch.compact is not None and not sampling.penalizes:
+        compact = batch.compact
+        hidden = _compact_hidden(params, config, batch, rope, numerics, remat)[:, : len(compact.scored)]
+        targets = compact.collect(batch.targets)[:, : len(compact.scored)]
+        arguments = (targets, sampling, numerics, logprob_chunk, mesh, choice, None, entropy_gradient)
+        scores = token_logprobs(hidden, lm_head, *arguments)
+        return tuple(spread_scores(score[0], compact) for score in scores)
+    hidden = packed_hidden(params, config, batch, rope, numerics, remat, mesh)
     responses = Responses(batch.segment_ids, batch.response_mask) if sampling.penalizes else None
     arguments = (batch.targets, sampling, numerics, logprob_chunk, mesh, choice, responses, entropy_gradient)
     return token_logprobs(hidden, lm_head, *arguments)
@@ -72,6 +80,8 @@ def packed_hidden(
     mesh: Mesh | None = None,
 ) -> Array:
     """Returns features of packed rows after the final norm, [R, T, d]. Arguments as in `score_packed`."""
+    if batch.compact is not None:
+        return spread(_compact_hidden(params, config, batch, rope, numerics, remat)[0], batch.compact)
     attention = PackedAttention(batch.segment_ids, numerics)
     if mesh is not None:
         attention = ShardedAttention(attention, config, mesh)
@@ -79,3 +89,13 @@ def packed_hidden(
         params, config, batch.tokens, batch.positions, attention, rope, numerics, remat
     )
     return hidden if mesh is None else constrain(hidden, activation_sharding(mesh))
+
+
+def _compact_hidden(
+    params: Params, config: ModelConfig, batch: PackedBatch, rope: Array, numerics: Numerics, remat: bool
+) -> Array:
+    """Returns features of the compact tokens of packed rows, [1, M, d]."""
+    attention = CompactAttention(batch.compact, batch.segment_ids, numerics)
+    tokens, positions = batch.compact.collect(batch.tokens), batch.compact.collect(batch.positions)
+    hidden, _ = transformer.forward(params, config, tokens, positions, attention, rope, numerics, remat)
+    return hidden

@@ -5,10 +5,14 @@ import time
 
 import jax
 
+from drafters.registry import HOST_DRAFTERS
+from rljax import processes
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
+from rljax.config.changes import Change
+from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import Interrupted
-from rljax.progress import Progress
+from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
@@ -27,21 +31,30 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
       UserError: the user can correct the cause; the message is one line.
       Interrupted: a signal asked to stop; every finished step is saved.
     """
+    processes.start(config.distributed)
     check_devices(config.mesh, jax.device_count())
+    if processes.several():
+        check_over_processes(config, jax.device_count(), jax.process_count(), HOST_DRAFTERS.keys())
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()
-    progress, directory = Progress(), RunDirectory(config.run_dir)
-    with directory.locked(), StopRequest(progress.message, first=None) as stop:
-        changes = directory.begin(config, allow_changes)
+    progress = Progress() if processes.is_first() else silent_progress()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(processes.ended_by_others())
+        directory = _locked_directory(config.run_dir, stack)
+        stop = stack.enter_context(StopRequest(progress.message, first=None))
+        changes: list[Change] = []
+        processes.from_first(lambda: changes.extend(directory.begin(config, allow_changes)))
         checkpoints = open_checkpoints(directory, config.checkpoint)
         try:
             with progress:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
-                training = TrainingRun(config, directory, checkpoints, progress, start, stop)
-                with training.trackers, contextlib.closing(training):
-                    train(training, allow_changes)
+                # The innermost context: the others' exits may wait for a process that has ended.
+                with processes.ended_by_others():
+                    training = TrainingRun(config, directory, checkpoints, progress, start, stop)
+                    with training.trackers, contextlib.closing(training), processes.ended_by_others():
+                        train(training, allow_changes)
         except KeyboardInterrupt:
             if stop.signal is None:
                 raise
@@ -58,3 +71,15 @@ def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCh
     """Returns the checkpoints of a run, with the retention that its config asks for."""
     retention = (config.keep, config.keep_every, config.keep_best)
     return RunCheckpoints(directory.checkpoints_path, *retention)
+
+
+def _locked_directory(path: str, stack: contextlib.ExitStack) -> RunDirectory:
+    """Returns the run's files, locked by the process that writes them until `stack` ends."""
+
+    def lock() -> None:
+        directories.append(RunDirectory(path))
+        stack.enter_context(directories[0].locked())
+
+    directories: list[RunDirectory] = []
+    processes.from_first(lock)
+    return directories[0] if directories else RunDirectory(path, writes=False)

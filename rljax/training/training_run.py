@@ -131,31 +131,50 @@ class TrainingRun:
         self.drafter_state: dict[str, np.ndarray] = {}
 
     def compile(self, wait: bool | None = None) -> None:
-        """Compiles every program that the run needs. Verifying passes may follow in the background, see
+        """Compiles every program that the run begins with. Others may follow in the background, see
         `assembly.warm_up`; `close` ends that.
 
         Args:
-          wait: whether to wait for verifying passes; None for `engine.compile`.
+          wait: whether to wait for these, too; None for `engine.compile`.
         """
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        scheduler, first_prompts = self.collector.scheduler, []
-        if self.speculator is not None:
-            indices = range(self.data_position, self.data_position + self.config.rollout.prompts_per_step)
-            requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
-            first_prompts = [len(request.prompt_ids) for request in requests]
-        warm_up(scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
+        indices = range(self.data_position, self.data_position + self.config.rollout.prompts_per_step)
+        requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
+        first_prompts = [len(request.prompt_ids) for request in requests]
+        warm_up(self.collector.scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
         self.learner.warm_up(self.state)
         self.progress.message(self.pool.summary())
         if self.compiling:
-            self.progress.message(f"verifying passes: {self.compiling} shapes are compiled meanwhile")
+            self.progress.message(f"{self.compiling} more shapes are compiled meanwhile")
 
     @property
     def compiling(self) -> int:
-        """Number of decode-state shapes whose verifying passes are still compiled in the background."""
-        return 0 if self.speculator is None else self.speculator.compiling
+        """Number of shapes whose programs are still compiled in the background: of prefill, plain decoding
+        and verifying passes.
+        """
+        plain = 0 if self.engine.behind is None else self.engine.behind.left
+        return plain + (0 if self.speculator is None else self.speculator.compiling)
+
+    @property
+    def compilation_metrics(self) -> dict[str, float]:
+        """Metrics of the run so far: `engine/compilations`, programs compiled by the thread that decodes and
+        learns. Where others are compiled in the background, too: `engine/compiled_behind`, their number,
+        `time/compiled_behind`, the seconds that they took, and `engine/waited_for_compilation_seconds`,
+        seconds in which decoding waited for them.
+        """
+        compilations = self.pool.compilations - self.pool.compilations_behind
+        metrics: dict[str, float] = {"engine/compilations": compilations}
+        if self.engine.behind is not None:
+            metrics |= {
+                "engine/compiled_behind": self.pool.behind,
+                "engine/waited_for_compilation_seconds": self.engine.behind.seconds_waited,
+                "time/compiled_behind": self.pool.seconds_behind,
+            }
+        return metrics
 
     def close(self) -> None:
         """Ends what goes on in the background."""
+        self.engine.close()
         if self.speculator is not None:
             self.speculator.close()

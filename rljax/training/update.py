@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from rljax import processes, target
 from rljax.algorithms.kl import kl_estimate
 from rljax.algorithms.losses import policy_loss
 from rljax.config import AlgorithmConfig, TrainingConfig
@@ -157,13 +158,14 @@ class Trainer:
       numerics: numerics of the engine.
       sampling: distribution that rollouts sample from. The supervised loss is unfiltered, at temperature 1.
       algorithm: the policy gradient.
-      training: pack_length, rows_per_microbatch, remat and logprob_chunk are read.
+      training: pack_length, rows_per_microbatch, remat, logprob_chunk and share_prompts are read.
       optimizer: from `make_optimizer`.
       pool: pool of compiled programs; may be shared with engines and other trainers.
       mesh: devices to use; None for one.
 
     Attributes:
       row_multiple: number that divides the rows of every batch; an argument of `Packing.microbatches`.
+      share_prompts: `training.share_prompts`; "off" on a mesh.
     """
 
     def __init__(
@@ -184,6 +186,12 @@ class Trainer:
                 f" over mesh.data * mesh.fsdp = {self.row_multiple} devices; use a multiple of"
                 f" {self.row_multiple}"
             )
+        if mesh is not None and training.share_prompts == "on":
+            raise ConfigError(
+                "training.share_prompts: on is not possible on a mesh of several devices; use auto or off,"
+                " which compute every prompt there"
+            )
+        self.share_prompts = "off" if mesh is not None else training.share_prompts
         self.config = config
         self.optimizer = optimizer
         self.pool = pool
@@ -210,13 +218,12 @@ class Trainer:
         self._corrects = algorithm.corrects_rollout
         self._pack_length = training.pack_length
         self._rows_per_microbatch = training.rows_per_microbatch
-        self._rope = rope_table(config, training.pack_length)
+        self._rope = jnp.asarray(rope_table(config, training.pack_length))
         replicated = shardings = None
         if mesh is not None:
             replicated = replicated_sharding(mesh)
             shardings = param_shardings(config, mesh)
-            self._rope = jax.device_put(self._rope, replicated)
-        self._rope = jnp.asarray(self._rope)
+            self._rope = target.put(self._rope, replicated)
         self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
 
     # -- calls of the loop -----------------------------------------------------------------------------------
@@ -230,13 +237,17 @@ class Trainer:
         return self._accumulation.init(self.place(params))
 
     def warm_up(self, state: TrainState, reference: bool = False, score: bool = False) -> None:
-        """Compiles every program that `update` needs, without running any. Nothing is compiled later.
+        """Compiles every program that `update` needs, without running any. Nothing is compiled later, except
+        for batches with shared prompts: their programs depend on how much is shared, and are compiled when a
+        size first occurs.
 
         Args:
           state: state from `init`; not consumed.
           reference: whether updates have reference_logprobs; then `score_reference` is compiled too.
           score: whether to compile `score_reference` in any case.
         """
+        if self.share_prompts == "on":
+            return
         nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
         while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
             batch = self._put(build_batch([], nothing, range(rows)))
@@ -264,7 +275,7 @@ class Trainer:
     def _scores(self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool) -> list[np.ndarray]:
         args = [(params, self._put(batch.replace(old_logprobs=None)), self._rope) for batch in batches]
         logprobs = [self._score_program(inputs, unfiltered)(*inputs) for inputs in args]
-        return [np.asarray(array) for array in logprobs]
+        return [processes.to_host(array) for array in logprobs]
 
     def update(
         self,
@@ -307,7 +318,7 @@ class Trainer:
     def _put(self, batch: PackedBatch) -> PackedBatch:
         if self.mesh is None:
             return batch
-        return jax.device_put(batch, batch_sharding(self.mesh))
+        return target.put(batch, batch_sharding(self.mesh))
 
     def _update(
         self,
@@ -335,7 +346,7 @@ class Trainer:
         name, scoring = "score", self._scoring
         if unfiltered and self._filters:  # otherwise the program would be the same
             name, scoring = "score without filters", self._unfiltered_scoring
-        return self.pool.get((name, batch.tokens.shape, _dtype(params), *self._key), scoring, args)
+        return self.pool.get((name, batch.shapes, _dtype(params), *self._key), scoring, args)
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
+from rljax import processes
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError, ConfigError
@@ -21,6 +22,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
+from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
 from rljax.sampling.distribution import SamplingParams
@@ -69,7 +71,7 @@ def warm_start(
     settings = config.warm_start
     key = _cache_key(config, policy, task)
     cached = Path(settings.cache_dir) / key
-    if cached.exists():
+    if processes.from_first(cached.exists):
         progress.message(f"warm start: cached in {cached}")
         return dataclasses.replace(policy, params=load_params(cached, policy.config, dtype="float32"))
     optimizer = make_optimizer(
@@ -88,10 +90,10 @@ def warm_start(
     done, next_problem = 0, 0
     checkpoints = RunCheckpoints(directory, keep=1)
     try:
-        newest = checkpoints.latest_step()
+        newest = processes.from_first(checkpoints.latest_step)
         if newest is not None and checkpoints.host_state(newest).get("key") != key:
             progress.message("warm start: begins anew; the one that was under way is another one")
-            shutil.rmtree(directory)
+            processes.from_first(lambda: shutil.rmtree(directory))
         elif newest is not None:
             done, state, host_state = checkpoints.restore(state)
             next_problem = host_state["next_problem"]
@@ -102,14 +104,16 @@ def warm_start(
                 state, metrics = _update(config, trainer, state, sequences)
                 done += 1
                 progress.step(done, {"loss": metrics["loss/supervised"]})
-                if (stop.signal is not None or done % _SAVED_EVERY == 0) and done < settings.steps:
+                stopped_by = stop.agreed()
+                if (stopped_by is not None or done % _SAVED_EVERY == 0) and done < settings.steps:
                     checkpoints.save(done, state, {"next_problem": next_problem, "key": key})
-                if stop.signal is not None and done < settings.steps:
+                if stopped_by is not None and done < settings.steps:
                     checkpoints.wait()
                     progress.message(f"warm start: {done} updates are saved")
                     stop.check()
         try:
-            _put_into_cache(cached, policy, state)
+            params = processes.to_host(state.params) if processes.several() else state.params
+            processes.from_first(lambda: _put_into_cache(cached, policy, params))
         except CheckpointError:
             if done > (checkpoints.latest_step() or 0):
                 with contextlib.suppress(CheckpointError):  # a second error would hide the first
@@ -118,15 +122,15 @@ def warm_start(
             raise
     finally:
         checkpoints.close()
-    shutil.rmtree(directory, ignore_errors=True)
+    processes.from_first(lambda: shutil.rmtree(directory, ignore_errors=True))
     stop.check()
-    return dataclasses.replace(policy, params=state.params)
+    return dataclasses.replace(policy, params=params)
 
 
-def _put_into_cache(cached: Path, policy: Policy, state: TrainState) -> None:
+def _put_into_cache(cached: Path, policy: Policy, params: Params) -> None:
     source = policy.tokenizer_directory
     try:
-        save_model(cached, policy.config, state.params, "float32", tokenizer_source=source)
+        save_model(cached, policy.config, params, "float32", tokenizer_source=source)
     except (OSError, safetensors.SafetensorError, CheckpointError) as error:
         if (cached / "config.json").is_file():
             return  # another run has written the same policy meanwhile

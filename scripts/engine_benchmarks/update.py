@@ -14,7 +14,8 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
+from rljax.learning.prompt_sharing import prompt_key
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 GRPO = AlgorithmConfig(name="dapo")  # clip-higher, token mean, no KL term: one forward pass per side
 OPTIMIZER = OptimizerConfig()
 UPDATE = TrainingConfig(pack_length=768, rows_per_microbatch=4)
+LONG_PROMPTS = TrainingConfig(pack_length=1536, rows_per_microbatch=4)
+LONG_PROMPT_TOKENS = 512
+GROUP_SIZE = 8
 
 
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
@@ -51,8 +55,39 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
     ]
 
 
+def grouped_sequences(num_groups: int, vocab_size: int) -> list[TrainingSequence]:
+    """Returns groups of `GROUP_SIZE` responses of 50 to 150 random tokens to a prompt of 512."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(50, 151, (num_groups, GROUP_SIZE))
+    weights = aggregation_weights(lengths.reshape(-1), GRPO.aggregation).reshape(lengths.shape)
+    sequences = []
+    for group_lengths, group_weights in zip(lengths, weights, strict=True):
+        prompt = rng.integers(0, vocab_size, LONG_PROMPT_TOKENS)
+        sequences += [
+            TrainingSequence(
+                prompt_ids=prompt,
+                response_ids=rng.integers(0, vocab_size, length),
+                rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
+                advantage=float(rng.normal()),
+                weight=float(weight),
+            )
+            for length, weight in zip(group_lengths, group_weights, strict=True)
+        ]
+    return sequences
+
+
 class PackedUpdates:
-    """Our side: packs the sequences and updates the policy at every call."""
+    """Our side: packs the sequences and updates the policy at every call.
+
+    Args:
+      config: architecture of the policy.
+      params: weights to start from.
+      sequences: sequences of the mini-batch.
+      row_invariant: see `Numerics`.
+      numerics: numerics; None for float32.
+      training: pack_length and rows_per_microbatch; None for `UPDATE`.
+      share_prompts: whether to compute equal prompts once.
+    """
 
     def __init__(
         self,
@@ -61,15 +96,19 @@ class PackedUpdates:
         sequences: Sequence[TrainingSequence],
         row_invariant: bool,
         numerics: Numerics | None = None,
+        training: TrainingConfig | None = None,
+        share_prompts: bool = False,
     ) -> None:
         self._sequences = sequences
+        self._training = training or UPDATE
+        self._share_prompts = share_prompts
         optimizer = make_optimizer(**OPTIMIZER.model_dump(), total_updates=1)
         self._trainer = Trainer(
             config,
             numerics or Numerics(row_invariant, "float32"),
             SamplingParams(),
             GRPO,
-            UPDATE,
+            self._training,
             optimizer,
             ExecutablePool(row_invariant),
         )
@@ -78,10 +117,16 @@ class PackedUpdates:
 
     def __call__(self) -> tuple[float, float]:
         """One update: the loss, and the norm of its gradients before clipping."""
-        packing = pack_sequences([sequence.length for sequence in self._sequences], UPDATE.pack_length)
-        rows = packing.microbatches(UPDATE.rows_per_microbatch)
-        self.padding = packing.padding_fraction(rows[-1].stop)
-        batches = [build_batch(self._sequences, packing, each) for each in rows]
+        pack_length, num_rows = self._training.pack_length, self._training.rows_per_microbatch
+        lengths = [sequence.length for sequence in self._sequences]
+        if self._share_prompts:
+            keys = [prompt_key(sequence.prompt_ids) for sequence in self._sequences]
+            packing = pack_groups(lengths, keys, pack_length, num_rows)
+        else:
+            packing = pack_sequences(lengths, pack_length)
+        ranges = packing.microbatches(num_rows)
+        self.padding = packing.padding_fraction(ranges[-1].stop)
+        batches = [build_batch(self._sequences, packing, rows, self._share_prompts) for rows in ranges]
         self._state, metrics = self._trainer.update(self._state, batches)
         return metrics["loss/policy"], metrics["gradient_norm"]
 
@@ -92,8 +137,15 @@ class PaddedUpdates:
     Micro-batches hold as many padded tokens as ours hold packed ones, so sorting leaves little padding.
     """
 
-    def __init__(self, model: "transformers.PreTrainedModel", sequences: Sequence[TrainingSequence]) -> None:
+    def __init__(
+        self,
+        model: "transformers.PreTrainedModel",
+        sequences: Sequence[TrainingSequence],
+        training: TrainingConfig | None = None,
+    ) -> None:
         import torch
+
+        training = training or UPDATE
 
         self._model = model.train()
         self._optimizer = torch.optim.AdamW(
@@ -105,7 +157,7 @@ class PaddedUpdates:
             fused=True,
         )
         self._microbatches: list[list[TrainingSequence]] = []
-        budget = UPDATE.rows_per_microbatch * UPDATE.pack_length
+        budget = training.rows_per_microbatch * training.pack_length
         longest = 0
         for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
             if not longest or (len(self._microbatches[-1]) + 1) * longest > budget:
@@ -198,3 +250,43 @@ def update_rows(name: str, config: ModelConfig, num_sequences: int, repeats: int
             )
         )
     return rows
+
+
+def shared_prompt_rows(name: str, config: ModelConfig, num_groups: int, repeats: int) -> list[Row]:
+    """Measures updates on groups with a long prompt, which is computed once: against PyTorch, and against
+    computing every copy.
+    """
+    import_reference()
+    with tempfile.TemporaryDirectory() as directory:
+        model, params = make_reference(config, Path(directory))
+    sequences = grouped_sequences(num_groups, config.vocab_size)
+    every, shared = (
+        PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
+        for share in (False, True)
+    )
+    reference = PaddedUpdates(model, sequences, LONG_PROMPTS)
+    theirs = reference()
+    for side in (every, shared):
+        check_same_update(side(), theirs, "on")
+    sides = {"shared": shared, "every": every, "PyTorch": reference}
+    seconds = interleave(sides, repeats, warmups=0)
+    tokens = sum(sequence.length for sequence in sequences)
+    details = {
+        "rounds": repeats,
+        "params": num_params(config),
+        "sequences": len(sequences),
+        "group_size": GROUP_SIZE,
+        "prompt_tokens": LONG_PROMPT_TOKENS,
+        "tokens": tokens,
+    }
+    baselines = {"PyTorch": "PyTorch, transformers", "every": "every prompt computed"}
+    return [
+        speed_row(
+            f"update/{name}/shared prompts, against {baseline}",
+            tokens,
+            compare(seconds["shared"], seconds[baseline]),
+            label,
+            details,
+        )
+        for baseline, label in baselines.items()
+    ]

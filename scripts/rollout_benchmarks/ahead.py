@@ -20,6 +20,9 @@ from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
 
 _OTHER_NOISE = 1000  # a purpose that nothing else uses
+_NOISE = {"own noise": "own noise", "other noise": "other noise", "other noise, as a chain": "other noise"}
+_AHEAD = tuple(_NOISE)
+_CHAINS = ("own noise", "other noise, as a chain")  # proposed by `AlignedDrafter` up to the first difference
 
 
 def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps: int) -> list[Row]:
@@ -28,8 +31,9 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
     for rate in learning_rates:
         with open_run(small_policy(config, rate, steps)) as (run, progress):
             progress.stage("bench", steps)
-            counts = {name: np.zeros(2, int) for name in ("history", "other noise", "own noise")}
+            counts = {name: np.zeros(2, int) for name in ("history", *_AHEAD)}
             shares = {name: np.zeros(2, int) for name in ("own noise", "other noise")}
+            chains = {name: np.zeros(2, int) for name in _CHAINS}  # (accepted, sampled ahead)
             drafters = {name: make_drafter("srt", rollouts=4) for name in counts}
             ahead: dict[str, list[Completion]] = {}
             for step in range(steps):
@@ -41,14 +45,14 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                         DraftRequest(request.prompt_ids, None, known)
                         for request, known in zip(requests, _known(name, ahead, requests), strict=True)
                     ]
-                    follows = AlignedDrafter(drafter) if name == "own noise" else drafter
-                    if (
-                        name == "other noise" and ahead
-                    ):  # as SRT does: responses of any noise go into the cache
+                    follows = AlignedDrafter(drafter) if name in _CHAINS else drafter
+                    if name == "other noise" and ahead:  # SRT caches responses of any noise
                         drafter.learn(unrewarded(requests, ahead["other noise"]))
                     passes = replay(follows, asked, completions, config.speculation.max_drafts)
                     if step:
                         counts[name] += passes
+                    if name in _CHAINS:
+                        chains[name] += follows.tokens_accepted, follows.tokens_ahead
                     drafter.learn(unrewarded(requests, completions))
                 if step:
                     for name, share in shares.items():
@@ -61,7 +65,16 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                 loop.learn(run, groups)
                 progress.step(step + 1, {"tokens_per_second": 0.0})
         lengths = {name: tokens / passes for name, (tokens, passes) in counts.items()}
-        for name in ("own noise", "other noise"):
+        for name in _AHEAD:
+            same, sampled = shares[_NOISE[name]]
+            details = {
+                "tokens": int(counts[name][0]),
+                "steps": steps - 1,
+                "share_before_the_first_difference": same / sampled,
+            }
+            if name in _CHAINS:
+                accepted, offered = chains[name]
+                details["accepted_share_of_tokens_ahead"] = accepted / offered
             rows.append(
                 Row(
                     name=f"ahead/learning rate {rate:g}/{name}",
@@ -70,11 +83,7 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
                     baseline="history alone",
                     baseline_value=lengths["history"],
                     ratio=lengths[name] / lengths["history"],
-                    details={
-                        "tokens": int(counts[name][0]),
-                        "steps": steps - 1,
-                        "share_before_the_first_difference": shares[name][0] / shares[name][1],
-                    },
+                    details=details,
                 )
             )
     return rows
@@ -140,9 +149,9 @@ def decode(run: TrainingRun, requests: Sequence[Request]) -> list[Completion]:
 def _known(
     name: str, ahead: dict[str, list[Completion]], requests: Sequence[Request]
 ) -> list[np.ndarray | None]:
-    if name != "own noise" or not ahead:
+    if name not in _CHAINS or not ahead:
         return [None] * len(requests)
-    return [completion.response_ids for completion in ahead[name]]
+    return [completion.response_ids for completion in ahead[_NOISE[name]]]
 
 
 def _agreement(drafts: Sequence[Completion], completions: Sequence[Completion]) -> np.ndarray:

@@ -66,7 +66,7 @@ def test_the_thread_may_begin_with_the_first_question():
     gate = Gate()
     compiler = BackgroundCompiler(gate, BUCKETS, SHAPES[:1], near=(2, 64), start=False)
     gate.open()
-    assert compiler._thread is None and compiler.left == 1 and not gate.order
+    assert compiler.thread._thread is None and compiler.left == 1 and not gate.order
     assert not compiler.is_ready((2, 64))
     compiler.wait()
     assert compiler.is_ready((2, 64))
@@ -110,7 +110,7 @@ def test_a_compiler_that_nobody_holds_ends_after_its_shape():
     gate = Gate()
     compiler = BackgroundCompiler(gate, BUCKETS, SHAPES, near=(2, 64))
     gate.begun()
-    thread, dropped = compiler._thread, weakref.ref(compiler)
+    thread, dropped = compiler.thread._thread, weakref.ref(compiler)
     del compiler
     gate.open(len(SHAPES))
     thread.join(timeout=60)

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rljax import target
 
 TPUS = ("v5e", "v6e")
 HOPPER = "hopper"
@@ -58,7 +60,7 @@ def _devices(name: str) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no TPU to fight over
     if name == HOPPER:
-        return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_H200).devices
+        return topologies.get_topology_desc(platform="cuda", topology="1x1x4", target_config=_H200).devices
     return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2").devices
 
 
@@ -70,6 +72,21 @@ def _missing(name: str) -> str:
     return "ptxas" if name == HOPPER and not shutil.which("ptxas") else ""
 
 
+def _require_compiler(device: str) -> None:
+    if missing := _missing(device):
+        pytest.skip(f"no compiler for {device}: {missing} is missing; see tests/kernels/compilation.py")
+
+
+@contextlib.contextmanager
+def absent_mesh(device: str) -> Iterator[Mesh]:
+    """Context in which programs are traced for a mesh of 4 devices (data 2, tensor 2), which it yields."""
+    _require_compiler(device)
+    devices = np.array(_devices(device)[:4])
+    axes = ("data", "fsdp", "tensor")
+    with target.tracing_for(devices[0], 4, "gpu" if device == HOPPER else "tpu"):
+        yield Mesh(devices.reshape(2, 1, 2), axes, axis_types=(AxisType.Auto,) * 3)
+
+
 def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
     """The program of `function` on one `device`, compiled to machine code.
 
@@ -79,8 +96,7 @@ def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate:
       shapes: its arguments, pytrees of `jax.ShapeDtypeStruct` or arrays.
       donate: arguments that are given up.
     """
-    if missing := _missing(device):
-        pytest.skip(f"no compiler for {device}: {missing} is missing; see tests/kernels/compilation.py")
+    _require_compiler(device)
     devices = _devices(device)
     mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec())

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.kv_cache import CachedAttention, KVCache
+from rljax.engine.kv_cache import CachedAttention
 from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
 from rljax.numerics.kernel_choice import KernelChoice, Refused
@@ -169,8 +169,8 @@ def test_decoding_copies_no_cache(device, monkeypatch):
     def decode(keys, values, queries, token, lengths):
         def step(carry):
             count, keys, values, lengths, queries = carry
-            attention = CachedAttention(KVCache([keys], [values]), lengths, numerics)
-            out, (keys, values) = attention(0, queries, token, token)
+            attention = CachedAttention(lengths, numerics)
+            out, (keys, values) = attention((keys, values), queries, token, token)
             return count + 1, keys, values, lengths + 1, out
 
         start = (0, keys, values, lengths, queries)

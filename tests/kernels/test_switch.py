@@ -124,8 +124,14 @@ def test_decoding_and_verifying_have_the_same_default(monkeypatch):
     assert every == [[("tree_attention", (4, 2, 64))]] * 4
 
 
-def test_a_mesh_leaves_xla():
-    assert KernelChoice().on_mesh() == KernelChoice(*["xla"] * 6)
-    assert KernelChoice(compaction=("mosaic_gpu", "xla")).on_mesh().compaction == "xla"
-    with pytest.raises(Refused, match=r"kernels\.compaction: mosaic_gpu computes on one device"):
-        KernelChoice(compaction="mosaic_gpu").on_mesh()
+def test_a_mesh_leaves_xla_where_no_kernel_is_named():
+    mesh = jax.make_mesh((1,), ("data",))
+    choice = KernelChoice().on_mesh(mesh)
+    assert choice == KernelChoice(*["xla"] * 6)
+    assert not choice.splits("compaction")
+    choice = KernelChoice(noisy_argmax=("mosaic_gpu", "xla"), compaction=("mosaic_gpu", "xla")).on_mesh(mesh)
+    assert choice.noisy_argmax == "xla" and choice.tree_attention == "xla"
+    assert choice.compaction == ("mosaic_gpu", "xla") and choice.splits("compaction")
+    assert not choice.splits("tree_attention")
+    with pytest.raises(Refused, match=r"kernels\.noisy_argmax: mosaic_gpu computes on one device"):
+        KernelChoice(noisy_argmax="mosaic_gpu").on_mesh(mesh)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import UserError
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
@@ -208,3 +208,25 @@ def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
         alone = np.asarray(hidden_states(row))[0, :length]
         start = packing.start[i]
         np.testing.assert_array_equal(packed[packing.row[i], start : start + length], alone)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(1, 5), st.integers(0, 2**31))
+def test_groups_that_fit_lie_in_one_microbatch(problem, rows, seed):
+    lengths, pack_length, chunk = problem
+    groups = np.random.default_rng(seed).integers(0, 6, len(lengths)).tolist()
+    packing = pack_groups(lengths, groups, pack_length, rows, chunk)
+    taken = np.zeros((packing.num_rows, pack_length), int)
+    for length, row, start in zip(lengths, packing.row, packing.start, strict=True):
+        taken[row, start : start + length] += 1
+        if length <= chunk:
+            assert start // chunk == (start + length - 1) // chunk
+        else:
+            assert start % chunk == 0
+    assert taken.max(initial=0) <= 1 and taken.sum() == sum(lengths)
+    for group in set(groups):
+        members = np.flatnonzero(np.asarray(groups) == group)
+        needed = pack_sequences(np.asarray(lengths)[members], pack_length, chunk).num_rows
+        if needed <= rows:
+            joint_rows = set(packing.row[members] // rows)
+            assert len(joint_rows) == 1, (group, joint_rows)

@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_inv
     weights *= (segment_ids > 0)[:, :, None, None]  # the outputs of padding mean nothing
 
     def ours(q, k, v):
-        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(row_invariant))(0, q, k, v)
+        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(row_invariant))(None, q, k, v)
         return jnp.sum(weights * out), out
 
     def reference(q, k, v):
@@ -83,7 +83,7 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
         q, k, v, weights = random_inputs(segment_ids, 2, 1, 64)
 
         def loss(q, k, v):
-            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(0, q, k, v)
+            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(None, q, k, v)
             return jnp.sum(weights * out)
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()

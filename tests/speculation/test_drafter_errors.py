@@ -15,6 +15,7 @@ from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
+from tests.tiny_policy import make_requests
 
 
 class Quiet:
@@ -208,13 +209,14 @@ def test_what_another_drafter_left_is_kept_for_it():
 
 def test_drafts_sampled_ahead_are_not_kept_by_those_who_do_not_run_ahead():
     run_ahead = speculator(Quiet(), ahead=True)
-    run_ahead.run_ahead._tokens = {bytes(8): np.arange(3, dtype=np.int32)}
+    run_ahead.run_ahead.keep([(make_requests()[0], [3, 4], None)])
+    assert len(run_ahead.state()["ahead_tokens"]) == 2
     without = speculator(Quiet())
     without.load_state(run_ahead.state())
     assert not any(name.startswith("ahead") for name in without.state())
     again = speculator(Quiet(), ahead=True)
     again.load_state(without.state())
-    assert again.run_ahead._tokens == {}
+    assert not len(again.state()["ahead_tokens"])
 
 
 HISTORIES = ("histospec", "srt", "suffix_decoding")

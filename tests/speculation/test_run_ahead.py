@@ -1,5 +1,7 @@
 """Run-ahead: the next rollout's requests in this one's idle slots, into drafts and nothing else."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def make_requests(step, limits=(60, 9, 7, 30)):
     rng = np.random.default_rng(step)
     prompts = [tuple(rng.integers(2, VOCAB, 6 + i).tolist()) for i in range(len(limits))]
     return [
-        Request(prompt, request_key(0, 0, step, i, sample), limit)
+        Request(prompt, request_key(0, 0, step, i, sample), limit, step=step)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for sample in range(2)
     ]
@@ -265,3 +267,96 @@ def test_metrics_say_what_was_spent_and_saved(engine):
     assert metrics["speculation/run_ahead_seconds"] == 3.0
     assert metrics["speculation/run_ahead_saved"] == 5.0
     assert "speculation/run_ahead_saved" not in make_speculator(engine, None).metrics(statistics)
+
+
+def in_further_round(requests):
+    """The requests as `RunAhead.plan` gets them when a further round of step 0 is expected."""
+    return [dataclasses.replace(request, step=0) for request in requests]
+
+
+def test_a_further_round_takes_over_what_was_sampled_to_its_end(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
+    later = in_further_round(make_requests(1))
+    run_ahead.plan(later)
+    scheduler.run(params, make_requests(0))
+    complete = [run_ahead.completion(request) for request in later]
+    tokens = sum(len(one.response_ids) for one in complete if one is not None)
+    assert 0 < sum(one is not None for one in complete) < len(later)
+    finished = {}
+    completions, statistics = scheduler.run(params, later, on_finished=finished.__setitem__)
+    expected, plain = Scheduler(engine, MAX_SLOTS).run(params, later)
+    assert_same(completions, expected)
+    assert [one.versions for one in completions] == [one.versions for one in expected]
+    assert_same([finished[place] for place in range(len(later))], expected)
+    assert statistics.ahead_final == tokens and statistics.tokens == plain.tokens
+    # What was only begun is drafted, and agrees.
+    metrics = speculator.metrics(statistics)
+    assert metrics["speculation/run_ahead_final"] == tokens
+    assert metrics["speculation/run_ahead_offered"] == metrics["speculation/ahead_agreed"] > 0
+    assert 0 < metrics["speculation/run_ahead_accepted"] <= metrics["speculation/run_ahead_offered"]
+    assert statistics.ahead_saved_seconds > 0
+
+
+def test_nothing_is_taken_over_once_the_weights_have_changed(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
+    later = in_further_round(make_requests(1))
+    run_ahead.plan(later)
+    scheduler.run(params, make_requests(0))
+    known = [run_ahead.recall(request.noise_key) for request in later]
+    run_ahead.weights_change()
+    moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
+    completions, statistics = scheduler.run(moved, later)
+    assert statistics.ahead_final == 0
+    assert statistics.ahead_offered == sum(len(tokens) for tokens in known if tokens is not None)
+    assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, later)[0])
+
+
+def test_the_next_step_takes_nothing_over(engine, params):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
+    later = make_requests(1)
+    run_ahead.plan(later)
+    scheduler.run(params, make_requests(0))
+    assert not any(run_ahead.completion(request) for request in later)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_with_other_noise_it_is_found_by_prompt_and_sample(engine, params, resumed):
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    ahead = make_requests(1)
+    run_ahead.plan(ahead)
+    Scheduler(engine, MAX_SLOTS, None, speculator).run(params, make_requests(0))
+    if resumed:
+        state, run_ahead = speculator.state(), RunAhead(below=MAX_SLOTS, max_share=1.0)
+        speculator = make_speculator(engine, run_ahead)
+        speculator.load_state(state)
+    later = [
+        dataclasses.replace(request, noise_key=request_key(1, 0, 1, i, 0))
+        for i, request in enumerate(make_requests(1))
+    ]
+    completions, statistics = Scheduler(engine, MAX_SLOTS, None, speculator).run(params, later)
+    assert_same(completions, Scheduler(engine, MAX_SLOTS).run(params, later)[0])
+    found = [run_ahead.recall(request.noise_key) for request in later]
+    for tokens, request in zip(found, ahead, strict=True):
+        np.testing.assert_array_equal(tokens, run_ahead.recall(request.noise_key))
+    assert statistics.ahead_final == 0
+    assert statistics.ahead_offered == sum(len(tokens) for tokens in found if tokens is not None) > 0
+
+
+def test_a_round_is_expected_where_it_mostly_followed():
+    run_ahead = RunAhead(1, 0.5)
+    assert not run_ahead.expects_round(0) and not run_ahead.expects_round(1)
+    for _ in range(3):  # always a second round, never a third
+        run_ahead.count_round(0, followed=True)
+        run_ahead.count_round(1, followed=False)
+    assert run_ahead.expects_round(0) and not run_ahead.expects_round(1)
+    again = RunAhead(1, 0.5)
+    again.load_state(run_ahead.state())
+    assert again.expects_round(0) and not again.expects_round(1)
+    for _ in range(2):  # later steps count more
+        again.count_round(0, followed=False)
+    assert not again.expects_round(0)

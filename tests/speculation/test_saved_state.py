@@ -96,7 +96,7 @@ def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name)
         completions, _ = roll_out(speculator, params, requests)
         learn(speculator, requests, completions)
     if speculator.run_ahead is not None:
-        speculator.run_ahead.keep([(requests[0], [5, 6, 7])])
+        speculator.run_ahead.keep([(requests[0], [5, 6, 7], None)])
     state = speculator.state()
     saved = through_a_file(state)
     learned = {key for key in saved if key not in fresh or not np.array_equal(saved[key], fresh[key])}

@@ -73,7 +73,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
             finished = ended
             if ended >= len(requests) // 3 and not held_back.is_set():
                 held_back.set()
-                speculator.decoder.compiler._join()  # so that the rest of the rollout verifies
+                speculator.decoder.compiler.thread.join()  # so that the rest of the rollout verifies
 
         scheduler = Scheduler(engine, SLOTS, speculator=speculator, overlap=overlap)
         plain, statistics = scheduler.run(params, requests, lambda *_: None)

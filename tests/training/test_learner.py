@@ -75,7 +75,7 @@ def experiment(algorithm, **training):
 def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
     config = experiment(algorithm, **training)
     optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
-    numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh())
+    numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh(mesh))
     arguments = (CONFIG, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh)
     return Learner(config, CONFIG, numerics, Trainer(*arguments), pool, params)
 

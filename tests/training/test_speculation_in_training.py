@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF = 20, 10
 # What may differ: times, and how the tokens came about.
-_HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_behind")
+_HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_behind", "engine/waited_for")
 _HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 
 

@@ -21,7 +21,7 @@ def quantized_product(x: Array, weight: QuantizedWeight, implementation: Impleme
     Args:
       x: float32 or bfloat16 [N, in].
       weight: weights, dequantized to the type of x (`activations="float"`), or multiplied with activations in
-        8 bits ("int8", which no kernel supports).
+        8 bits ("int8", which no kernel supports); without a layout (`shards.py`).
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:

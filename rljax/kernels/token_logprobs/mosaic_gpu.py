@@ -43,9 +43,10 @@ def token_logprobs(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
-    del numerics, chunk, mesh, responses  # logits never exist; the caller has one device
+    del numerics, chunk, responses  # logits never exist
     passes.refuse_entropy_gradient(entropy_gradient)
-    return passes.differentiable(_INTERPRETED if interpret else _DEVICE, hidden, lm_head, targets, sampling)
+    device = _INTERPRETED if interpret else _DEVICE
+    return passes.differentiable(device, hidden, lm_head, targets, sampling, mesh)
 
 
 def _statistics(

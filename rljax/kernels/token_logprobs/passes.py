@@ -9,18 +9,25 @@ memory:
 The backward pass then needs two ordinary products, d hidden += e lm_head and d lm_head = e^T hidden, which
 the compiler's library does well. So memory does not grow with tokens times vocabulary. (Losses without
 materialized logits: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
+
+On a mesh, every device does this for its rows of tokens and its part of the vocabulary. The forward pass then
+merges the four statistics of each token over the parts, as it does those of chunks; the backward pass adds
+d hidden over the parts, and d lm_head over the rows.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
 from rljax.numerics.kernel_choice import Refused
 from rljax.sampling.distribution import SamplingParams
+from rljax.sharding import MESH_AXES, row_multiple
 
 _CHUNK_ENTRIES = 2**26  # tokens times entries of a chunk: errors of 128 MiB
 _CHUNK_STEP = 1024
@@ -84,8 +91,49 @@ def refuse_entropy_gradient(requested: bool) -> None:
         raise Refused("its entropy has no gradient, which algorithm.entropy_coefficient needs")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How devices share tokens and vocabulary.
+
+    Attributes:
+      mesh: the devices.
+      rows: mesh axes that split the rows of tokens, possibly none.
+      vocab: the mesh axis that splits the vocabulary; None where every device has all of it.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    vocab: str | None
+
+    @classmethod
+    def of(cls, mesh: Mesh, rows: int, vocab_size: int) -> "_Split":
+        """Splits what the devices of `mesh` divide."""
+        vocab = MESH_AXES["vocab"]
+        return cls(
+            mesh,
+            MESH_AXES["batch"] if rows % row_multiple(mesh) == 0 else (),
+            vocab if vocab_size % mesh.shape[vocab] == 0 else None,
+        )
+
+    def over(self, compute: Callable[..., Any], arguments: str, results: str) -> Callable[..., Any]:
+        """Returns `compute` on the shards of arrays: t(okens) [R, T, ...] or v(ocabulary) [V, d]."""
+        specs = {"t": PartitionSpec(self.rows or None), "v": PartitionSpec(self.vocab)}
+        return jax.shard_map(
+            compute,
+            mesh=self.mesh,
+            in_specs=tuple(specs[letter] for letter in arguments),
+            out_specs=tuple(specs[letter] for letter in results),
+            check_vma=False,
+        )
+
+
 def differentiable(
-    device: Device, hidden: Array, lm_head: Array, targets: Array, sampling: SamplingParams
+    device: Device,
+    hidden: Array,
+    lm_head: Array,
+    targets: Array,
+    sampling: SamplingParams,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, Array]:
     """Computes `token_logprobs` of [R, T] tokens with a device's kernels.
 
@@ -99,35 +147,47 @@ def differentiable(
         raise Refused(f"it multiplies bfloat16, not {hidden.dtype}; see policy.compute_dtype")
     if width % 128:
         raise Refused(f"it takes hidden states whose width is a multiple of 128, not {width}")
-    score = _differentiable(device, 1.0 / sampling.temperature)
-    logprobs, entropies = score(hidden.reshape(-1, width), lm_head, targets.reshape(-1))
-    return logprobs.reshape(targets.shape), lax.stop_gradient(entropies).reshape(targets.shape)
+    split = None if mesh is None else _Split.of(mesh, len(targets), len(lm_head))
+    score = _differentiable(device, 1.0 / sampling.temperature, split)
+    logprobs, entropies = score(hidden, lm_head, targets)
+    return logprobs, lax.stop_gradient(entropies)
 
 
 @functools.cache
-def _differentiable(device: Device, scale: float) -> Callable[..., tuple[Array, Array]]:
-    @jax.custom_vjp
-    def score(hidden, lm_head, targets):
-        return forward(hidden, lm_head, targets)[0]
+def _differentiable(device: Device, scale: float, split: _Split | None) -> Callable[..., tuple[Array, Array]]:
+    def first_entry(lm_head: Array) -> Array | int:
+        """Returns the first entry of the vocabulary in this device's part of the LM head."""
+        if split is None or split.vocab is None:
+            return 0
+        return lax.axis_index(split.vocab) * len(lm_head)
 
-    def forward(hidden, lm_head, targets):
-        count = len(targets)
-        rows, padded_targets = _padded(device, hidden, targets)
+    def score_shard(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array, Array]:
+        """Returns logprobs, entropies and normalizers [R, T]."""
+        rows, padded_targets = _padded(device, hidden, targets - first_entry(lm_head))
 
         def add(statistics: Statistics, head: Array, start: Array | int, width: int) -> Statistics:
             part = device.statistics(rows, head, padded_targets - start, scale, width).merged()
             return jax.tree.map(lambda *parts: jnp.stack(parts), statistics, part).merged()
 
         statistics = _over_chunks(device, len(rows), lm_head, rows.dtype, add, Statistics.none(len(rows)))
+        if split is not None and split.vocab is not None:
+            statistics = jax.tree.map(lambda x: lax.all_gather(x, split.vocab), statistics).merged()
         log_total = jnp.log(statistics.total)
         normalizer = statistics.top + log_total
-        outputs = statistics.chosen - normalizer, log_total - statistics.weighted / statistics.total
-        return tuple(output[:count] for output in outputs), (hidden, lm_head, targets, normalizer)
+        outputs = (
+            statistics.chosen - normalizer,
+            log_total - statistics.weighted / statistics.total,
+            normalizer,
+        )
+        return tuple(output[: targets.size].reshape(targets.shape) for output in outputs)
 
-    def backward(kept, gradients):
-        hidden, lm_head, targets, normalizer = kept
-        rows, padded_targets = _padded(device, hidden, targets)
-        gradient = jnp.pad(gradients[0], (0, len(rows) - len(targets)))
+    def gradients_of_shard(
+        hidden: Array, lm_head: Array, targets: Array, normalizer: Array, gradient: Array
+    ) -> tuple[Array, Array]:
+        """Returns gradients of `hidden` and `lm_head`, from those of the logprobs [R, T]."""
+        rows, padded_targets = _padded(device, hidden, targets - first_entry(lm_head))
+        more = (0, len(rows) - targets.size)
+        normalizer, gradient = (jnp.pad(x.reshape(-1), more) for x in (normalizer, gradient))
 
         def add(gradients, head: Array, start: Array | int, width: int):
             d_hidden, d_head = gradients
@@ -138,7 +198,28 @@ def _differentiable(device: Device, scale: float) -> Callable[..., tuple[Array, 
 
         zeros = jnp.zeros(rows.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
         d_hidden, d_head = _over_chunks(device, len(rows), lm_head, rows.dtype, add, zeros)
-        return d_hidden[: len(targets)].astype(hidden.dtype), d_head.astype(lm_head.dtype), None
+        if split is not None and split.vocab is not None:
+            d_hidden = lax.psum(d_hidden, split.vocab)
+        if split is not None and split.rows:
+            d_head = lax.psum(d_head, split.rows)
+        d_hidden = d_hidden[: targets.size].reshape(hidden.shape)
+        return d_hidden.astype(hidden.dtype), d_head.astype(lm_head.dtype)
+
+    score_all, gradients_of_all = score_shard, gradients_of_shard
+    if split is not None:
+        score_all = split.over(score_shard, "tvt", "ttt")
+        gradients_of_all = split.over(gradients_of_shard, "tvttt", "tv")
+
+    @jax.custom_vjp
+    def score(hidden, lm_head, targets):
+        return score_all(hidden, lm_head, targets)[:2]
+
+    def forward(hidden, lm_head, targets):
+        *outputs, normalizer = score_all(hidden, lm_head, targets)
+        return tuple(outputs), (hidden, lm_head, targets, normalizer)
+
+    def backward(kept, gradients):
+        return *gradients_of_all(*kept, gradients[0]), None
 
     score.defvjp(forward, backward)
     return score
@@ -150,9 +231,12 @@ def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 
 
 def _padded(device: Device, hidden: Array, targets: Array) -> tuple[Array, Array]:
-    """Pads tokens to a multiple of the device's tiles; the padding has no target."""
-    more = -len(targets) % device.rows
-    return jnp.pad(hidden, ((0, more), (0, 0))), jnp.pad(targets, (0, more), constant_values=-1)
+    """Returns tokens [N, d] and targets [N], padded to a multiple of the device's tiles; the padding has no
+    target.
+    """
+    more = -targets.size % device.rows
+    rows = jnp.pad(hidden.reshape(-1, hidden.shape[-1]), ((0, more), (0, 0)))
+    return rows, jnp.pad(targets.reshape(-1), (0, more), constant_values=-1)
 
 
 def _over_chunks(device: Device, tokens: int, lm_head: Array, dtype: jnp.dtype, add, carry):

@@ -120,9 +120,12 @@ def calibration_key(
       devices: devices that share a pass.
     """
     machine = machine_facts()
+    one_device = dataclasses.replace(numerics.kernels, mesh=None)
+    numbers = dataclasses.asdict(dataclasses.replace(numerics, kernels=one_device))
+    del numbers["kernels"]["mesh"]  # `devices` tells
     key = {
         "policy": dataclasses.asdict(config),
-        "numerics": dataclasses.asdict(numerics),
+        "numerics": numbers,
         "kv_cache": str(cache_dtype(numerics)),
         "draft": dataclasses.asdict(fmt),
         # JAX calls every processor "cpu".

@@ -1,0 +1,219 @@
+"""Plain decoding with programs that a thread compiles: prefill, insertion, decode steps, changes of shape.
+
+    engine.behind = PlainPrograms(engine, params, thread, slots=64, prompt_length=128, longest=512, ...)
+
+The shape that decoding begins with is compiled at once, and all others by the thread. The decoding thread
+compiles nothing: it waits where the decode state must grow (`wait_for`), stays in a larger shape where the
+state could shrink (`smallest_batch`), and pads prompts more than they need (`prefill_shape`). None of it
+changes a token, since a token depends on its request and its prefix alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
+from rljax.engine.engine import DecodeEngine
+from rljax.models.transformer import Params
+
+_MOST_PADDING = 4  # prompts share a prefill at first unless it is so many times as long as they need
+_PREFILL_DELAY = 1  # in buckets: behind the shapes that come next
+_UNSEEN_LENGTH = 2  # buckets by which padded lengths that the first prompts do not have come later
+
+
+class PlainPrograms:
+    """Compiles the programs of plain decoding, shape by shape.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`, whose shapes are used.
+      thread: the thread to compile in.
+      slots: number of slots; prompts are inserted into states of that many.
+      prompt_length: the longest prompt, in tokens.
+      longest: the most tokens of a prompt and its response. Longer caches are not compiled.
+      late_inserts: prompts also enter states of fewer slots, a few at a time.
+      appends: tokens that were not sampled are appended.
+      first_prompts: lengths of the first prompts, in tokens; empty for `prompt_length`. The programs with
+        which these are prefilled and first decoded are compiled at once.
+
+    Attributes:
+      seconds_waited: seconds in which the decoding thread waited for programs.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        params: Params,
+        thread: CompilerThread,
+        slots: int,
+        prompt_length: int,
+        longest: int,
+        late_inserts: bool = False,
+        appends: bool = False,
+        first_prompts: Sequence[int] = (),
+    ) -> None:
+        self._engine, self._params = engine, engine.param_shapes(params)
+        self._late_inserts, self._appends = late_inserts, appends
+        self.seconds_waited = 0.0
+        buckets = engine.buckets
+        # What the first prompts need.
+        prompts = list(first_prompts) or [prompt_length]
+        padded = [engine.prefill_length(length) for length in prompts]
+        self._first_lengths = set(padded)
+        first_prefixes = self._cover((self._rows_for(padded.count(length)), length) for length in padded)
+        # Everything that may be needed.
+        largest = buckets.batch_for(slots)
+        self._lengths = buckets.cache_up_to(longest)
+        self._shortest = buckets.cache_for(min(prompts) + 1)
+        first = largest, min(buckets.cache_for(max(prompts) + 1), self._lengths[-1])
+        self._largest, self._first = largest, first
+        needed = engine.prefill_length(prompt_length)
+        self._prefixes = [
+            (rows, length)
+            for rows in engine.prefill_rows
+            for length in engine.prefill_lengths
+            if rows <= largest and length <= needed
+        ]
+        shapes = [
+            (batch, length)
+            for batch in reversed(
+                buckets.batch
+            )  # of two neighbours, the one that decoding may wait for first
+            for length in self._lengths
+            if batch <= largest and length >= self._shortest and (batch, length) != first
+        ]
+        # Compile what comes first, and leave the rest to the thread.
+        self._compile_shape(first, first_prefixes, lambda: False)
+        for prefix in first_prefixes:
+            engine.compile_prefill(self._params, *prefix)
+        thread.near = first
+        failure = "are not decoded so, since plain decoding cannot be compiled"
+        self._shapes = BackgroundCompiler(
+            self._compile_later, buckets, shapes, first, False, thread, failure=failure
+        )
+        self._shapes.mark_ready(first)
+        later = [prefix for prefix in self._prefixes if prefix not in first_prefixes]
+        self._prefills = BackgroundCompiler(
+            self._compile_prefill,
+            buckets,
+            later,
+            first,
+            False,
+            thread,
+            _PREFILL_DELAY,
+            lambda prefix: 0 if prefix[1] in self._first_lengths else _UNSEEN_LENGTH,
+            "are not prefilled together, since prefill cannot be compiled",
+        )
+        for prefix in first_prefixes:
+            self._prefills.mark_ready(prefix)
+
+    @property
+    def left(self) -> int:
+        """Number of shapes of decode states and of prefill that are still to be compiled."""
+        compilers = self._shapes, self._prefills
+        return sum(compiler.total - len(compiler.ready) - len(compiler.errors) for compiler in compilers)
+
+    def wait(self) -> None:
+        """Waits until everything is compiled."""
+        self._shapes.wait()
+        self._prefills.wait()
+
+    def close(self) -> None:
+        """Ends the thread. What is needed and not compiled is then compiled by the thread that needs it."""
+        self._shapes.close()
+
+    def wait_for(self, shape: Shape) -> None:
+        """Waits until decode states may have a shape."""
+        self.seconds_waited += self._shapes.wait_for(shape)
+        self._shapes.near = shape
+
+    def start_length(self, batch: int, length: int) -> int:
+        """Returns the cache length of a state that begins, `length` or longer: one that is ready, if any."""
+        ready = self._shapes.ready
+        longer = [other for other in self._lengths if other >= length and (batch, other) in ready]
+        start = min(longer, default=length)
+        if start != length:
+            self._shapes.is_ready((batch, length), near=False)  # compile it for the next time
+        self.wait_for((batch, start))
+        return start
+
+    def smallest_batch(self, state: Shape, batch: int) -> int:
+        """Returns the smallest batch bucket from `batch` on that a decode state can be compacted into."""
+        reached, length = state
+        self._shapes.is_ready(state)  # what is near to it is compiled next
+        for bucket in sorted(self._engine.buckets.batch, reverse=True):
+            if batch <= bucket < reached:
+                if not self._shapes.is_ready((bucket, length), near=False):
+                    break
+                reached = bucket
+        self._shapes.near = reached, length
+        return reached
+
+    def prefill_shape(self, rows: int, length: int) -> Shape:
+        """Returns the rows and padded length to prefill prompts with, which need at least these: some that
+        are ready, if possible.
+        """
+        shape = rows, length
+        if self._prefills.is_ready(shape, near=False):
+            return shape
+        # Into states of fewer slots, only the smallest prefill is inserted.
+        fixed = self._late_inserts and rows == self._engine.prefill_rows[0]
+        larger = [
+            other
+            for other in self._prefills.ready
+            if other[1] >= length and (other[0] == rows if fixed else other[0] >= rows)
+        ]
+        if larger:
+            return min(larger, key=lambda other: (other[0] * other[1], other))
+        self.seconds_waited += self._prefills.wait_for(shape)
+        return shape
+
+    # -- compiling -------------------------------------------------------------------------------------------
+
+    def _cover(self, prefixes: Iterable[Shape]) -> list[Shape]:
+        """Returns those of some prefixes that all of them fit into, with less than `_MOST_PADDING`."""
+        kept: list[Shape] = []
+        for rows, length in sorted(set(prefixes), reverse=True):
+            if not any(rows == other[0] and other[1] < _MOST_PADDING * length for other in kept):
+                kept.append((rows, length))
+        return kept
+
+    def _rows_for(self, prompts: int) -> int:
+        rows = self._engine.prefill_rows
+        return next((count for count in rows if count >= prompts), rows[-1])
+
+    def _compile_later(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
+        with self._engine.pool.in_background():
+            self._compile_shape(shape, self._prefixes, should_stop)
+            if not should_stop():
+                self._compile_moves(shape, should_stop)
+
+    def _compile_prefill(self, prefix: Shape, should_stop: Callable[[], bool]) -> None:
+        with self._engine.pool.in_background():
+            self._engine.compile_prefill(self._params, *prefix)
+            if not should_stop():  # all other shapes compile all insertions themselves
+                self._compile_insert(prefix, self._first)
+
+    def _compile_shape(
+        self, shape: Shape, prefixes: Sequence[Shape], should_stop: Callable[[], bool]
+    ) -> None:
+        """Compiles what a state of this shape needs for itself."""
+        self._engine.compile_plain(self._params, *shape, self._appends)
+        for prefix in prefixes:
+            if not should_stop():
+                self._compile_insert(prefix, shape)
+
+    def _compile_insert(self, prefix: Shape, shape: Shape) -> None:
+        late = self._late_inserts and prefix[0] == self._engine.prefill_rows[0]
+        if (shape[0] == self._largest or late) and prefix[1] <= shape[1]:
+            self._engine.compile_insert(prefix, *shape)
+
+    def _compile_moves(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
+        """Compiles the moves into a shape, from states with a shorter cache or more slots."""
+        (batch, length), buckets = shape, self._engine.buckets
+        shorter = [other for other in buckets.cache if self._shortest <= other < length]
+        larger = [other for other in buckets.batch if batch < other <= self._largest]
+        if shorter:
+            self._engine.compile_grow(batch, shorter[-1])
+        if length < self._shortest:  # nobody foresaw it: the longer shapes have not compiled this move
+            self._engine.compile_grow(batch, length)
+        if larger and not should_stop():
+            self._engine.compile_compact(larger[0], batch, length)

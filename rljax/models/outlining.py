@@ -1,0 +1,59 @@
+"""Functions that a program compiles once, however often it calls them.
+
+Decoder layers are equal but for their weights, yet a program with L layers written out is optimized layer by
+layer, in time proportional to L. Here a layer is a function of the compiled program, and the program calls it
+L times. In contrast to a loop over stacked weights (`jax.lax.scan`), weights and KV cache stay separate
+arrays: nothing is stacked for the loop or sliced in it, and checkpoints, shardings and donation do not
+change. `docs/planning.md` has the measurements.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+_MARK = {"inlineable": "false"}
+"""For XLA's inliner of calls (xla/service/call_inliner.cc)."""
+
+
+def outlined(function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
+    """Returns `function` as a function of the compiled program, called and not inlined.
+
+    Calls share one compiled function if their arguments have the same structure, shapes and types; arrays
+    that `function` closes over count as arguments. Gradients are computed by functions of their own, again
+    one for all calls. Derivatives in forward mode are not supported.
+
+    Args:
+      function: pure; positional arguments only. Arrays that it closes over have no gradient.
+      remat: keep only the arguments for the backward pass, and compute everything else again.
+    """
+    call = _not_inlined(function)
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        return (call(*arguments), arguments) if remat else linearized(*arguments)
+
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        return recomputed(kept, cotangents) if remat else transposed(kept, cotangents)
+
+    linearized = _not_inlined(lambda *arguments: jax.vjp(function, *arguments))
+    transposed = _not_inlined(lambda pullback, cotangents: pullback(cotangents))
+    # Where a compiler inlines calls after all, `jax.checkpoint` prevents it from keeping the activations.
+    recomputed = _not_inlined(
+        lambda arguments, cotangents: jax.vjp(jax.checkpoint(function), *arguments)[1](cotangents)
+    )
+    differentiable = jax.custom_vjp(lambda *arguments: call(*arguments))
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _not_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiled function whose calls in an enclosing program are not inlined."""
+
+    @jax.jit
+    def outlined_call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    # Marks the operation that computes a result, which is the call. As a context, `set_xla_metadata` would
+    # mark the calls within the function, too.
+    return lambda *arguments: set_xla_metadata(outlined_call(*arguments), **_MARK)

@@ -1,0 +1,194 @@
+"""Memory of a run on one device: what it holds all the time, and the programs that need most beside that."""
+
+import dataclasses
+
+from rljax.errors import ConfigError
+from rljax.planning.hardware import GIB, Hardware
+from rljax.planning.programs import PlannedRun, Program, device_bytes, shared_bytes
+
+_ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", "draft", "draft_for", "extend")
+_UPDATE = ("score", "score without filters", "values", "zeros", "gradients", "apply")
+PHASES = {"rollout": _ROLLOUT, "update": _UPDATE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. Arrays are counted without padding, programs by their compiler.
+
+    Attributes:
+      weights: float32 weights of policy and critic.
+      moments: the optimizer's.
+      reference: weights of the reference of a KL penalty.
+      gradients: sums of gradients in an update.
+      decode_weights: the engine's copy of the weights, as far as it is not shared with the trainer.
+      draft_weights: drafters' weights on the device.
+      cache: the largest decode state.
+      cache_growth: the state before it, which exists while its slots move to the largest.
+      temporaries: by phase, the most that a program needs beside its arguments and results.
+      peaks: by phase, the most memory in use at any time, and the program that is then running.
+      available: bytes that there are.
+    """
+
+    weights: int
+    moments: int
+    reference: int
+    gradients: int
+    decode_weights: int
+    draft_weights: int
+    cache: int
+    cache_growth: int
+    temporaries: dict[str, int]
+    peaks: dict[str, tuple[int, str]]
+    available: float
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use in any phase."""
+        return max((peak for peak, _ in self.peaks.values()), default=0)
+
+    @property
+    def least(self) -> dict[str, int]:
+        """Bytes that a phase needs without temporaries of any program."""
+        held = self.weights + self.moments + self.reference
+        rollout = held + self.decode_weights + self.draft_weights + self.cache
+        return {"rollout": rollout, "update": held + self.gradients}
+
+
+def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
+    """Returns the memory of a run; with `run.programs` empty, only what its arrays take."""
+    state = run.train_state
+    critic = state.critic
+    params = device_bytes(state.params)
+    weights = params + (0 if critic is None else device_bytes(critic.params))
+    moments = device_bytes(state.optimizer_state)
+    moments += 0 if critic is None else device_bytes(critic.optimizer_state)
+    reference = 0 if run.reference is None else device_bytes(run.reference)
+    decode = device_bytes(run.decode_params)
+    shared = shared_bytes(run.decode_params, state.params)
+    draft = sum(map(device_bytes, run.draft_params.values()))
+    cache = device_bytes(run.state)
+    lengths = run.buckets.cache
+    growth = 0 if len(lengths) < 2 else int(cache * lengths[-2] / lengths[-1])
+
+    held = weights + moments + reference
+    peaks: dict[str, tuple[int, str]] = {}
+    temporaries = dict.fromkeys(PHASES, 0)
+    for program in run.programs:
+        phase = "rollout" if program.kind in _ROLLOUT else "update"
+        beside = _beside(program, held, decode, shared, draft, cache, params, state)
+        if program.total + beside > peaks.get(phase, (0, ""))[0]:
+            peaks[phase] = program.total + beside, program.name
+        temporaries[phase] = max(temporaries[phase], program.temporaries)
+    return Memory(
+        weights,
+        moments,
+        reference,
+        params,
+        decode - shared,
+        draft,
+        cache,
+        growth,
+        temporaries,
+        peaks,
+        hardware.memory,
+    )
+
+
+def _beside(
+    program: Program, held: int, decode: int, shared: int, draft: int, cache: int, params: int, state: object
+) -> int:
+    """Returns the bytes of arrays that exist while a program runs and that are none of its arguments."""
+    kind = program.kind
+    if kind in ("generate", "verify"):
+        return held - shared + draft
+    if kind == "prefill":
+        return held - shared + draft + cache
+    if kind in ("draft", "draft_for", "extend"):
+        return held + decode - shared + (cache if kind == "extend" else 0)
+    if kind in ("insert", "grow", "compact"):
+        return held + decode - shared + draft
+    if kind == "gradients":
+        return held - params  # weights are an argument
+    if kind == "apply":
+        return held - 3 * params  # weights and both moments are arguments
+    return held - params if kind.startswith("score") or kind == "values" else held
+
+
+def check_memory(memory: Memory, run: PlannedRun, where: str) -> None:
+    """Raises a ConfigError of one line, with the key to change, where the run does not fit.
+
+    Args:
+      memory: from `plan_memory`. Before anything is compiled, it has no peaks, and only what must be held in
+        any case is compared.
+      run: the planned run.
+      where: the device, for the message.
+    """
+    needs = memory.peaks or {phase: (size, "") for phase, size in memory.least.items()}
+    phase, (needed, program) = max(needs.items(), key=lambda item: item[1][0])
+    if needed <= memory.available:
+        return
+    at_least = "" if program else "at least "
+    during = f" ({program})" if program else ""
+    raise ConfigError(
+        f"{_key(memory, run, phase, needed)}: the {phase}{during} needs {at_least}{needed / GIB:.1f} GiB a"
+        f" device, but {where} has {memory.available / GIB:.1f}; {_remedy(memory, run, phase, needed)}"
+    )
+
+
+def _held(memory: Memory, phase: str) -> int:
+    held = memory.weights + memory.moments + memory.reference
+    if phase == "rollout":
+        return held + memory.decode_weights + memory.draft_weights
+    return held + memory.gradients
+
+
+def _remedy_kind(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
+    mesh, training = run.config.mesh, run.config.training
+    held = memory.weights + memory.moments + memory.reference
+    if _held(memory, phase) > 0.8 * memory.available:
+        split = held > memory.decode_weights or phase == "update"
+        if (
+            run.config.policy.compute_dtype == "float32"
+            and phase == "rollout"
+            and memory.decode_weights > held
+        ):
+            return "dtype"
+        return "fsdp" if split else "tensor"
+    if phase == "rollout":
+        return "slots"
+    if training.rows_per_microbatch > mesh.data * mesh.fsdp:
+        return "rows"
+    return "fsdp" if training.remat else "remat"
+
+
+def _key(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
+    return {
+        "dtype": "policy.compute_dtype",
+        "fsdp": "mesh.fsdp",
+        "tensor": "mesh.tensor",
+        "slots": "engine.max_slots",
+        "rows": "training.rows_per_microbatch",
+        "remat": "training.remat",
+    }[_remedy_kind(memory, run, phase, needed)]
+
+
+def _remedy(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
+    kind = _remedy_kind(memory, run, phase, needed)
+    mesh, training = run.config.mesh, run.config.training
+    if kind == "dtype":
+        return "set bfloat16"
+    if kind == "fsdp":
+        return f"raise it above {mesh.fsdp}, with as many more devices"
+    if kind == "tensor":
+        return f"raise it above {mesh.tensor}"
+    if kind == "slots":
+        # Everything beside weights is in proportion to the number of slots.
+        rest = needed - _held(memory, phase)
+        room = memory.available - _held(memory, phase)
+        multiple = mesh.data * mesh.fsdp
+        slots = int(run.buckets.batch[-1] * room / rest) // multiple * multiple
+        about = f"about {slots} fit" if slots else "or lower rollout.max_response_length"
+        return f"lower it from {run.config.engine.max_slots} ({about})"
+    if kind == "rows":
+        return f"lower it from {training.rows_per_microbatch}"
+    return "set it to true, which recomputes activations"

@@ -1,0 +1,423 @@
+"""Makes a plan from a config: `plan = make_plan(config, parse_topology("v5e:2x4"), lengths)`."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh
+
+from drafters.registry import make_drafters
+from rljax import target
+from rljax.config import ExperimentConfig, check_devices
+from rljax.engine.buckets import Buckets
+from rljax.errors import ConfigError
+from rljax.learning.packing import pack_sequences
+from rljax.models.config import ModelConfig
+from rljax.models.growth import grown_config
+from rljax.models.huggingface import load_generation_config, load_model_config
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import num_params
+from rljax.planning.depth import DEPTHS, extrapolated
+from rljax.planning.hardware import Hardware
+from rljax.planning.memory import Memory, check_memory, plan_memory
+from rljax.planning.programs import PlannedRun, Planning, Program
+from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
+from rljax.planning.roofline import Roofline, Work, pass_sizes, seconds
+from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
+from rljax.sharding import replicated_axes
+from rljax.training.assembly import make_buckets_of, unmeasured_numerics
+from rljax.training.policy import TOKENIZER_VOCAB, shape_config
+
+_FULL_DEPTH = 8  # deeper policies are compiled at two small depths
+
+
+@dataclasses.dataclass(frozen=True)
+class PassTime:
+    """Predicted time of a pass.
+
+    Attributes:
+      slots: number of slots.
+      rows: tokens that it computes; as many as slots in a decode step.
+      length: positions of the cache.
+      work: work of a device.
+      seconds: its time.
+    """
+
+    slots: int
+    rows: int
+    length: int
+    work: Work
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Predicted time of a training step.
+
+    Attributes:
+      prefill: seconds of prefilling the prompts.
+      plain: decoding without drafts.
+      drafted: decoding with drafts, or None without a drafter.
+      update: seconds of all updates of the step.
+      scoring: seconds of scoring for the reference and the correction.
+      tokens: tokens of prompts and responses that the updates read.
+    """
+
+    prefill: float
+    plain: RolloutTime
+    drafted: RolloutTime | None
+    update: float
+    scoring: float
+    tokens: int
+
+    def rollout_share(self, rollout: RolloutTime) -> float:
+        """Share of the step that is rollout."""
+        whole = self.prefill + rollout.seconds
+        return whole / (whole + self.update + self.scoring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan; see the fields' types.
+
+    Attributes:
+      topology: the devices.
+      hardware: figures of one.
+      run: the shapes of the run.
+      memory: bytes a device.
+      programs: compiled programs at full depth.
+      depths: depths that were compiled; None if it was the policy's.
+      counts: programs of the whole warm-up, by kind.
+      compile_seconds: expected time of the whole warm-up on this machine.
+      decoding: decode steps at the mean length, by batch bucket.
+      verifying: verifying passes at the mean length.
+      microbatch: time of the gradients of one micro-batch.
+      step: a training step.
+      lengths: the distribution of response lengths.
+      acceptance: assumed probability that a draft is accepted.
+      notes: sentences for the user.
+    """
+
+    topology: Topology
+    hardware: Hardware
+    run: PlannedRun
+    memory: Memory
+    programs: tuple[Program, ...]
+    depths: tuple[int, int] | None
+    counts: dict[str, int]
+    compile_seconds: float
+    decoding: tuple[PassTime, ...]
+    verifying: tuple[PassTime, ...]
+    microbatch: tuple[Work, float]
+    step: StepTime
+    lengths: Lengths
+    acceptance: float
+    notes: tuple[str, ...]
+
+
+def default_lengths(config: ExperimentConfig, mean: int | None, longest: int | None, sigma: float) -> Lengths:
+    """Returns response lengths of a config: by default the longest is the config's, and the mean a quarter of
+    it. Prompts have half of their largest length.
+
+    Raises:
+      ConfigError: they do not fit the config.
+    """
+    most = config.rollout.max_response_length
+    longest = most if longest is None else longest
+    mean = max(longest // 4, 1) if mean is None else mean
+    if not 0 < mean <= longest <= most:
+        raise ConfigError(
+            f"lengths: mean {mean} and longest {longest} should be positive, in this order, and at most"
+            f" rollout.max_response_length {most}"
+        )
+    return Lengths(mean, longest, sigma, max(config.rollout.max_prompt_length // 2, 1))
+
+
+def planned_policy(config: ExperimentConfig) -> tuple[ModelConfig, tuple[int, ...]]:
+    """Returns architecture and end-of-sequence tokens of the policy. Neither weights nor a tokenizer need
+    exist.
+
+    Raises:
+      UserError: config.json cannot be read, or the policy is too short for the config's sequences.
+    """
+    if config.policy.path is not None:
+        path = Path(config.policy.path)
+        model, eos = load_model_config(path), load_generation_config(path).eos_token_ids
+    else:
+        trained = Path(config.run_dir) / "tokenizer"
+        size, eos = TOKENIZER_VOCAB, (0,)
+        if (trained / "tokenizer.json").exists():
+            tokenizer = Tokenizer.load(trained)
+            size, eos = tokenizer.vocab_size, (tokenizer.eos_token_id,)
+        model = shape_config(config.policy.shape, size)
+    if config.policy.growth is not None:
+        model = grown_config(model, **config.policy.growth.model_dump())
+    longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+    if model.max_positions < longest:
+        raise ConfigError(
+            f"policy: it is made for sequences of {model.max_positions} tokens, less than"
+            f" rollout.max_prompt_length + max_response_length = {longest}"
+        )
+    return model, eos
+
+
+def make_plan(
+    config: ExperimentConfig,
+    topology: Topology,
+    lengths: Lengths,
+    acceptance: float = 0.7,
+    full_depth: bool | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Returns the plan of a run.
+
+    Args:
+      config: the experiment.
+      topology: devices to plan for.
+      lengths: response lengths.
+      acceptance: probability that a draft is accepted.
+      full_depth: compile all layers; None for policies of up to 8 layers.
+      report: called with a line before every part that takes long.
+      hardware: figures to use instead of the topology's.
+
+    Raises:
+      UserError: the run does not fit the devices. Where shapes tell so, nothing is compiled before.
+    """
+    planning, hardware = make_planning(config, topology, hardware)
+    where = f"one of {topology.name} ({hardware.kind})"
+    depth = planning.model.num_layers
+    with tracing(planning, topology):
+        shapes = planning.plan(compile_all=False)
+        check_memory(plan_memory(shapes, hardware), shapes, where)
+        if full_depth is None:
+            full_depth = depth <= _FULL_DEPTH
+        run, depths = _compiled(planning, shapes, full_depth or depth <= max(DEPTHS), report)
+    buckets = planning.buckets
+    memory = plan_memory(run, hardware)
+    check_memory(memory, run, where)
+    counts = program_counts(config, buckets, run)
+    roofline = Roofline(run)
+    time = functools.partial(
+        seconds, hardware=hardware, mesh=config.mesh, compute_dtype=config.policy.compute_dtype
+    )
+    mean_length = buckets.cache_for(min(lengths.prompt + lengths.mean, buckets.cache[-1]))
+    decoding = [_pass(roofline, time, batch, batch, mean_length) for batch in buckets.batch]
+    verifying = [_pass(roofline, time, slots, rows, mean_length) for slots, rows, _ in pass_sizes(run)]
+    microbatch = roofline.microbatch()
+    notes = list(run.notes)
+    if config.mesh.num_devices < topology.num_devices:
+        notes.append(
+            f"mesh.data * fsdp * tensor is {config.mesh.num_devices}: the other"
+            f" {topology.num_devices - config.mesh.num_devices} devices of {topology.name} are idle"
+        )
+    return Plan(
+        topology,
+        hardware,
+        run,
+        memory,
+        run.programs,
+        depths,
+        counts,
+        _compile_seconds(run.programs, counts),
+        tuple(decoding),
+        tuple(verifying),
+        (microbatch, time(microbatch)),
+        _step(config, run, roofline, time, lengths, acceptance),
+        lengths,
+        acceptance,
+        tuple(notes),
+    )
+
+
+def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
+    """Returns the memory that a run's arrays take, without compiling anything.
+
+    Raises:
+      UserError: already these do not fit the devices.
+    """
+    planning, hardware = make_planning(config, topology, None)
+    with tracing(planning, topology):
+        shapes = planning.plan(compile_all=False)
+    memory = plan_memory(shapes, hardware)
+    check_memory(memory, shapes, f"one of {topology.name} ({hardware.kind})")
+    return memory
+
+
+def make_planning(
+    config: ExperimentConfig, topology: Topology, hardware: Hardware | None = None
+) -> tuple[Planning, Hardware]:
+    """Returns what a run is planned from, and the figures of a device."""
+    model, eos_token_ids = planned_policy(config)
+    check_devices(config.mesh, topology.num_devices)
+    devices = compile_devices(topology)
+    if hardware is None:
+        hardware = hardware_of(topology, config.policy.compute_dtype)
+    mesh = _mesh(config, devices)
+    if mesh is not None:
+        replicated_axes(model, mesh)  # raises where the mesh does not divide the policy
+    buckets = make_buckets_of(config, mesh, speculative=True)
+    with target.tracing_for(devices[0], topology.num_devices, platform_of(topology)):
+        drafters = make_drafters(config.speculation)
+        numerics = unmeasured_numerics(config, model, mesh)
+    return Planning(config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0]), hardware
+
+
+@contextlib.contextmanager
+def tracing(planning: Planning, topology: Topology) -> Iterator[None]:
+    """Context in which the programs of a topology are traced and compiled."""
+    platform, caching = platform_of(topology), jax.config.jax_enable_compilation_cache
+    if platform != "cpu":  # a cached program for a device that is not there cannot be read back
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks once whether there is one
+    try:
+        with target.tracing_for(planning.device, topology.num_devices, platform):
+            yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", caching)
+        compilation_cache.reset_cache()
+
+
+def _mesh(config: ExperimentConfig, devices: list) -> Mesh | None:
+    """As `rljax.sharding.make_mesh`, over other devices."""
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    count = config.mesh.num_devices
+    if count == 1:
+        return None
+    names = ("data", "fsdp", "tensor")
+    return Mesh(np.array(devices[:count]).reshape(sizes), names, axis_types=(AxisType.Auto,) * 3)
+
+
+def _compiled(
+    planning: Planning, shapes: PlannedRun, full_depth: bool, report: Callable[[str], None]
+) -> tuple[PlannedRun, tuple[int, int] | None]:
+    """Compiles the programs, of all layers or of two small depths. Returns the run of the whole policy, and
+    the depths.
+    """
+    depth = planning.model.num_layers
+    if full_depth:
+        report(f"compiling all {depth} layers")
+        return planning.plan(), None
+    runs = []
+    for layers in DEPTHS:
+        report(f"compiling {layers} of {depth} layers")
+        model = dataclasses.replace(planning.model, num_layers=layers)
+        runs.append(dataclasses.replace(planning, model=model).plan())
+    first, second = runs
+    programs = extrapolated(first.programs, second.programs, DEPTHS, depth)
+    weights = {name: _deeper(params, depth) for name, params in second.draft_params.items()}
+    run = dataclasses.replace(
+        shapes, programs=programs, draft_params=weights, skipped=second.skipped, notes=second.notes
+    )
+    return run, DEPTHS
+
+
+def _deeper(params: dict, depth: int) -> dict:
+    """Drafters' weights at the policy's depth; a small model keeps its own."""
+    layers = params["layers"]
+    return params | {"layers": [layers[-1]] * depth} if len(layers) == DEPTHS[1] else params
+
+
+def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) -> dict[str, int]:
+    """Returns how many programs of each kind the run compiles: the loops of `DecodeEngine.warm_up` and
+    `Trainer.warm_up`.
+    """
+    batches, lengths = len(buckets.batch), len(buckets.cache)
+    rows, padded = buckets.prefill()
+    longest = next(size for size in padded if size >= config.rollout.max_prompt_length)
+    prefixes = [size for size in padded if size <= longest]
+    blocked = sorted({max(size, min(padded[2:])) for size in prefixes})  # short prompts share a block
+    counts = {
+        "prefill": len(rows) * len(prefixes),
+        "insert": len(rows) * sum(size <= length for size in blocked for length in buckets.cache),
+        "generate": batches * lengths,
+        "free": batches,
+        "compact": (batches - 1) * lengths,
+        "grow": batches * (lengths - 1),
+        "verify": len(pass_sizes(run)) * lengths,
+    }
+    verified = len(buckets.verified_batches(config.speculation.max_batch))
+    for program in run.programs:
+        kind = program.kind
+        if kind in ("draft", "draft_for", "extend"):
+            counts[kind] = counts.get(kind, 0) + verified * lengths
+        elif kind not in counts or kind in run.skipped:
+            planned = sum(other.kind == kind for other in run.programs)
+            counts[kind] = planned + run.skipped.get(kind, 0)
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _compile_seconds(programs: tuple[Program, ...], counts: dict[str, int]) -> float:
+    """Time of all programs, each as long as the largest compiled one of its kind."""
+    total = 0.0
+    for kind, count in counts.items():
+        measured = [program.seconds for program in programs if program.kind == kind]
+        total += count * sum(measured) / len(measured) if measured else 0.0
+    return total
+
+
+def _pass(roofline: Roofline, time: Callable[[Work], float], slots: int, rows: int, length: int) -> PassTime:
+    work = roofline.decode_pass(slots, rows, length)
+    return PassTime(slots, rows, length, work, time(work))
+
+
+def _step(
+    config: ExperimentConfig,
+    run: PlannedRun,
+    roofline: Roofline,
+    time: Callable[[Work], float],
+    lengths: Lengths,
+    acceptance: float,
+) -> StepTime:
+    rollout, training, buckets = config.rollout, config.training, run.buckets
+    count = rollout.prompts_per_step * rollout.samples_per_prompt
+    responses = lengths.sample(count)
+    slots = config.engine.max_slots
+
+    @functools.cache
+    def plain_pass(batch: int, length: int) -> tuple[float, float]:
+        return time(roofline.decode_pass(batch, batch, length)), 1.0
+
+    @functools.cache
+    def best_pass(batch: int, length: int) -> tuple[float, float]:
+        """The pass with the most tokens a second, as the manager would choose."""
+        choices = [plain_pass(batch, length)]
+        for size, rows, _ in pass_sizes(run):
+            if size == batch:
+                accepted = accepted_tokens(rows // batch - 1, acceptance)
+                choices.append((time(roofline.decode_pass(batch, rows, length)), accepted))
+        return min(choices, key=lambda choice: choice[0] / choice[1])
+
+    arguments = (responses, lengths.prompt, slots, buckets)
+    plain = rollout_time(*arguments, plain_pass)
+    drafted = rollout_time(*arguments, best_pass) if run.config.speculation.drafter is not None else None
+
+    sequences = responses + lengths.prompt
+    packed = pack_sequences(sequences, training.pack_length)
+    microbatches = -(-packed.num_rows // training.rows_per_microbatch) * training.epochs_per_step
+    gradients = time(roofline.microbatch())
+    updates = training.minibatches_per_step * training.epochs_per_step
+    forward = time(roofline.microbatch(backward=False))
+    scored = (run.reference is not None) + bool(config.algorithm.corrects_rollout)
+    update = microbatches * gradients + updates * time(roofline.optimizer())
+    if run.train_state.critic is not None:
+        update, scored = 2 * update, scored + 1
+    padded = next(size for size in buckets.prefill()[1] if size >= lengths.prompt)
+    prefill = time(roofline.prefill(rollout.prompts_per_step, padded))
+    scoring = scored * forward * microbatches / training.epochs_per_step
+    return StepTime(prefill, plain, drafted, update, scoring, int(sequences.sum()))
+
+
+def summary_line(plan: Plan) -> str:
+    """Returns one line: what is planned, and for which devices."""
+    mesh = plan.run.config.mesh
+    return (
+        f"{num_params(plan.run.model):,} parameters in {plan.run.model.num_layers} layers on"
+        f" {plan.topology.name} ({plan.topology.num_devices} x {plan.hardware.kind}), mesh: data {mesh.data},"
+        f" fsdp {mesh.fsdp}, tensor {mesh.tensor}; {plan.run.config.policy.compute_dtype}"
+    )

@@ -1,0 +1,483 @@
+"""The run's engine and trainer with shapes in the place of arrays, and the programs that they compile.
+
+Programs come from the methods that the run itself calls (`DecodeEngine.prefill`, `Trainer.warm_up`, ...).
+Only their pool differs: it compiles and does not run. A plan can therefore not drift from the run.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from drafters.base import Drafter
+from drafters.quantized import QuantizedDrafter
+from drafters.registry import states_read
+from drafters.small_model import SmallModelDrafter
+from rljax.config import ExperimentConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.companion import CATCH_UP_WIDTHS, CompanionEngine
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.kv_cache import KVCache
+from rljax.engine.placement import cache_shardings, decode_state_shardings
+from rljax.engine.state import DecodeState, Prefix
+from rljax.learning.accumulation import TrainState
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import PackedBatch
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params, param_shapes
+from rljax.numerics.rows import Numerics, cast_matrices
+from rljax.sharding import param_shardings, replicated_sharding, shard_params
+from rljax.training.assembly import sampling_params
+from rljax.training.learner import make_critic
+from rljax.training.update import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program; all figures are of one device.
+
+    Attributes:
+      name: what it computes, such as "verify", with its sizes.
+      kind: "prefill", "insert", "generate", "verify", "draft", "grow", "compact", "score", "gradients",
+        "apply" or another name of the pool.
+      arguments: bytes of its arguments.
+      outputs: bytes of its results that take the place of no argument.
+      temporaries: bytes that it needs beside these.
+      seconds: time to trace, lower and compile it.
+      flops: FLOPs that XLA counts, each loop's body once.
+      accessed: bytes that XLA counts, each loop's body once.
+    """
+
+    name: str
+    kind: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    seconds: float
+    flops: float
+    accessed: float
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device while it runs, without arrays that are none of its arguments."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+class _Planned:
+    """Stands for a compiled program in the run's code: a call returns the shapes of its results."""
+
+    def __init__(self, compiled: Any, results: Any) -> None:
+        self.memory_analysis = compiled.memory_analysis
+        self._results = results
+
+    def __call__(self, *args: Any) -> Any:
+        del args
+        return self._results
+
+
+class PlanningPool(ExecutablePool):
+    """A pool that compiles programs for the shapes of their arguments and runs none.
+
+    Args:
+      row_invariant: see `ExecutablePool`.
+      place: gives a result's shapes the shardings that the run's arrays have.
+      default: the sharding of arguments that have none.
+      skip: whether a program with these arguments is only counted.
+
+    Attributes:
+      programs_planned: the compiled programs.
+      skipped: number of programs that were only counted, by kind.
+    """
+
+    def __init__(
+        self,
+        row_invariant: bool,
+        place: Callable[[Any], Any],
+        default: Any,
+        skip: Callable[[tuple], bool],
+    ) -> None:
+        super().__init__(row_invariant)
+        self._place = place
+        self._default = default
+        self._skip = skip
+        self._by_key: dict[Hashable, _Planned] = {}
+        self.programs_planned: list[Program] = []
+        self.skipped: dict[str, int] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._by_key
+
+    def get(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        args: tuple,
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Any:
+        """Compiles the program of `key`; see `ExecutablePool.get`. A skipped program cannot be called."""
+        if key in self._by_key:
+            return self._by_key[key]
+        if self._skip(args):
+            self.skipped[key[0]] = self.skipped.get(key[0], 0) + 1
+            return None
+        start = time.perf_counter()
+        lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
+        compiled = lowered.compile(compiler_options=self._options)
+        seconds = time.perf_counter() - start
+        self.programs_planned.append(_described(key, compiled, seconds))
+        results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
+        self._by_key[key] = _Planned(compiled, self._place(results))
+        return self._by_key[key]
+
+    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._default if sharding is None else sharding)
+
+
+def program_name(key: Any) -> str:
+    """Returns the name of a program from its key in the pool: its kind, and the sizes that follow it."""
+    sizes = []
+    for part in key[1:]:
+        if isinstance(part, str):
+            sizes.append(part)
+        elif isinstance(part, int) and not isinstance(part, bool):
+            sizes.append(str(part))
+        elif isinstance(part, tuple) and part and all(isinstance(size, int) for size in part):
+            sizes.append("x".join(map(str, part)))
+        elif not isinstance(part, bool):
+            break
+    return " ".join([key[0], *(size for size in sizes if len(size) < 40)])
+
+
+def _described(key: Any, compiled: Any, seconds: float) -> Program:
+    """Returns the figures of a compiled program."""
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    return Program(
+        name=program_name(key),
+        kind=key[0],
+        arguments=int(memory.argument_size_in_bytes),
+        outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        temporaries=int(memory.temp_size_in_bytes),
+        seconds=seconds,
+        flops=float(cost.get("flops", 0.0)),
+        accessed=float(cost.get("bytes accessed", 0.0)),
+    )
+
+
+class PlannedEngine(DecodeEngine):
+    """A decode engine whose states are shapes."""
+
+    def init_state(self, slots: int, length: int) -> DecodeState:
+        """Returns the shapes of `DecodeEngine.init_state`."""
+        return self.state_shapes(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+
+    def compile_generate(self, params: Params, state: DecodeState) -> None:
+        """Compiles plain decoding of a state."""
+        self._generating(params, state, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """Shapes of everything that a run holds, and its programs.
+
+    Attributes:
+      config: the experiment.
+      model: architecture of the policy.
+      buckets: shapes of decoding.
+      train_state: weights, moments and, with a critic, its state.
+      reference: weights of the reference, or None.
+      decode_params: the engine's copy of the weights.
+      draft_params: weights of drafters on the device, by name.
+      prefill_state: the decode state that prompts are first inserted into.
+      state: the largest decode state.
+      programs: compiled programs.
+      skipped: number of programs that were only counted, by kind.
+      notes: sentences for the user on what is not planned.
+    """
+
+    config: ExperimentConfig
+    model: ModelConfig
+    buckets: Buckets
+    train_state: TrainState
+    reference: Params | None
+    decode_params: Params
+    draft_params: dict[str, Params]
+    prefill_state: DecodeState
+    state: DecodeState
+    programs: tuple[Program, ...] = ()
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Planning:
+    """Everything that a run is planned from.
+
+    Attributes:
+      config: the experiment.
+      model: architecture of the policy.
+      eos_token_ids: tokens that end a response.
+      numerics: see `Numerics`.
+      buckets: shapes of decoding.
+      drafters: drafters by name.
+      mesh: devices; None for one.
+      device: the first device.
+    """
+
+    config: ExperimentConfig
+    model: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    numerics: Numerics
+    buckets: Buckets
+    drafters: dict[str, Drafter]
+    mesh: Mesh | None
+    device: Any
+
+    @property
+    def _default(self) -> Any:
+        return SingleDeviceSharding(self.device) if self.mesh is None else replicated_sharding(self.mesh)
+
+    def place(self, tree: Any) -> Any:
+        """Returns shapes with the shardings that the run's arrays have: those of decode states, caches and
+        weights by their tables, everything else replicated.
+        """
+        mesh, model = self.mesh, self.model
+        if mesh is None or tree is None:
+            return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
+        if isinstance(tree, DecodeState):
+            return jax.tree.map(_placed, tree, decode_state_shardings(tree, model, mesh))
+        if isinstance(tree, KVCache):
+            return jax.tree.map(_placed, tree, cache_shardings(tree, model, mesh))
+        if isinstance(tree, Prefix):
+            rest = jax.tree.map(lambda leaf: _placed(leaf, self._default), tree.replace(cache=None))
+            return rest.replace(cache=self.place(tree.cache))
+        if isinstance(tree, TrainState):
+            return dataclasses.replace(
+                tree,
+                params=self.place(tree.params),
+                optimizer_state=self.place(tree.optimizer_state),
+                updates=self.place(tree.updates),
+                critic=self.place(tree.critic),
+            )
+        if isinstance(tree, dict) and "layers" in tree:
+            shardings = param_shardings(model, mesh)
+            return jax.tree.map(_placed, tree, {name: shardings[name] for name in tree})
+        if isinstance(tree, dict):
+            return {name: self.place(value) for name, value in tree.items()}
+        if isinstance(tree, tuple):
+            parts = map(self.place, tree)
+            return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
+
+    # -- the parts of a run ----------------------------------------------------------------------------------
+
+    def _pool(self, skip: Callable[[tuple], bool] = lambda args: False) -> PlanningPool:
+        return PlanningPool(bool(self.config.engine.row_invariant), self.place, self._default, skip)
+
+    def _params(self, dtype: str) -> Params:
+        shapes = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
+            param_shapes(self.model),
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        return jax.eval_shape(lambda params: params, shapes)
+
+    def _decode_params(self) -> Params:
+        """As `DecodeEngine.load_params`."""
+        cast = jax.eval_shape(
+            lambda params: cast_matrices(params, self.numerics.dtype), self._params("float32")
+        )
+        if self.mesh is None:
+            return self.place(cast)
+        return shard_params(cast, self.model, self.mesh, decoding=True)
+
+    def _engine(self, pool: ExecutablePool) -> PlannedEngine:
+        config = self.config
+        return PlannedEngine(
+            self.model,
+            self.numerics,
+            sampling_params(config),
+            self.buckets,
+            self.eos_token_ids,
+            config.engine.decode_steps_per_sync,
+            pool,
+            self.mesh,
+            config.engine.verification,
+            states_read(self.drafters, self.model),
+        )
+
+    def _trainer(self, pool: ExecutablePool) -> Trainer:
+        config = self.config
+        updates = (
+            config.training.steps * config.training.minibatches_per_step * config.training.epochs_per_step
+        )
+        optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=updates)
+        sampling = sampling_params(config)
+        arguments = (config.algorithm, config.training, optimizer, pool, self.mesh)
+        return Trainer(self.model, self.numerics, sampling, *arguments)
+
+    def plan(self, compile_all: bool = True) -> PlannedRun:
+        """Returns the shapes of a run and, with `compile_all`, its programs. Call it under
+        `target.tracing_for`.
+        """
+        config, buckets = self.config, self.buckets
+        pool = self._pool(self._is_smaller_microbatch)
+        engine, trainer = self._engine(pool), self._trainer(pool)
+        critic = make_critic(config, self.model, self.numerics, pool, self.mesh)
+        state = self._train_state(trainer, critic)
+        decode_params = self._decode_params()
+        batch, longest = buckets.batch[-1], buckets.cache[-1]
+        prefill_length = engine.prefill_length(config.rollout.max_prompt_length)
+        run = PlannedRun(
+            config=config,
+            model=self.model,
+            buckets=buckets,
+            train_state=state,
+            reference=state.params if config.algorithm.kl_coefficient > 0 else None,
+            decode_params=decode_params,
+            draft_params={},
+            prefill_state=engine.init_state(batch, buckets.cache_for(prefill_length)),
+            state=engine.init_state(batch, longest),
+        )
+        if not compile_all:
+            return run
+        self._compile_training(run, trainer, critic)
+        self._compile_decoding(run, engine, prefill_length)
+        draft_params, notes = self._compile_drafting(run, engine, pool)
+        return dataclasses.replace(
+            run,
+            draft_params=draft_params,
+            programs=tuple(pool.programs_planned),
+            skipped=pool.skipped,
+            notes=tuple(notes),
+        )
+
+    def _is_smaller_microbatch(self, args: tuple) -> bool:
+        rows = self.config.training.rows_per_microbatch
+        return any(isinstance(arg, PackedBatch) and arg.tokens.shape[0] < rows for arg in args)
+
+    def _train_state(self, trainer: Trainer, critic: Any) -> TrainState:
+        params = trainer.place(self.place(self._params("float32")))
+
+        def init(params: Params) -> TrainState:
+            count = jnp.zeros((), jnp.int32)
+            critic_state = None
+            if critic is not None:
+                trunk = {name: leaf for name, leaf in params.items() if name != "lm_head"}
+                head = {"weight": jnp.zeros(self.model.hidden_size), "bias": jnp.zeros(())}
+                values = {"trunk": trunk, "head": head}
+                critic_state = TrainState(values, trainer.optimizer.init(values), count)
+            return TrainState(params, trainer.optimizer.init(params), count, critic_state)
+
+        return self.place(jax.eval_shape(init, params))
+
+    def _compile_training(self, run: PlannedRun, trainer: Trainer, critic: Any) -> None:
+        """As `Learner.warm_up`."""
+        has_reference = run.reference is not None
+        in_loss = has_reference and self.config.algorithm.kl_in == "loss"
+        trainer.warm_up(run.train_state.replace(critic=None), in_loss, score=has_reference)
+        if critic is not None:
+            critic.warm_up(run.train_state.critic)
+
+    def _compile_decoding(self, run: PlannedRun, engine: PlannedEngine, prefill_length: int) -> None:
+        """Compiles the largest shape of every program of `DecodeEngine.warm_up`, and every verifying pass
+        over the largest batch that is verified.
+        """
+        params, state, buckets = run.decode_params, run.state, self.buckets
+        prompts = [[0] * prefill_length] * engine.prefill_rows[-1]
+        prefix = engine.prefill(params, prompts)
+        engine.bulk_insert(prefix, run.prefill_state, [])
+        engine.compile_generate(params, state)
+        if len(buckets.cache) > 1:
+            engine.grow(engine.init_state(state.batch, buckets.cache[-2]))
+        if len(buckets.batch) > 1:
+            engine.compact(state, list(range(buckets.batch[-2])))
+        batches = buckets.verified_batches(self.config.speculation.max_batch)
+        for rows, nodes in buckets.passes(batches[-1]) if batches else []:
+            engine.compile_verify(params, batches[-1], buckets.cache[-1], rows, nodes)
+
+    def _compile_drafting(
+        self, run: PlannedRun, engine: PlannedEngine, pool: PlanningPool
+    ) -> tuple[dict[str, Params], list[str]]:
+        """Compiles the programs of drafters on the device. Returns their weights, and notes for the user."""
+        buckets, weights, notes = self.buckets, {}, []
+        batches = buckets.verified_batches(self.config.speculation.max_batch)
+        for name, drafter in self.drafters.items() if batches else ():
+            batch, length = batches[-1], buckets.cache[-1]
+            state = engine.init_state(batch, length)
+            if isinstance(drafter, QuantizedDrafter):
+                drafter.attach(engine)
+                weights[name] = self._quantized(drafter, run.decode_params)
+                engine.draft(weights[name], state, 1)
+            elif isinstance(drafter, SmallModelDrafter):
+                small = dataclasses.replace(
+                    self, model=drafter.config, numerics=_with_dtype(self.numerics, drafter.dtype)
+                )
+                weights[name] = small._decode_params()
+                companion = CompanionEngine(
+                    drafter.config,
+                    small.numerics,
+                    engine.sampling,
+                    buckets,
+                    engine.eos_token_ids,
+                    pool=small._pool(),
+                    mesh=self.mesh,
+                    verification=engine.verification,
+                )
+                cache, zeros = companion.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
+                for width in CATCH_UP_WIDTHS:
+                    tokens = np.zeros((batch, width), np.int32)
+                    companion.extend(weights[name], cache, tokens, zeros, zeros)
+                companion.draft_for(weights[name], cache, state, zeros, 1, self.model.vocab_size)
+                pool.programs_planned += companion.pool.programs_planned
+            elif self.config.speculation.kinds[name] == "eagle":
+                notes.append(f"the heads of drafter {name} and their training are not planned")
+        return weights, notes
+
+    def _quantized(self, drafter: QuantizedDrafter, params: Params) -> Params:
+        """Returns shapes of the weights from `QuantizedPolicy.refresh`, placed as its program places them."""
+        from drafters.quantized import PROJECTIONS
+
+        projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
+        lowered = drafter._policy._quantize_layer.lower(projections[0], None)
+        shardings = lowered.compile().output_shardings
+        results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
+        quantized = jax.tree.map(_placed, results, shardings)
+        return params | {"layers": [layer | quantized for layer in params["layers"]]}
+
+
+def _with_dtype(numerics: Numerics, dtype: str | None) -> Numerics:
+    return numerics if dtype is None else dataclasses.replace(numerics, compute_dtype=dtype)
+
+
+def _placed(leaf: Any, sharding: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes of placed shapes on one device, without a device's padding."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += int(np.prod(shape)) * leaf.dtype.itemsize
+    return total
+
+
+def shared_bytes(tree: Params, other: Params) -> int:
+    """Returns the bytes on one device of leaves with the same type and sharding in both trees: arrays that
+    `DecodeEngine.load_params` shares with the trainer.
+    """
+    return sum(
+        device_bytes(a)
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+        if a.dtype == b.dtype and a.sharding == b.sharding
+    )

@@ -1,0 +1,163 @@
+"""Time of passes and updates from FLOPs and bytes (Williams et al., "Roofline", CACM 2009).
+
+Work is counted from the shards that a device really holds, by the shardings of the run: a weight that is
+replicated is computed with, and read, on every device. Everything else is counted from shapes. XLA's own
+counts are in the plan for comparison only: it counts the body of a loop once, and products that it hands to a
+library not at all.
+
+A time is the longer one of arithmetic and memory, and after that the collectives, which are assumed not to
+overlap. Latencies are not counted: of small passes over several devices the real time is longer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rljax.config import MeshConfig
+from rljax.planning.hardware import Hardware
+from rljax.planning.programs import PlannedRun, device_bytes
+
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Work of one device.
+
+    Attributes:
+      flops: FLOPs of matrix products.
+      bytes: bytes that are read from and written to memory.
+      tensor_bytes: bytes of this device's collectives over `mesh.tensor`.
+      batch_bytes: bytes of this device's collectives over `mesh.data` and `mesh.fsdp`.
+    """
+
+    flops: float
+    bytes: float
+    tensor_bytes: float = 0.0
+    batch_bytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        sums = [a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)]
+        return Work(*sums)
+
+    def __mul__(self, factor: float) -> "Work":
+        return Work(*(factor * value for value in dataclasses.astuple(self)))
+
+
+def seconds(work: Work, hardware: Hardware, mesh: MeshConfig, compute_dtype: str) -> float:
+    """Returns the time of some work on every device of the mesh."""
+    computing = max(work.flops / hardware.flops[compute_dtype], work.bytes / hardware.bandwidth)
+    sending = work.tensor_bytes / hardware.collective_bandwidth(mesh.tensor)
+    return computing + sending + work.batch_bytes / hardware.collective_bandwidth(mesh.num_devices)
+
+
+def _shard(leaf: Any) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return int(np.prod(shape))
+
+
+def _all_reduce(size: float, devices: int) -> float:
+    """Bytes that a device sends in a ring all-reduce of `size` bytes."""
+    return 2.0 * size * (devices - 1) / devices
+
+
+class Roofline:
+    """Counts the work of a planned run's passes.
+
+    Args:
+      run: the planned run.
+    """
+
+    def __init__(self, run: PlannedRun) -> None:
+        self._run = run
+        self._model, self._mesh = run.model, run.config.mesh
+        self._itemsize = 2 if run.config.policy.compute_dtype == "bfloat16" else 4
+        params = run.decode_params
+        head = params["embed"] if run.model.tie_embeddings else params["lm_head"]
+        self._layers = sum(_shard(layer[name]) for layer in params["layers"] for name in _MATRICES)
+        self._head = _shard(head)
+        # Of an input embedding that is not the LM head, a pass reads a row a token.
+        self._read = device_bytes(params) - (0 if run.model.tie_embeddings else device_bytes(params["embed"]))
+        state = run.state
+        self._cache_per_position = device_bytes(state.cache) / (state.batch * run.buckets.cache[-1])
+
+    @property
+    def _batch_parts(self) -> int:
+        return self._mesh.data * self._mesh.fsdp
+
+    def _attention_flops(self, queries: float, keys: float) -> float:
+        model = self._model
+        heads = model.num_heads * model.head_dim / self._mesh.tensor
+        return 4.0 * queries * keys * heads * model.num_layers
+
+    def _layer_sums(self, rows: float) -> float:
+        """Bytes of the all-reduces over `tensor` of a forward pass: two a layer (Megatron-LM)."""
+        size = rows * self._model.hidden_size * 4  # products are float32
+        return 2 * self._model.num_layers * _all_reduce(size, self._mesh.tensor)
+
+    def decode_pass(self, slots: int, rows: int, length: int) -> Work:
+        """Returns the work of a pass over `rows` tokens of `slots` slots, whose cache has `length` positions:
+        a decode step with rows = slots, a verifying pass with more.
+
+        The whole bucket of the cache is read: the reference attention does so.
+        """
+        local = rows / self._batch_parts
+        weights = self._layers + self._head
+        flops = 2.0 * local * weights + self._attention_flops(local, length)
+        logits = 2 * 4.0 * local * self._model.vocab_size / self._mesh.tensor  # written and read, float32
+        cache = self._cache_per_position * slots * length
+        # Rows of a verifying pass that are on another device than their slot travel; they are not counted.
+        return Work(flops, self._read + cache + logits, self._layer_sums(local))
+
+    def prefill(self, prompts: int, length: int) -> Work:
+        """Returns the work of prefilling prompts of a padded length."""
+        tokens = prompts * length / self._batch_parts
+        flops = 2.0 * tokens * self._layers + self._attention_flops(tokens, length)
+        return Work(flops, self._read + self._cache_per_position * prompts * length, self._layer_sums(tokens))
+
+    def microbatch(self, backward: bool = True) -> Work:
+        """Returns the work of one micro-batch: its gradients, or only its logprobs."""
+        run, training = self._run, self._run.config.training
+        tokens = training.rows_per_microbatch * training.pack_length / self._batch_parts
+        params = run.train_state.params
+        whole = (
+            sum(_whole(layer[name]) for layer in params["layers"] for name in _MATRICES) / self._mesh.tensor
+        )
+        head = _whole(params["embed"] if self._model.tie_embeddings else params["lm_head"])  # on every device
+        forward = 2.0 * tokens * whole + self._attention_flops(tokens, training.pack_length)
+        head_flops = 2.0 * tokens * head
+        passes = 1 if not backward else 4 if training.remat else 3
+        # Logits are computed again in the backward pass, a chunk at a time.
+        flops = passes * forward + (4 if backward else 1) * head_flops
+        weights = (whole + head / self._mesh.tensor) * self._itemsize
+        # About 16 arrays of the residual stream's size a layer are written and read, and gradients added up.
+        stream = tokens * self._model.hidden_size * self._itemsize * self._model.num_layers * 16
+        read = passes * (weights + 2 * stream) + (
+            12.0 * sum(map(_shard, jax.tree.leaves(params))) if backward else 0
+        )
+        gathered = (whole + head / self._mesh.tensor) * self._itemsize
+        fsdp, data = self._mesh.fsdp, self._mesh.data
+        travelling = (2 if backward else 1) * gathered * (fsdp - 1) / fsdp
+        if backward:
+            reduced = (whole + head / self._mesh.tensor) * 4.0
+            travelling += reduced * (fsdp - 1) / fsdp + _all_reduce(reduced / fsdp, data)
+        return Work(flops, read, passes * self._layer_sums(tokens), travelling)
+
+    def optimizer(self) -> Work:
+        """Returns the work of applying the gradients: weights and two moments are read and written."""
+        local = sum(map(_shard, jax.tree.leaves(self._run.train_state.params)))
+        return Work(0.0, 28.0 * local)
+
+
+def _whole(leaf: Any) -> int:
+    return int(np.prod(leaf.shape))
+
+
+def pass_sizes(run: PlannedRun) -> Sequence[tuple[int, int, int]]:
+    """Returns (slots, rows, draft nodes) of all verifying passes of a run."""
+    buckets = run.buckets
+    batches = buckets.verified_batches(run.config.speculation.max_batch)
+    return [(batch, rows, nodes) for batch in batches for rows, nodes in buckets.passes(batch)]

@@ -1,0 +1,188 @@
+"""Plain decoding while a thread compiles: the same tokens, and the thread that decodes compiles nothing."""
+
+import threading
+
+import pytest
+
+from rljax.engine.background import BackgroundCompiler, CompilerThread
+from rljax.engine.buckets import make_buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.plain_programs import PlainPrograms
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from tests.rollout.test_scheduler import assert_same
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+
+SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache
+
+
+def make_engine(buckets=BUCKETS, mesh=None):
+    return DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_sync=4, mesh=mesh
+    )
+
+
+def compile_behind(engine, params, requests, slots=SLOTS, longest=128, **others):
+    prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
+    thread = CompilerThread(engine.buckets, (slots, longest))
+    engine.behind = PlainPrograms(engine, params, thread, slots, 64, longest, first_prompts=prompts, **others)
+    return engine.behind
+
+
+def compilations(engine):
+    """Programs that were compiled by the thread that decodes."""
+    return engine.pool.compilations - engine.pool.compilations_behind
+
+
+def batches_of(engine, monkeypatch):
+    """The batches of all decode steps from now on, by a list that grows."""
+    seen, generate = [], DecodeEngine.generate
+
+    def spy(self, params, state, *args):
+        seen.append(state.batch)
+        return generate(self, params, state, *args)
+
+    monkeypatch.setattr(engine, "generate", spy.__get__(engine))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_engine().load_params(make_params())
+
+
+@pytest.fixture(scope="module")
+def short():
+    return make_requests(*SHORT)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests((3, 20, 8, 1, 30), (60, 40, 7, 1, 98))
+
+
+@pytest.fixture(scope="module")
+def plain(params):
+    engine = make_engine()
+    return lambda requests: Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Nothing is compiled in the background before this event is set."""
+    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
+
+    def wait(self, shape):
+        assert go_on.wait(60)
+        compile_shape(self, shape)
+
+    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
+    yield go_on
+    go_on.set()
+
+
+def test_a_state_stays_wide_until_smaller_ones_are_compiled(params, short, plain, held_back, monkeypatch):
+    engine = make_engine()
+    behind = compile_behind(engine, params, short)
+    compiled, batches = compilations(engine), batches_of(engine, monkeypatch)
+    completions, _ = Scheduler(engine, SLOTS).run(params, short)
+    assert_same(completions, plain(short))
+    assert set(batches) == {4} and behind.seconds_waited == 0
+    assert compilations(engine) == compiled and engine.pool.behind == 0 and behind.left > 0
+    held_back.set()
+    behind.wait()
+    assert engine.pool.behind > 0 and behind.left == 0
+    later = engine.pool.behind
+    completions, _ = Scheduler(engine, SLOTS).run(params, short)
+    assert_same(completions, plain(short))
+    assert set(batches) == {2, 4}
+    assert compilations(engine) == compiled and engine.pool.behind == later
+
+
+def test_growth_waits_for_the_programs_and_counts_the_seconds(params, requests, plain, held_back):
+    engine = make_engine()
+    behind = compile_behind(engine, params, requests)
+    compiled = compilations(engine)
+    release = threading.Timer(0.2, held_back.set)
+    release.start()
+    completions, _ = Scheduler(engine, SLOTS).run(params, requests)
+    release.join()
+    assert_same(completions, plain(requests))
+    assert behind.seconds_waited > 0 and compilations(engine) == compiled
+    behind.wait()
+    waited = behind.seconds_waited
+    assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
+    assert behind.seconds_waited == waited
+
+
+def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
+    engine = make_engine()
+    behind = compile_behind(engine, params, make_requests((70,), (10,)))
+    assert behind.start_length(4, 64) == 128  # and asks for the shorter one
+    assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
+    behind.wait()
+    assert behind.start_length(4, 64) == 64
+    compiled = len(engine.pool)
+    state = engine.grow(engine.init_state(4, 64))  # so nobody has to compile the move either
+    assert state.cache.length == 128 and len(engine.pool) == compiled
+
+
+def test_only_shapes_that_will_be_used_are_compiled(params, short):
+    buckets = make_buckets(SLOTS, 192, True, (2, 4, 8), (64, 128, 192))
+    engine = make_engine(buckets)
+    compile_behind(engine, params, short, longest=100).wait()
+    shapes = [key[1:3] for key in engine.pool.bytes() if key[0] in ("generate", "prefill")]
+    assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
+    before = make_engine(buckets)
+    before.warm_up(params, 4, 64, longest=100)
+    shapes = [key[1:3] for key in before.pool.bytes() if key[0] == "generate"]
+    assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
+    assert set(engine.pool.bytes()) == set(before.pool.bytes())
+
+
+def test_prompts_are_padded_to_a_prefill_that_is_ready(params, short, held_back):
+    engine = make_engine()
+    behind = compile_behind(engine, params, short)  # four short prompts together, and a longer one
+    assert behind.prefill_shape(4, 16) == (4, 16) and behind.prefill_shape(2, 32) == (2, 32)
+    assert behind.prefill_shape(2, 16) == (2, 32)
+    held_back.set()
+    behind.wait()
+    assert behind.prefill_shape(2, 16) == (2, 16)
+
+
+def test_similar_prompts_share_a_prefill_at_first(params):
+    engine = make_engine()
+    compile_behind(engine, params, make_requests((3, 20, 60), (10, 10, 10)))
+    engine.close()
+    shapes = {key[1:3] for key in engine.pool.bytes() if key[0] == "prefill"}
+    assert shapes == {(2, 64), (2, 16)}  # 32 fits into 64; 16 would be padded to four times its length
+
+
+def test_after_closing_the_thread_that_decodes_compiles(params, requests, plain, held_back):
+    engine = make_engine()
+    compile_behind(engine, params, requests)
+    held_back.set()
+    engine.close()
+    assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
+
+
+def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(
+    params, requests, short, plain, monkeypatch
+):
+    compile_plain = DecodeEngine.compile_plain
+
+    def fail(self, params, batch, length, appends=False):
+        if (batch, length) != (4, 64):
+            raise MemoryError("cannot allocate")
+        compile_plain(self, params, batch, length, appends)
+
+    monkeypatch.setattr(DecodeEngine, "compile_plain", fail)
+    engine = make_engine()
+    with pytest.warns(UserWarning, match="cannot allocate"):
+        compile_behind(engine, params, short).wait()
+        batches = batches_of(engine, monkeypatch)
+        assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
+        assert set(batches) == {4}
+        with pytest.raises(MemoryError, match="cannot allocate"):
+            Scheduler(engine, SLOTS).run(params, requests)

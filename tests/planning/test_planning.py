@@ -1,0 +1,203 @@
+"""A plan against the run: the same programs, the same bytes; and one line where it does not fit."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from rljax.config import load_config
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import ConfigError, UserError
+from rljax.planning.hardware import GIB, Hardware
+from rljax.planning.planner import default_lengths, make_plan
+from rljax.planning.programs import PlanningPool, program_name
+from rljax.planning.table import as_json, as_text
+from rljax.planning.topologies import parse_topology
+from rljax.training.session import run
+from tests.scripts import load_script
+from tests.training.tiny_run import write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1e11}, 1e9, 1e9, 8)
+HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+HAS_CUDA = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")), reason="needs CUDA 13"
+)
+
+
+def _config(directory, *overrides):
+    return load_config(write_config(directory), ["warm_start=null", "evaluation.problems=0", *overrides])
+
+
+def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
+    lengths = default_lengths(config, None, None, 0.8)
+    return make_plan(config, parse_topology(topology), lengths, hardware=hardware, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["speculation.drafter=srt", "speculation.verify_buckets=[8,16]", "engine.cache_buckets=[64,128]"],
+        ["algorithm.kl_coefficient=0.1", "speculation.drafter=quantized", "speculation.verify_buckets=[8]"],
+        ["algorithm.name=ppo"],
+    ],
+)
+def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
+    config = _config(tmp_path, *overrides, "training.steps=1", "tracking.report=false")
+    run_keys, get = set(), ExecutablePool.get
+
+    def recorded(pool, key, *args, **kwargs):
+        run_keys.add(key)
+        return get(pool, key, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExecutablePool, "get", recorded)
+        run(config)
+    names = {program_name(key) for key in run_keys}
+    plan = _plan(config)
+    planned = {program.name for program in plan.programs}
+    assert planned <= names
+    kinds = Counter(key[0] for key in run_keys)
+    for uncounted in ("train_init",):
+        kinds.pop(uncounted, None)
+    assert plan.counts == kinds
+
+
+def test_bytes_are_those_of_the_arrays(tmp_path):
+    plan = _plan(_config(tmp_path))
+    program = {program.kind: program for program in plan.programs}
+    memory = plan.memory
+    assert memory.moments == 2 * memory.weights + 8  # and two counters
+    assert program["apply"].arguments == memory.weights + memory.moments + memory.gradients + 4
+    cache = plan.run.state
+    assert memory.cache == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert memory.decode_weights == 0  # float32 on one device: shared with the trainer
+    assert memory.peak == max(peak for peak, _ in memory.peaks.values())
+    assert memory.peak >= max(program.total for program in plan.programs)
+
+
+def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path):
+    config = _config(tmp_path, "policy.shape.num_layers=6", "speculation.drafter=srt")
+    whole = _plan(config, full_depth=True)
+    short = _plan(config, full_depth=False)
+    assert (whole.depths, short.depths) == (None, (2, 4))
+    assert "extrapolated to 6 layers" in as_text(short)
+    assert "extrapolated" not in as_text(whole)
+    for a, b in zip(whole.programs, short.programs, strict=True):
+        assert (a.name, a.arguments, a.outputs) == (b.name, b.arguments, b.outputs)
+        # Layers may share the small temporaries of a program that only moves arrays.
+        moves = a.kind in ("compact", "insert", "grow")
+        assert b.temporaries == pytest.approx(a.temporaries, rel=0.15, abs=2e5 if moves else 2e4), a.name
+    assert short.memory.peak == pytest.approx(whole.memory.peak, rel=0.05)
+    assert short.step.update == whole.step.update
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (
+            ["engine.max_slots=64", "engine.batch_buckets=[64]", "engine.cache_buckets=[1024]"],
+            "engine.max_slots",
+        ),
+        (["training.rows_per_microbatch=256"], "training.rows_per_microbatch"),
+        (["training.rows_per_microbatch=1", "training.pack_length=65536"], "training.remat"),
+        (["policy.shape.hidden_size=2048", "policy.shape.mlp_size=8192"], "mesh.fsdp"),
+    ],
+)
+def test_too_little_memory_is_one_line_with_the_key(tmp_path, overrides, key):
+    small = dataclasses.replace(ROOMY, memory=16e6 if key != "training.remat" else 60e6)
+    with pytest.raises(UserError) as error:
+        _plan(_config(tmp_path, *overrides), hardware=small)
+    assert str(error.value).startswith(f"{key}: the ")
+    assert "\n" not in str(error.value)
+
+
+def test_what_never_fits_is_said_before_anything_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(PlanningPool, "get", lambda *args, **kwargs: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match="needs at least"):
+        _plan(_config(tmp_path), hardware=dataclasses.replace(ROOMY, memory=1e5))
+
+
+def test_a_mesh_of_more_devices_than_the_topology(tmp_path):
+    with pytest.raises(ConfigError, match="mesh: data 2"):
+        _plan(_config(tmp_path, "mesh.data=2"))
+
+
+def test_lengths_that_do_not_fit(tmp_path):
+    config = _config(tmp_path)
+    with pytest.raises(ConfigError, match=r"at most rollout\.max_response_length 48"):
+        default_lengths(config, None, 49, 0.8)
+    with pytest.raises(ConfigError, match="in this order"):
+        default_lengths(config, 40, 30, 0.8)
+
+
+@HAS_TPU
+@pytest.mark.slow
+def test_a_mesh_of_tpus(tmp_path):
+    overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
+    config = _config(tmp_path, *overrides)
+    plan = _plan(config, "v5e:2x4", hardware=None)
+    text = as_text(plan)
+    assert "v5e:2x4 (8 x TPU v5e)" in text
+    assert "the other 4 devices of v5e:2x4 are idle" in text
+    assert plan.memory.decode_weights > 0
+    # On a TPU the cache is in the compute dtype: half of that of a CPU's plan.
+    assert plan.run.state.cache.values[0].dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"mesh\.tensor: 4 devices cannot split the policy's num_heads 2"):
+        _plan(_config(tmp_path, "mesh={tensor: 4}"), "v5e:2x4", hardware=None)
+
+
+@HAS_CUDA
+@pytest.mark.slow
+def test_one_gpu(tmp_path):
+    plan = _plan(_config(tmp_path, "policy.compute_dtype=bfloat16"), "h100:1", hardware=None)
+    assert {program.kind for program in plan.programs} >= {"generate", "gradients", "apply", "prefill"}
+    assert json.loads(json.dumps(as_json(plan)))["topology"] == "h100:1"
+
+
+def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypatch):
+    from rljax.planning import planner
+
+    monkeypatch.setattr(planner, "hardware_of", lambda topology, dtype: ROOMY)
+    file, out = write_config(tmp_path), tmp_path / "plan.json"
+    overrides = [f"mesh.data={jax.device_count()}", "speculation.drafter=srt", "training.steps=7"]
+    with _compilation_cache():
+        status = load_script("train").main(["--config", str(file), "--plan", "--json", str(out), *overrides])
+    assert status == 0
+    assert "most at a time, update" in capsys.readouterr().out
+    plan = json.loads(out.read_text())
+    assert plan["topology"] == f"cpu:{jax.device_count()}"
+    assert plan["step"]["rollout"]["drafted"]["tokens_per_second"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_eight_cpu_devices_and_a_wrong_name_from_the_command_line(tmp_path):
+    file = write_config(tmp_path)
+    command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", file, "--topology"]
+    overrides = ["mesh={data: 2, fsdp: 2, tensor: 2}", "engine.max_slots=8", "engine.batch_buckets=[4,8]"]
+    overrides += ["training.rows_per_microbatch=4", "policy.shape.num_kv_heads=2"]
+    done = subprocess.run([*command, "cpu:8", *overrides], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "cpu:8 (8 x this CPU), mesh: data 2, fsdp 2, tensor 2" in done.stdout
+    done = subprocess.run([*command, "tpu:8"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: topology: unknown devices 'tpu'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+class _compilation_cache:
+    """Leaves JAX's compilation cache as it was: the command turns it off."""
+
+    def __enter__(self):
+        self.before = jax.config.jax_enable_compilation_cache
+
+    def __exit__(self, *_):
+        jax.config.update("jax_enable_compilation_cache", self.before)

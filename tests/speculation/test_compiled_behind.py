@@ -1,0 +1,151 @@
+"""Drafters on the device that are compiled while responses are decoded: the same tokens, early or late."""
+
+import threading
+
+import pytest
+
+from drafters.registry import make_drafter, states_read
+from rljax.engine.background import BackgroundCompiler, CompilerThread
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.plain_programs import PlainPrograms
+from rljax.models.huggingface import save_model
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
+from tests.rollout.test_scheduler import assert_same
+from tests.speculation.test_head_drafting import outcomes
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+
+HEAD = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2}
+NAMES = ["quantized", "eagle", "small_model"]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4)
+    return Scheduler(engine, SLOTS).run(params, requests)[0]
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Nothing is compiled in the background before this event is set."""
+    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
+
+    def wait(self, shape):
+        assert go_on.wait(60)
+        compile_shape(self, shape)
+
+    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
+    yield go_on
+    go_on.set()
+
+
+def speculator_of(name, params, requests, directory, **settings):
+    """A speculator whose drafter, verifying passes and plain programs are compiled in one thread."""
+    args = HEAD if name == "eagle" else {}
+    if name == "small_model":
+        save_model(directory, CONFIG, make_params(1), "float32")
+        args = {"path": str(directory)}
+    drafters = {name: make_drafter(name, **args)}
+    hidden_layers = states_read(drafters, CONFIG)
+    pool = ExecutablePool()
+    engine = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4, pool, hidden_layers=hidden_layers
+    )
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
+    prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
+    thread = CompilerThread(BUCKETS, (SLOTS, 128))
+    engine.behind = PlainPrograms(engine, params, thread, SLOTS, 64, 128, first_prompts=prompts)
+    speculator.warm_up_behind(params, SLOTS, 64, False, prompts, 128, thread)
+    if name == "eagle":
+        drafters[name]._budget.allows = lambda: True  # however slow this machine is
+    return speculator
+
+
+def roll_out(speculator, params, requests):
+    completions, statistics = Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
+    speculator.learn(outcomes(requests, completions))
+    return completions, statistics
+
+
+def compilations(speculator):
+    """Programs that were compiled by the thread that decodes."""
+    return speculator.engine.pool.compilations - speculator.engine.pool.compilations_behind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_joins_when_it_is_compiled(params, requests, expected, tmp_path, held_back, name):
+    with speculator_of(name, params, requests, tmp_path) as speculator:
+        compiled = compilations(speculator)
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.verified == statistics.drafted == 0
+        assert compilations(speculator) == compiled and speculator.engine.pool.behind == 0
+        held_back.set()
+        speculator.decoder.compiler.wait()
+        behind = speculator.engine.pool.behind
+        for _ in range(2):  # a head has learned before the second one
+            completions, statistics = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+            assert statistics.verified > 0 and statistics.drafted > 0
+        assert compilations(speculator) == compiled and speculator.engine.pool.behind == behind
+        if name == "eagle":
+            assert speculator.metrics(statistics)["speculation/head/updates"] == 4
+
+
+@pytest.mark.parametrize("name", ["eagle", "small_model"])
+def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expected, tmp_path, name):
+    """It is not compiled for the smaller batch, and drafts again in the next rollout."""
+    with speculator_of(name, params, requests, tmp_path) as speculator:
+        speculator.decoder.compiler.wait()
+        (following,), (proposer,) = speculator._group.on_device, speculator.proposers
+        is_compiled, followed = following.is_compiled, []
+        following.is_compiled = lambda batch: batch > 2 and is_compiled(batch)
+        propose = proposer.propose
+
+        def noting(state, *args):
+            followed.append((state.batch, following.takes_part))
+            return propose(state, *args)
+
+        proposer.propose = noting
+        for _ in range(2):
+            completions, statistics = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+            assert statistics.drafted > 0 and not following.takes_part
+        assert (4, True) in followed and not any(batch == 2 and takes_part for batch, takes_part in followed)
+
+
+def test_a_bandit_waits_for_its_drafters(params, requests, expected, tmp_path):
+    """It would take a drafter that is not ready for one whose drafts are refused."""
+    settings = {"strategies": StrategyChoice("bandit")}
+    with speculator_of("quantized", params, requests, tmp_path, **settings) as speculator:
+        (proposer,) = speculator.proposers
+        speculator.decoder.compiler.wait()
+        asked, choose = [], speculator.manager.choose
+
+        def noting(state, active, statistics):
+            asked.append(state.batch)
+            return choose(state, active, statistics)
+
+        speculator.manager.choose = noting
+        is_ready, proposer.is_ready = proposer.is_ready, lambda shape: False
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert statistics.verified == 0 and not asked
+        proposer.is_ready = is_ready
+        completions, _ = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        assert asked

@@ -1,0 +1,178 @@
+"""Several processes: their config, how they meet, how they notice an end. Whole runs are in
+tests/training/test_several_processes.py."""
+
+import concurrent.futures
+import queue
+import socket
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rljax import processes
+from rljax.config import load_config
+from rljax.config.changes import config_changes
+from rljax.config.distributed import DistributedConfig, check_over_processes, launcher
+from rljax.errors import ConfigError
+from rljax.rendezvous import Rendezvous
+from tests.training.tiny_run import write_config
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _meet(*places: tuple[int, int], timeout: float = 10.0) -> list[Rendezvous | ConfigError]:
+    """What every process gets, for (processes, process) of each."""
+    address = f"127.0.0.1:{_free_port()}"
+
+    def come(place: tuple[int, int]) -> Rendezvous | ConfigError:
+        try:
+            return Rendezvous(address, *place, timeout)
+        except ConfigError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(come, places))
+
+
+# -- the config --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"coordinator": "host:1", "processes": 2, "process": 2}, "distributed.process: 2 must be less than"),
+        ({"process": 0}, "distributed.process: needs distributed.coordinator and distributed.processes"),
+        ({"coordinator": "host:1", "processes": 2}, "distributed.coordinator: needs distributed.process as"),
+        ({"coordinator": "host", "processes": 2, "process": 0}, "'host' is not host:port"),
+        ({"coordinator": "host:99999", "processes": 2, "process": 0}, "is not host:port"),
+        ({"coordinator": ":1", "processes": 2, "process": 0}, "is not host:port"),
+    ],
+)
+def test_keys_that_cannot_be_are_named(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        DistributedConfig(**keys)
+
+
+def test_on_and_off_are_read_as_yaml_reads_them(tmp_path):
+    for text, value in (("on", "on"), ("off", "off"), ("auto", "auto")):
+        config = load_config(write_config(tmp_path), [f"distributed.enabled={text}"])
+        assert config.distributed.enabled == value
+
+
+def test_a_launcher_is_seen_by_its_environment():
+    assert launcher({}) is None
+    assert launcher({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}) == "SLURM"
+    assert launcher({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert launcher({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}) is None  # sbatch alone starts one
+    assert launcher({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}) == "Open MPI"
+    assert launcher({"TPU_WORKER_HOSTNAMES": "a,b"}) == "TPU pod"
+    assert launcher({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    assert DistributedConfig().is_wanted(slurm) and not DistributedConfig().is_wanted({})
+    assert not DistributedConfig(enabled="off").is_wanted(slurm)
+    assert DistributedConfig(enabled="on").is_wanted({})
+    assert DistributedConfig(coordinator="host:1", processes=2, process=0).is_wanted({})
+
+
+def test_other_processes_are_the_same_experiment(tmp_path):
+    file = write_config(tmp_path)
+    keys = ["distributed.coordinator=host:1", "distributed.processes=2", "distributed.process=1"]
+    changes = config_changes(load_config(file), load_config(file, keys))
+    assert len(changes) == 3 and all(change.harmless for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh.data=2"], "the product must be 4"),
+        (["mesh.data=4", "speculation.drafter=srt"], "speculation.choice: expected decides by measured"),
+        (["mesh.data=4", "speculation.overlap=true", "speculation.drafter=srt"], "speculation.overlap: "),
+        (
+            [
+                "mesh.data=4",
+                "speculation.drafter=quantized",
+                "speculation.choice=fixed",
+                "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]",
+            ],
+            "speculation.drafter: quantized drafts on the device",
+        ),
+    ],
+)
+def test_what_processes_cannot_share_is_named(tmp_path, overrides, message):
+    config = load_config(write_config(tmp_path), overrides)
+    with pytest.raises(ConfigError, match=message):
+        check_over_processes(config, 4, 2, {"srt"})
+
+
+def test_a_fixed_strategy_on_the_host_is_shared(tmp_path):
+    keys = ["mesh.data=4", "speculation.drafter=srt", "speculation.choice=fixed"]
+    config = load_config(
+        write_config(tmp_path),
+        [*keys, "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]"],
+    )
+    check_over_processes(config, 4, 2, {"srt"})
+
+
+# -- meeting -----------------------------------------------------------------------------------------------
+
+
+def test_processes_meet_in_any_order():
+    assert all(isinstance(place, Rendezvous) for place in _meet((3, 2), (3, 0), (3, 1)))
+
+
+def test_a_process_that_does_not_come_is_named_by_all_others():
+    first, second = _meet((3, 0), (3, 2), timeout=1.0)
+    assert str(first) == str(second)
+    assert "distributed.process 1 of 3 has not come" in str(first)
+
+
+def test_process_0_may_be_missing():
+    (alone,) = _meet((2, 1), timeout=0.5)
+    assert "process 0 is not at distributed.coordinator 127.0.0.1" in str(alone)
+
+
+def test_an_index_twice_is_an_error_in_all():
+    assert all("distributed.process: 1 has come twice" in str(each) for each in _meet((3, 0), (3, 1), (3, 1)))
+
+
+def test_processes_agree_on_their_number():
+    first, _ = _meet((2, 0), (3, 1))
+    assert "distributed.processes: 3 in process 1, but 2 in process 0" in str(first)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} cannot be used"):
+            Rendezvous(f"127.0.0.1:{port}", 2, 0, 1.0)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("killed", [False]), ("failed", [True]), ("done", [])])
+def test_an_end_is_noticed(end, expected):
+    first, second = _meet((2, 0), (2, 1))
+    heard: queue.Queue[tuple[str, bool]] = queue.Queue()
+    first.watch(lambda name, reported: heard.put((name, reported)))
+    if end != "killed":
+        second.close(failed=end == "failed")
+    for connection in second._connections.values():
+        connection.shutdown(socket.SHUT_RDWR)  # as the operating system does when a process ends
+    if expected:
+        assert heard.get(timeout=10.0) == ("process 1", expected[0])
+    else:
+        with pytest.raises(queue.Empty):
+            heard.get(timeout=0.5)
+
+
+# -- one process -------------------------------------------------------------------------------------------
+
+
+def test_one_process_decides_for_itself():
+    assert not processes.several() and processes.is_first()
+    result = (1, 2)
+    assert processes.from_first(lambda: result) is result
+    assert processes.largest(3) == 3
+    assert np.array_equal(processes.to_host({"a": np.arange(3)})["a"], [0, 1, 2])
+    processes.leave(2)  # returns

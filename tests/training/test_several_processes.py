@@ -1,0 +1,157 @@
+"""Runs in several processes, over gloo: the numbers of one process, resuming, the end of one of them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rljax.run_directory import RunDirectory
+from tests.training.tiny_run import train, write_config
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 600.0  # seconds
+STEPS = 3
+
+
+def _start(directory: Path, index: int, overrides: Sequence[str], devices: int = 1) -> subprocess.Popen:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, "scripts/train.py", "--config", str(directory / "config.yaml"), *overrides]
+    with open(directory / f"output{index}.txt", "w") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+
+@contextlib.contextmanager
+def _processes(directory: Path, count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
+    """The processes of the tiny run; killed at the end, if they still run."""
+    directory.mkdir(exist_ok=True)
+    write_config(directory)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    place = [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.processes={count}", *overrides]
+    started = [_start(directory, i, [*place, f"distributed.process={i}"]) for i in range(count)]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _output(directory: Path, index: int) -> str:
+    return (directory / f"output{index}.txt").read_text()
+
+
+def _train(directory: Path, count: int, *overrides: str) -> list[dict]:
+    with _processes(directory, count, *overrides) as started:
+        for index, process in enumerate(started):
+            assert process.wait(PATIENCE) == 0, _output(directory, index)
+    return RunDirectory(directory / "run").read_metrics()
+
+
+def _agree(lines: Sequence[dict], expected: Sequence[dict]) -> None:
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, other in zip(lines[1:], expected[1:], strict=True):
+        for name in ("reward/mean", "rollout/tokens", "response_length/max", "update/tokens"):
+            assert line[name] == other[name]
+        for name in ("loss/policy", "gradient_norm", "entropy"):
+            assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> list[dict]:
+    """The metrics of one process with one device."""
+    return train(tmp_path_factory.mktemp("one"), f"training.steps={STEPS}")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """Two processes, two steps."""
+    directory = tmp_path_factory.mktemp("two")
+    _train(directory, 2, "mesh.data=2")
+    return directory
+
+
+def test_two_processes_have_the_metrics_of_one(one, two):
+    _agree(RunDirectory(two / "run").read_metrics(), one[:STEPS])
+    # Everything is written once.
+    assert len(RunDirectory(two / "run").read_sessions()) == 1
+    assert len(RunDirectory(two / "run").read_rollouts()) == 2
+    assert "train 2/2" in _output(two, 0) and "train" not in _output(two, 1)
+
+
+def test_one_process_goes_on_with_the_run_of_two(one, two, tmp_path):
+    shutil.copytree(two / "run", tmp_path / "run")
+    write_config(tmp_path)
+    process = _start(tmp_path, 0, ["mesh.data=2", f"training.steps={STEPS}"], devices=2)
+    assert process.wait(PATIENCE) == 0, _output(tmp_path, 0)
+    assert "resumed from step 2" in _output(tmp_path, 0)
+    _agree(RunDirectory(tmp_path / "run").read_metrics(), one)
+
+
+def test_four_processes_go_on_with_the_run_of_two(one, two, tmp_path):
+    shutil.copytree(two / "run", tmp_path / "run")
+    overrides = ("--allow-changes", "mesh.data=2", "mesh.tensor=2", f"training.steps={STEPS}")
+    _train(tmp_path, 4, *overrides)
+    assert "resumed from step 2" in _output(tmp_path, 0)
+    _agree(RunDirectory(tmp_path / "run").read_metrics(), one)
+
+
+def test_drafts_change_nothing_over_processes(one, tmp_path):
+    drafts = (
+        "speculation.drafter=srt",
+        "speculation.choice=fixed",
+        "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]",
+    )
+    lines = _train(tmp_path, 2, "mesh.data=2", *drafts)
+    _agree(lines, one[:STEPS])
+    assert sum(line["speculation/drafted"] for line in lines[1:]) > 0
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path, killed):
+    steps = 8
+    overrides = ("mesh.data=2", "warm_start=null", "evaluation.problems=0", f"training.steps={steps}")
+    saved = tmp_path / "run" / "checkpoints" / "1" / "checkpoint.json"
+    with _processes(tmp_path, 2, *overrides) as started:
+        deadline = time.monotonic() + PATIENCE
+        while not saved.exists() and time.monotonic() < deadline:
+            assert all(process.poll() is None for process in started), _output(tmp_path, 0)
+            time.sleep(0.01)
+        os.kill(started[killed].pid, signal.SIGKILL)
+        assert started[1 - killed].wait(PATIENCE) == 2
+    errors = [line for line in _output(tmp_path, 1 - killed).splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "has ended" in errors[0] and "same command" in errors[0]
+    lines = _train(tmp_path, 2, *overrides)
+    assert [line["step"] for line in lines] == list(range(steps + 1))
+    assert "resumed from step" in _output(tmp_path, 0)
+    sessions = (tmp_path / "run" / "sessions.jsonl").read_text().splitlines()
+    assert len(sessions) == 2 and json.loads(sessions[1])["step"] > 0
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    overrides = ("mesh.data=2", "warm_start=null", "evaluation.problems=0", "training.steps=1000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with _processes(tmp_path, 2, *overrides) as started:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline and not (metrics.exists() and b'"step": 1' in metrics.read_bytes()):
+            assert all(process.poll() is None for process in started), _output(tmp_path, 0)
+            time.sleep(0.01)
+        started[1].terminate()
+        assert [process.wait(PATIENCE) for process in started] == [128 + signal.SIGTERM] * 2
+    assert "which is saved" in _output(tmp_path, 0)

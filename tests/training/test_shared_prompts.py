@@ -1,0 +1,216 @@
+"""Shared prompts: the logprobs of computing every copy bit for bit, and its gradients up to rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.errors import ConfigError
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_groups
+from rljax.learning.prompt_sharing import prompt_key
+from rljax.models import transformer
+from rljax.models.config import ModelConfig
+from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
+from rljax.requests import Completion
+from rljax.rollout.collector import Group
+from rljax.sampling.distribution import SamplingParams
+from rljax.sharding import make_mesh
+from rljax.tasks.base import Problem
+from rljax.training.critic import critic_params, packed_values
+from rljax.training.minibatches import make_minibatches, padding_share, shared_share
+from rljax.training.scoring import score_packed
+from rljax.training.update import Trainer
+
+CONFIG = ModelConfig("qwen3", 61, 64, 2, 4, 2, 16, 96, tie_embeddings=True, qk_norm=True, max_positions=2048)
+PACK_LENGTH = 760  # not a multiple of a chunk of keys
+ROWS = 4
+POOL = ExecutablePool()
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(
+        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
+    )
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    """Groups with prompts within a chunk of keys and beyond, one that is not shared, and one too short to."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for num_prompt, count in ((300, 4), (100, 5), (512, 2), (180, 1), (20, 3)):
+        prompt = rng.integers(0, CONFIG.vocab_size, num_prompt)
+        for length in rng.integers(5, 90, count):
+            sampled = rng.random(length) < 0.8 if num_prompt == 100 else None
+            sequences.append(
+                TrainingSequence(
+                    prompt_ids=prompt,
+                    response_ids=rng.integers(0, CONFIG.vocab_size, length),
+                    rollout_logprobs=-4.0 + 0.3 * rng.standard_normal(length),
+                    advantage=float(rng.standard_normal()),
+                    weight=0.002,
+                    sampled_mask=sampled,
+                )
+            )
+    return sequences
+
+
+def batches_of(sequences, share_prompts):
+    """The same packing with and without sharing."""
+    keys = [prompt_key(sequence.prompt_ids) for sequence in sequences]
+    packing = pack_groups([sequence.length for sequence in sequences], keys, PACK_LENGTH, ROWS)
+    return [build_batch(sequences, packing, rows, share_prompts) for rows in packing.microbatches(ROWS)]
+
+
+def compiled(function, *arguments):
+    program = jax.jit(function).lower(*arguments).compile(compiler_options=row_invariant_compiler_options())
+    return jax.device_get(program(*arguments))
+
+
+def scores(params, batch, numerics, sampling):
+    rope = jnp.asarray(rope_table(CONFIG, PACK_LENGTH))
+
+    def run(params, batch):
+        return score_packed(params, CONFIG, batch, rope, numerics, sampling, logprob_chunk=100)
+
+    return compiled(run, params, batch)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
+@pytest.mark.parametrize(
+    ("compute_dtype", "sampling"),
+    [
+        ("float32", SamplingParams()),
+        ("bfloat16", SamplingParams(temperature=0.8, top_k=30)),
+        ("float32", SamplingParams(repetition_penalty=1.2)),
+    ],
+    ids=["float32", "bfloat16, filtered", "float32, penalized"],
+)
+def test_logprobs_have_the_same_bits(params, sequences, compute_dtype, sampling):
+    numerics = Numerics(compute_dtype=compute_dtype)
+    for batch, shared in zip(batches_of(sequences, False), batches_of(sequences, True), strict=True):
+        expected = scores(params, batch, numerics, sampling)
+        found = scores(params, shared, numerics, sampling)
+        mask = batch.response_mask
+        assert mask.any()
+        np.testing.assert_array_equal(found[0][mask], expected[0][mask])
+        np.testing.assert_allclose(found[1][mask], expected[1][mask], rtol=1e-5)
+
+
+def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
+    for batch in batches_of(sequences, True):
+        compact = batch.compact
+        present = batch.segment_ids > 0
+        num_scored, num_others, num_copies = compact.counts
+        real = np.concatenate([compact.scored[:num_scored], compact.others[:num_others]])
+        assert len(np.unique(real)) == len(real) == compact.computed.sum()
+        scored = compact.scored[:num_scored]
+        np.testing.assert_array_equal(scored, np.flatnonzero(batch.response_mask))
+        positions = np.concatenate([compact.scored, compact.others])[compact.source]
+        for name in ("tokens", "positions"):
+            values = getattr(batch, name)
+            np.testing.assert_array_equal(values[present], values.reshape(-1)[positions][present])
+        assert np.all(compact.computed.reshape(-1)[real])
+        copied = sum(count for _, _, count in compact.copies[:num_copies])
+        assert copied == present.sum() - compact.computed.sum()
+    assert copied or num_copies == 0
+
+
+def trainer(dtype="float32", remat=False, mesh=None, entropy=0.01, **training):
+    training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=ROWS, remat=remat, **training)
+    algorithm = AlgorithmConfig(entropy_coefficient=entropy)
+    optimizer = make_optimizer(**OptimizerConfig(learning_rate=1e-2).model_dump(), total_updates=10)
+    numerics = Numerics(compute_dtype=dtype)
+    return Trainer(CONFIG, numerics, SamplingParams(), algorithm, training, optimizer, POOL, mesh)
+
+
+def sums_of(step_trainer, params, batches):
+    """Gradients and metrics summed over micro-batches."""
+    total = None
+    for batch in batches:
+        sums = compiled(step_trainer._policy_step, params, batch, None, step_trainer._rope)
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remat", "tolerance"),
+    [("float32", False, 2e-6), ("float32", True, 2e-6), ("bfloat16", False, 2e-2)],
+)
+def test_gradients_agree_up_to_rounding(params, sequences, dtype, remat, tolerance):
+    side = trainer(dtype, remat)
+    expected, expected_metrics = sums_of(side, params, batches_of(sequences, False))
+    found, metrics = sums_of(side, params, batches_of(sequences, True))
+    for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, leaf, rtol=0, atol=tolerance * np.abs(leaf).max())
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_the_critic_shares_too(params, sequences):
+    trunk = critic_params(params)
+    trunk["head"]["weight"] = jnp.asarray(np.random.default_rng(1).standard_normal(CONFIG.hidden_size))
+    rope = jnp.asarray(rope_table(CONFIG, PACK_LENGTH))
+
+    def loss(params, batch):
+        values = packed_values(params, CONFIG, batch, rope, Numerics())
+        return jnp.sum(jnp.where(batch.response_mask, values, 0.0) ** 2)
+
+    for batch, shared in zip(batches_of(sequences, False), batches_of(sequences, True), strict=True):
+        expected, found = (compiled(jax.grad(loss), trunk, each) for each in (batch, shared))
+        for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(other, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+
+
+def test_an_update_with_shared_prompts_is_the_same_update(params, sequences):
+    runs = []
+    for share_prompts in (False, True):
+        side = trainer()
+        runs.append(side.update(side.init(params), batches_of(sequences, share_prompts)))
+    (state, metrics), (shared_state, shared_metrics) = runs
+    assert shared_metrics == pytest.approx(metrics, rel=1e-4)
+    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(shared_state.params), strict=True):
+        np.testing.assert_allclose(other, leaf, atol=1e-3)
+
+
+def step_groups(num_prompt, count=3, samples=4):
+    """A step of groups with prompts of one length and responses of 20 tokens."""
+    rng = np.random.default_rng(num_prompt)
+
+    def completion():
+        response, logprobs = rng.integers(0, CONFIG.vocab_size, 20), np.full(20, -4.0, np.float32)
+        return Completion(response.astype(np.int32), logprobs, "length")
+
+    problem = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
+    prompts = [rng.integers(0, CONFIG.vocab_size, num_prompt).tolist() for _ in range(count)]
+    return [
+        Group(problem, prompt, [completion() for _ in range(samples)], [{"reward": 1.0}] * samples)
+        for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share_prompts", "num_prompt", "share"),
+    [("auto", 200, 3 * 199 / 880), ("auto", 8, 0.0), ("off", 200, 0.0), ("on", 200, 3 * 199 / 880)],
+)
+def test_prompts_are_shared_where_it_saves_enough(share_prompts, num_prompt, share):
+    settings = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=ROWS)
+    minibatches = make_minibatches(step_groups(num_prompt), settings, (0,), 1, share_prompts)
+    assert shared_share(minibatches) == pytest.approx(share)
+    (batch,) = minibatches[0].batches
+    assert (batch.compact is not None) == (share > 0)
+    if share:
+        computed = 3 * 199 + 12 * 21
+        assert padding_share(minibatches) == pytest.approx(1 - computed / batch.compact.size)
+
+
+def test_sharing_is_not_possible_on_a_mesh():
+    mesh = make_mesh(MeshConfig(data=1)) or jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ConfigError, match=r"training\.share_prompts: on is not possible on a mesh"):
+        trainer(mesh=mesh, share_prompts="on")
+    assert trainer(mesh=mesh, share_prompts="auto").share_prompts == "off"
