@@ -64,6 +64,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
     "all": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}},
+    "all and a small model": {
+        "drafter": "srt",
+        "others": {"eagle": _EAGLE, "quantized": {}, "small_model": {}},
+    },
     "all mixed": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "mix": True},
     "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
     "all by the ladder": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "ladder"},
@@ -111,7 +115,9 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
     """Raises a UserError for a variant that cannot be made for the config's policy."""
     for name in names:
-        if (VARIANTS[name] or {}).get("drafter") == "small_model" and config.policy.shape is None:
+        keys = VARIANTS[name] or {}
+        small = keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
+        if small and config.policy.shape is None:
             raise UserError(
                 f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
             )
@@ -141,6 +147,9 @@ def make_variant(
         speculation = config.speculation.model_copy(update=update)
         if speculation.drafter == "small_model":
             speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
+        if "small_model" in speculation.others:
+            others = speculation.others | {"small_model": {"path": str(small_model(run))}}
+            speculation = speculation.model_copy(update={"others": others})
         drafters = make_drafters(speculation)
         engine = engine.handing_out(states_read(drafters, engine.config))
         overlap, roofline = speculation.overlap, None
