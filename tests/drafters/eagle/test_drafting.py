@@ -39,6 +39,9 @@ STATIC = ("config", "numerics", "attended")
 jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
 jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
 COMMITTED = (20, 9)  # the policy's committed tokens, of two slots
+# Logits of the heads with opinions reach 280: sums in another order move them by units in the last place. A single
+# position of the cache that is left out moves them by 0.07 or more.
+ROUNDING = 16 * float(np.spacing(np.float32(280)))
 KEYS = jnp.asarray(np.stack([request_key(1, 2), request_key(1, 3)]))
 
 
@@ -142,7 +145,7 @@ def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant, noise):
     assert trees[0].tree.valid.all()
     for state, tree in zip(states[1:], trees[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, tree.tree, trees[0].tree)
-        np.testing.assert_allclose(tree.log_probability, trees[0].log_probability, atol=1e-4)
+        np.testing.assert_allclose(tree.log_probability, trees[0].log_probability, atol=ROUNDING)
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), state, states[0])
 
 
