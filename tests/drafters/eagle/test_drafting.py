@@ -39,8 +39,8 @@ STATIC = ("config", "numerics", "attended")
 jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
 jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
 COMMITTED = (20, 9)  # the policy's committed tokens, of two slots
-# Logits of the heads with opinions reach 280: sums in another order move them by units in the last place. A single
-# position of the cache that is left out moves them by 0.07 or more.
+# Logits of the heads with opinions reach 280: sums in another order move them by units in the last place. A
+# single position of the cache that is left out moves them by 0.07 or more.
 ROUNDING = 16 * float(np.spacing(np.float32(280)))
 KEYS = jnp.asarray(np.stack([request_key(1, 2), request_key(1, 3)]))
 
