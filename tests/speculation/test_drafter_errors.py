@@ -53,7 +53,7 @@ def speculator(drafter, ahead=False, name="mine"):
     run_ahead = None
     if ahead:
         run_ahead = RunAhead(1, 0.5)
-    engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)), numerics=Numerics())
+    engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)), numerics=Numerics(), mesh=None)
     speculating = Speculator(engine, {name: drafter}, 4, run_ahead)
     if ahead:
         speculating.drafters[name].begin([])
