@@ -8,6 +8,8 @@ from tests.training.tiny_run import train
 
 pytestmark = pytest.mark.slow
 
+# How much is drafted follows from measured times; tokens and updates do not.
+_FROM_TIMES = ("speculation/", "rollout/occupancy", "rollout/decode_steps")
 _DEEPER = ("policy.shape.num_layers=3", "speculation.drafter=srt", "speculation.verify_buckets=[8]")
 
 
@@ -22,7 +24,9 @@ def test_a_run_resumes_with_the_other_setting(tmp_path):
     assert session["changed"]["policy.outline_layers"] == ["off", "on"]
     assert [line["step"] for line in lines] == [0, 1, 2]
     for line, other in zip(_numbers(lines), _numbers(expected), strict=True):
-        for key in set(line) & set(other):
+        shared = {key for key in set(line) & set(other) if not key.startswith(_FROM_TIMES)}
+        assert line["step"] == 0 or {"reward/mean", "rollout/tokens", "loss/policy"} <= shared
+        for key in shared:
             assert line[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
     for line in lines[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0
