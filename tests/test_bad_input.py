@@ -138,7 +138,10 @@ def test_a_config_file(tmp_path, monkeypatch, capsys, content, says):
         (("speculation.drafter=eagle", "speculation.args={path: nowhere}"), "nowhere"),
         (("speculation.drafter=small_model", "speculation.args={path: nowhere}"), "nowhere"),
         (("speculation.drafter=small_model", "speculation.args={path: POLICY}"), "vocab"),
-        (("rollout.max_prompt_length=8",), "rollout.max_prompt_length: 8, but the prompt of problem train/0"),
+        (
+            ("rollout.max_prompt_length=8", "rollout.long_prompts=stop"),
+            "rollout.max_prompt_length: 8, but the prompt of problem train/0",
+        ),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else None,
 )

@@ -69,6 +69,11 @@ class RolloutConfig(Section):
     max_prompt_length: Count = Field(
         512, description="Most tokens of a prompt. Raise it when the task's prompts do not fit."
     )
+    long_prompts: Literal["leave_out", "stop"] = Field(
+        "leave_out",
+        description="Reaction to problems whose prompt has more tokens: leave_out asks the next problem"
+        " instead, stop ends the run with the length. Set stop where every problem has to be asked.",
+    )
     max_response_length: Count = Field(
         1024,
         description="Most tokens of a response. Raise it when many responses are truncated; lower it for"

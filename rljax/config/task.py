@@ -132,9 +132,14 @@ class TaskConfig(Section):
     )
     reward_errors: Literal["stop", "zero"] = Field(
         "stop",
-        description="Reaction to a reward that raises or hangs: stop the run with its message, or count it"
-        " as 0 and in reward/errors. Set zero for long runs whose checkers time out"
-        " occasionally.",
+        description="Reaction to a reward that raises or dies: stop the run with its message, or count it as"
+        " 0 and in reward/errors. Set zero for long runs with checkers that fail occasionally.",
+    )
+    reward_timeouts: Literal["zero", "stop"] = Field(
+        "zero",
+        description="Reaction to a reward that takes longer than reward_timeout over a response: count it as"
+        " 0 and in reward/timeouts, or stop the run. What a policy writes may take a checker any time; set"
+        " stop to find a checker that hangs by itself.",
     )
     reward_workers: CountOrOff = Field(
         0,
@@ -158,7 +163,7 @@ def _impossible(config: TaskConfig) -> Iterator[str]:
     for key, rewards in lists:
         names = [reward.metric for reward in rewards]
         for number, name in enumerate(names):
-            if name in names[:number] or name in ("reward", "mean", "errors"):
+            if name in names[:number] or name in ("reward", "mean", "errors", "timeouts"):
                 yield f"{key}.{number}.label: the name {name!r} is taken; give this one a label"
     if (config.name == "mixture") != bool(config.mixture):
         yield "task.mixture: lists the tasks of task.name: mixture; set both or none"

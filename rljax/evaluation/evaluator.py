@@ -39,6 +39,7 @@ from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.requests import Completion
 from rljax.rollout.collector import EVALUATION, Collector
 from rljax.rollout.metrics import tokens_per_second
+from rljax.rollout.prompts import Prompts
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task
@@ -76,7 +77,10 @@ class Evaluator:
         check_devices(config.mesh, jax.device_count())
         self.task: Task = configured_task(config.task, config.seed, progress.message)
         self.samples = config.evaluation.samples
-        self.problems = distinct_problems(self.task, split, config.evaluation.problems, progress.message)
+        longest, leave_out = config.rollout.max_prompt_length, config.rollout.long_prompts == "leave_out"
+        self.prompts = Prompts(self.task, saved.policy.tokenizer, longest, leave_out)
+        problems = distinct_problems(self.task, split, config.evaluation.problems, progress.message)
+        self.problems = self.prompts.fitting(problems, progress.message)
         self.ks = config.evaluation.pass_at or default_ks(self.samples)
         check_success(self.task, split, config.evaluation)
         self._settings, self._judging = self._identity()
@@ -97,7 +101,8 @@ class Evaluator:
     def _identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the settings that responses depend on, and the settings that only judgements depend on."""
         config = self.config
-        rollout = config.rollout.model_dump(exclude={"prompts_per_step", "samples_per_prompt"})
+        of_steps = {"prompts_per_step", "samples_per_prompt", "long_prompts"}
+        rollout = config.rollout.model_dump(exclude=of_steps)
         task, judging = task_settings(config.task)
         settings = {
             "policy": weights_digest(self.saved.policy.params),
@@ -147,7 +152,7 @@ class Evaluator:
             policy.tokenizer,
             scheduler,
             config.seed,
-            config.rollout.max_prompt_length,
+            self.prompts,
             config.rollout.max_response_length,
         )
         all_requests = collector.requests(self.split, list(self.problems), self.samples, EVALUATION, 0)

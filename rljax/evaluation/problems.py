@@ -10,7 +10,7 @@ from typing import Any
 from rljax.config import TaskConfig
 from rljax.tasks.base import Problem, Split, Task
 
-_JUDGING = ("rewards", "reward_timeout", "reward_errors", "sandbox")
+_JUDGING = ("rewards", "reward_timeout", "reward_errors", "reward_timeouts", "sandbox")
 _NEITHER = ("reward_workers",)
 
 

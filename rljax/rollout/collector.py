@@ -8,15 +8,14 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax import processes
-from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.noise import request_key
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import judge
-from rljax.tasks.wrapper import finite_problems
 
 TRAINING, EVALUATION = 0, 1
 """Purposes, the first part of a request's identity: evaluation never reuses the noise of training."""
@@ -60,7 +59,7 @@ class Collector:
       tokenizer: tokenizer of the policy.
       scheduler: decodes requests.
       seed: the run's seed.
-      max_prompt_length: largest number of tokens in a prompt; a longer prompt is an error.
+      prompts: the task's prompts in tokens.
       max_response_length: largest number of tokens in a response.
     """
 
@@ -70,14 +69,14 @@ class Collector:
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         seed: int,
-        max_prompt_length: int,
+        prompts: Prompts,
         max_response_length: int,
     ) -> None:
         self.task = task
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.seed = seed
-        self.max_prompt_length = max_prompt_length
+        self.prompts = prompts
         self.max_response_length = max_response_length
 
     def collect(
@@ -135,7 +134,7 @@ class Collector:
     def _requests(
         self, problems: Sequence[Problem], indices: Sequence[int], samples: int, purpose: int, step: int
     ) -> list[Request]:
-        prompts = [self._prompt(problem) for problem in problems]
+        prompts = [self.prompts.tokens(problem) for problem in problems]
         return [
             Request(
                 prompt,
@@ -147,35 +146,6 @@ class Collector:
             for prompt, index in zip(prompts, indices, strict=True)
             for sample in range(samples)
         ]
-
-    def _prompt(self, problem: Problem) -> tuple[int, ...]:
-        prompt = tuple(self.tokenizer.encode_chat(problem.messages))
-        if len(prompt) > self.max_prompt_length:
-            raise UserError(
-                f"rollout.max_prompt_length: {self.max_prompt_length}, but the prompt of problem "
-                f"{problem.id} has {len(prompt)} tokens"
-            )
-        return prompt
-
-
-def check_prompts(task: Task, tokenizer: Tokenizer, max_prompt_length: int) -> None:
-    """Raises a UserError if a task with finitely many problems has prompts that are too long.
-
-    Args:
-      task: the task; problems are those of its method `finite_problems`, if it has one.
-      tokenizer: tokenizer of the policy.
-      max_prompt_length: largest number of tokens in a prompt.
-    """
-    problems = finite_problems(task)
-    lengths = [len(tokenizer.encode_chat(problem.messages)) for problem in problems]
-    too_long = sum(length > max_prompt_length for length in lengths)
-    if too_long:
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        raise UserError(
-            f"rollout.max_prompt_length: {max_prompt_length}, but {too_long} of {len(problems)} prompts are"
-            f" longer; that of problem {problems[longest].id} has {lengths[longest]} tokens. Raise it, or"
-            " leave long prompts out with task.args.longest_prompt"
-        )
 
 
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:

@@ -78,8 +78,7 @@ def roll_out(run: TrainingRun) -> Rollout:
     while True:
         # The next prompts, and those behind them for run-ahead.
         round_ = sampler.rounds
-        indices = range(run.data_position, run.data_position + num_prompts)
-        run.data_position += num_prompts
+        indices, run.data_position = run.prompts.next_problems("train", run.data_position, num_prompts)
         if run.run_ahead is not None:
             plan_ahead(run, round_)
 
@@ -112,7 +111,7 @@ def plan_ahead(run: TrainingRun, round_: int) -> None:
     further = round_ + 1 < rounds and run.run_ahead.expects_round(round_)
     step = run.step if further else run.step + 1
     if step < config.training.steps:
-        following = range(run.data_position, run.data_position + config.rollout.prompts_per_step)
+        following, _ = run.prompts.next_problems("train", run.data_position, config.rollout.prompts_per_step)
         samples = config.rollout.samples_per_prompt
         run.run_ahead.plan(run.collector.requests("train", following, samples, TRAINING, step))
 

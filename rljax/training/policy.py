@@ -110,12 +110,9 @@ def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:
     return dataclasses.replace(policy, params=params, config=config)
 
 
-def check_policy(config: ExperimentConfig, policy: Policy, task: Task) -> None:
-    """Checks that policy and task fit together, before anything is compiled.
-
-    Raises:
-      UserError: the config's sequences are longer than the policy's maximum, the tokenizer has no chat
-        template for the task's prompts, or the first prompt is too long.
+def check_policy(config: ExperimentConfig, policy: Policy) -> None:
+    """Raises a ConfigError if the config's sequences are longer than the policy's maximum, before anything is
+    compiled. `Prompts.check` is about the prompts.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -123,11 +120,4 @@ def check_policy(config: ExperimentConfig, policy: Policy, task: Task) -> None:
         raise ConfigError(
             f"policy: it is made for sequences of {policy.config.max_positions} tokens, less than"
             f" rollout.max_prompt_length + max_response_length = {longest}"
-        )
-    problem = task.problem("train", 0)
-    tokens = len(policy.tokenizer.encode_chat(problem.messages))
-    if tokens > rollout.max_prompt_length:
-        raise ConfigError(
-            f"rollout.max_prompt_length: {rollout.max_prompt_length}, but the prompt of problem"
-            f" {problem.id} has {tokens} tokens"
         )

@@ -10,7 +10,8 @@ from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import num_params
 from rljax.progress import Progress
-from rljax.rollout.collector import TRAINING, Collector, check_prompts
+from rljax.rollout.collector import TRAINING, Collector
+from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
@@ -42,6 +43,7 @@ class TrainingRun:
       step: number of finished steps.
       data_position: index of the next training problem.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      prompts: the task's prompts in tokens.
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
@@ -72,16 +74,18 @@ class TrainingRun:
         self.pool = ExecutablePool(bool(engine.row_invariant), engine.compilation_cache)
         task = checked_task(config, progress.message)
         check_success(task, "heldout", config.evaluation)
-        num_heldout = config.evaluation.problems
-        self.heldout = list(distinct_problems(task, "heldout", num_heldout, progress.message))
+        heldout = distinct_problems(task, "heldout", config.evaluation.problems, progress.message)
 
         # The policy that step 0 starts from.
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
-        check_prompts(task, policy.tokenizer, rollout.max_prompt_length)
+        leave_out = rollout.long_prompts == "leave_out"
+        self.prompts = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out)
+        self.prompts.check(progress.message)
+        self.heldout = list(self.prompts.fitting(heldout, progress.message))
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         progress.message(f"algorithm: {config.algorithm.describe(rollout.max_response_length)}")
-        check_policy(config, policy, task)
+        check_policy(config, policy)
         self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)
@@ -101,7 +105,7 @@ class TrainingRun:
             policy.tokenizer,
             scheduler,
             config.seed,
-            rollout.max_prompt_length,
+            self.prompts,
             rollout.max_response_length,
         )
 
@@ -139,7 +143,8 @@ class TrainingRun:
         """
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        indices = range(self.data_position, self.data_position + self.config.rollout.prompts_per_step)
+        num_prompts = self.config.rollout.prompts_per_step
+        indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
         requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
         first_prompts = [len(request.prompt_ids) for request in requests]
         warm_up(self.collector.scheduler, params, self.config, wait=wait, first_prompts=first_prompts)

@@ -176,7 +176,7 @@ def make_variant(
         run.collector.tokenizer,
         scheduler,
         config.seed,
-        config.rollout.max_prompt_length,
+        run.prompts,
         config.rollout.max_response_length,
     )
     return Variant(name, collector, speculator)

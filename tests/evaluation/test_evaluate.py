@@ -214,7 +214,10 @@ def test_a_digest_names_the_bits_of_the_weights():
     "arguments, message",
     [
         (["evaluation.success=corect"], "no part 'corect'; did you mean 'correct'"),
-        (["rollout.max_prompt_length=4"], "max_prompt_length: 4, but the prompt of problem heldout/0"),
+        (
+            ["rollout.max_prompt_length=4", "rollout.long_prompts=stop"],
+            "max_prompt_length: 4, but the prompt of problem heldout/0",
+        ),
         (["--step", "7"], "no checkpoint of step 7; there is 1"),
         (["task.name=nothing"], "unknown task 'nothing'"),
         (["mesh.data=64"], "mesh: data 64"),

@@ -98,7 +98,7 @@ def test_each_problem_is_judged_by_its_own_task():
     assert judged[0] == judged[2] == {"reward": 1.0, "correct": 1.0, "format": 1.0}
     length = max(0, 10 - len(problems[1].solution)) / 10
     assert judged[1] == {
-        "reward": 2 * length + 1.0, "length": length, "errors": 0.0,
+        "reward": 2 * length + 1.0, "length": length, "errors": 0.0, "timeouts": 0.0,
         "task": 1.0, "task/correct": 1.0, "task/format": 1.0,
     }  # fmt: skip
     assert task.problem("train", 3) == configured_task(section, 0).problem("train", 3)

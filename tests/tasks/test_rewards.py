@@ -153,7 +153,7 @@ def test_rewards_add_up_by_weight(make):
         {"name": f"{HERE}:brevity", "weight": 2, "args": {"scale": 3}, "label": "short"},
     )
     asked = task.problem("train", 0)
-    parts = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0}
+    parts = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0, "timeouts": 0.0}
     response = "x" * (5 - len(asked.answer)) + " " + asked.answer
     assert task.reward(asked, response) == {"reward": 1.0 - 0.25 + 0.25 + 1.0, **parts}
     assert task.reports == []
@@ -198,10 +198,11 @@ def test_a_reward_that_fails_counts_as_zero_and_is_counted_and_reported(make):
     start = time.monotonic()
     judged = task.rewards([(asked, each) for each in texts])
     assert time.monotonic() - start < 60
-    good, bad = {"reward": 3.0, "moody": 1.0, "length": 1.0, "errors": 0.0}, {
-        "reward": 1.0, "moody": 0.0, "length": 1.0, "errors": 1.0
-    }  # fmt: skip
-    assert judged == [good, *[bad] * len(FAILURES), good]
+    good = {"reward": 3.0, "moody": 1.0, "length": 1.0, "errors": 0.0, "timeouts": 0.0}
+    zero = {"reward": 1.0, "moody": 0.0, "length": 1.0}
+    slow = [what.startswith("took") for what in FAILURES.values()]
+    bad = [zero | {"errors": float(not hung), "timeouts": float(hung)} for hung in slow]
+    assert judged == [good, *bad, good]
     for (name, what), report in zip(FAILURES.items(), task.reports, strict=True):
         prompt = json.dumps(asked.messages[0]["content"])
         assert report.startswith("task.rewards.0 (moody): ") and what in report
@@ -227,12 +228,24 @@ def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
         assert part in message
 
 
+def test_a_response_that_a_reward_takes_too_long_over_does_not_end_the_run(make):
+    reward = {"name": f"{HERE}:moody"}
+    task = make(reward, reward_timeout=0.5)
+    asked = task.problem("train", 0)
+    judged = task.rewards([(asked, "hang"), (asked, "fine")])
+    names = ("moody", "timeouts", "errors")
+    assert [tuple(parts[name] for name in names) for parts in judged] == [(0, 1, 0), (1, 0, 0)]
+    assert len(task.reports) == 1 and "took more than 0.5 seconds" in task.reports[0]
+    with pytest.raises(UserError, match=r"took more than .*task\.reward_timeouts: zero"):
+        make(reward, reward_timeout=0.5, reward_timeouts="stop").reward(asked, "hang")
+
+
 def test_a_catastrophic_pattern_is_bounded(make):
-    task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5, reward_errors="zero")
+    task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5)
     start = time.monotonic()
     judged = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
     assert time.monotonic() - start < 20
-    assert [(parts["format"], parts["errors"]) for parts in judged] == [(0.0, 1.0), (1.0, 0.0)]
+    assert [(parts["format"], parts["timeouts"]) for parts in judged] == [(0.0, 1.0), (1.0, 0.0)]
 
 
 def test_a_worker_is_used_again_and_the_run_is_not_its_parent_for_long(make):
@@ -299,7 +312,7 @@ def test_reasoning_gym(tmp_path):
         mark = tmp_path / "escaped"
         evil = f"<answer>[open({str(mark)!r}, 'w').write('x')]</answer>"
         judged = task.rewards([(asked, each) for each in (f"<answer>{asked.answer}</answer>", "none", evil)])
-        assert judged[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0}
+        assert judged[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0, "timeouts": 0.0}
         assert judged[1]["score"] == 0.0 and judged[2]["score"] < 1.0 and not mark.exists()
         direct = create_dataset("string_insertion", seed=0, size=1)
         direct.score_answer(f"[open({str(mark)!r}, 'w').write('x')]", direct[0])

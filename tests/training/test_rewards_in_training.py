@@ -15,6 +15,8 @@ from .tiny_run import train, write_config
 def problems(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     rows = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 2} for i in range(24)]
+    for row in rows[::3]:
+        row["prompt"] = row["prompt"].rjust(200, "0")  # more tokens than a prompt may have
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -49,13 +51,14 @@ def without_times(metrics):
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems):
+def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, capsys):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = train(tmp_path / "whole", task(problems), *COMMON)
     train(tmp_path / "parts", task(problems), *COMMON, "training.steps=1")
     resumed = train(tmp_path / "parts", task(problems), *COMMON)
     assert without_times(resumed) == without_times(whole)
+    assert "8 of 24 prompts are longer" in capsys.readouterr().out  # and the runs ended well
     for line in whole[1:]:
         assert 0 < line["reward/length"] <= 1 and line["reward/brevity"] > 0
         assert line["reward/errors"] == 0 and 0 <= line["reward/format"] <= 1
@@ -74,7 +77,7 @@ def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, mo
     monkeypatch.setattr(
         "rljax.training.training_run.TrainingRun.compile", lambda self: pytest.fail("it compiles")
     )
-    long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "task.problems=5")
+    long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "rollout.long_prompts=stop")
     assert long.startswith("rollout.max_prompt_length: 8, but ") and "sums.jsonl:" in long
     dataset = {"name": "dataset", "args": {"path": str(problems)}}
     assert "has no reward of its own" in refused(tmp_path, f"task={json.dumps(dataset)}")

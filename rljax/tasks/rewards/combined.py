@@ -15,7 +15,7 @@ from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered
 from rljax.tasks.rewards.extraction import last_code_block
-from rljax.tasks.rewards.pool import CheckerError, CheckerPool, checker_sandbox
+from rljax.tasks.rewards.pool import CheckerError, CheckerPool, CheckerTimeout, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
 from rljax.tasks.wrapper import Wrapper
@@ -30,14 +30,15 @@ Parts = dict[str, float]
 class RewardedTask(Wrapper):
     """A task's problems, judged by a weighted sum of rewards.
 
-    A response's parts are "reward", the sum; every reward by the name of its metric, before weighting; and
-    "errors", 1 if a reward raised, hung or died on the response, else 0.
+    A response's parts are "reward", the sum; every reward by the name of its metric, before weighting;
+    "errors", 1 if a reward raised or died on the response, else 0; and "timeouts", 1 if one took too long.
 
     Args:
       task: source of the problems, and of the reward `task` where it has one. An attribute `checker` (name
         and arguments of one of `CHECKERS`) is this reward, computed in the sandbox.
       config: the rewards and their settings.
-      report: called with a line for a reward that fails, where `config.reward_errors` is "zero".
+      report: called with a line for a reward that fails and counts 0 (`config.reward_errors` and
+        `config.reward_timeouts`).
       key: config key of the list of rewards, for errors.
 
     Raises:
@@ -87,7 +88,8 @@ class RewardedTask(Wrapper):
         """Returns the rewards of many responses, computed in parallel.
 
         Raises:
-          UserError: a reward failed, and `task.reward_errors` is "stop".
+          UserError: a reward failed, and `task.reward_errors` is "stop"; or it took too long, and
+            `task.reward_timeouts` is.
         """
         under_way = [[self._begin(reward, *pair) for reward in self._rewards] for pair in answered]
         try:
@@ -181,35 +183,37 @@ class RewardedTask(Wrapper):
         return sum(passed) / len(passed) if settings.partial else float(all(passed))
 
     def _total(self, answered: Answered, futures: Sequence[concurrent.futures.Future]) -> Parts:
-        total, parts, errors = 0.0, {}, 0.0
+        total, parts, failures = 0.0, {}, {"errors": 0.0, "timeouts": 0.0}
         for reward, future in zip(self._rewards, futures, strict=True):
             try:
                 value = future.result()
             except (CheckerError, SandboxError) as error:
-                self._fail(reward, answered, str(error))
-                value, errors = 0.0, 1.0
+                kind = "timeouts" if isinstance(error, CheckerTimeout) else "errors"
+                self._fail(reward, answered, str(error), kind)
+                value, failures[kind] = 0.0, 1.0
             if isinstance(value, dict):  # the task's reward, with its parts
                 task_parts = {f"{reward.metric}/{name}": x for name, x in value.items() if name != "reward"}
                 parts |= task_parts
                 value = value["reward"]
             total += reward.weight * value
             parts[reward.metric] = value
-        return {"reward": total, **parts, "errors": errors}
+        return {"reward": total, **parts, **failures}
 
-    def _fail(self, reward: Reward, answered: Answered, what: str) -> None:
+    def _fail(self, reward: Reward, answered: Answered, what: str, kind: str) -> None:
         problem, text = answered
         asked = next((m["content"] for m in reversed(problem.messages) if m["role"] == "user"), "")
         message = (
             f"{reward.key} ({reward.metric}): {what}; problem {problem.id}, prompt {_shown(asked)},"
             f" response {_shown(text)}"
         )
-        if self._config.reward_errors == "stop":
-            raise UserError(f"{message}. task.reward_errors: zero counts such a reward as 0")
+        key = f"reward_{kind}"
+        if getattr(self._config, key) == "stop":
+            raise UserError(f"{message}. task.{key}: zero counts such a reward as 0")
         self._reported += 1
         if self._reported <= _REPORTED:
             self._report(message)
         if self._reported == _REPORTED:
-            self._report("further rewards that fail are only counted: see reward/errors")
+            self._report("further rewards that fail are only counted: see reward/errors and reward/timeouts")
 
 
 def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:

@@ -23,7 +23,11 @@ _WORKER = "rljax.tasks.rewards.worker"
 
 
 class CheckerError(Exception):
-    """A reward raised or hung; the message says which, and does not name the problem."""
+    """A reward raised or died; the message says which, and does not name the problem."""
+
+
+class CheckerTimeout(CheckerError):
+    """A reward took longer than `task.reward_timeout` over a response."""
 
 
 class CheckerPool:
@@ -60,7 +64,8 @@ class CheckerPool:
         """Computes one reward of one response, in the calling thread's worker; call it within `executor`.
 
         Raises:
-          CheckerError: the reward raised, hung or died.
+          CheckerTimeout: the reward took too long.
+          CheckerError: the reward raised or died.
         """
         worker = self._worker(reward.place)
         number = self._rewards_at(reward.place).index(reward)
@@ -69,15 +74,20 @@ class CheckerPool:
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
         if finished.ending == "timeout":
             self._drop(reward.place)
-            raise CheckerError(f"took more than {self._seconds:g} seconds (task.reward_timeout)")
+            raise self._timeout()
         try:
             answer = json.loads(finished.output)
+            if set(answer) == {"timeout"}:
+                raise self._timeout()
             if "error" not in answer:
                 return float(answer["value"])
         except (ValueError, TypeError, KeyError, RecursionError):
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
         raise CheckerError(str(answer["error"]))
+
+    def _timeout(self) -> CheckerTimeout:
+        return CheckerTimeout(f"took more than {self._seconds:g} seconds (task.reward_timeout)")
 
     def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
         """Returns the answers that the reward cannot judge by (`check_answer`) or takes too long to parse."""

@@ -2,7 +2,7 @@
 
 The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"ok": true} or
 {"error", "number"} with the number of the invalid reward. Every further line is a request, {"number",
-"messages", "response", "answer", "data"}; the reply is {"value"} or {"error"}. A request may also be
+"messages", "response", "answer", "data"}; the reply is {"value"}, {"error"} or {"timeout"}. It may also be
 {"number", "answers"}: the value is then the number of leading answers that the reward can judge by.
 
 With `fork`, a child process computes each reply and ends at the time limit. The sandbox needs this: a
@@ -109,7 +109,7 @@ def _in_child(checker: Checker, request: Mapping[str, Any], seconds: float) -> d
     os.close(read)
     _end(child)
     if not closed:
-        return {"error": f"took more than {seconds:g} seconds"}
+        return {"timeout": seconds}
     try:
         reply = json.loads(answer)
         if set(reply) == {"value"}:
