@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.algorithms.kl import kl_estimate
-from rljax.algorithms.registry import ALGORITHMS
+from rljax.algorithms.registry import ALGORITHMS, NEED_TEACHER
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
@@ -37,6 +37,7 @@ from rljax.training.session import open_checkpoints
 from rljax.training.training_run import TrainingRun
 
 _CONFIG = "configs/bench_algorithms.yaml"
+_NAMES = tuple(name for name in ALGORITHMS if name not in NEED_TEACHER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--seeds: {arguments.seeds} is not at least 1")
         benchmark = _benchmark(arguments.config, arguments.overrides, arguments.seeds)
         if arguments.plot is not None:
-            results = arguments.output or benchmark.default_output(False, list(ALGORITHMS))
+            results = arguments.output or benchmark.default_output(False, list(_NAMES))
             try:
                 rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
             except (OSError, ValueError, KeyError) as error:
@@ -208,7 +209,7 @@ def _benchmark(config: str, overrides: Sequence[str], seeds: int) -> Benchmark:
         __doc__.splitlines()[0],
         [
             Measurement(name, f"{seeds} seeds", lambda name=name: rows(name), disturbed=False)
-            for name in ALGORITHMS
+            for name in _NAMES
         ],
         packages=("numpy", "optax"),
         prepare=lambda sections: load_config(config, overrides) and None,

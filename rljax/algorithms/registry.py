@@ -5,6 +5,7 @@ An algorithm is a choice of interchangeable parts. Its settings, and the functio
     advantage_baseline, advantage_normalization, discount, gae_lambda    `estimation.estimate_advantages`
     ratio, clip_low, clip_high                                          `losses.policy_loss`
     aggregation                                                         `losses.aggregation_weights`
+    reward_coefficient                                                  the reward of the task, times this
     kl_coefficient, kl_estimator, kl_in                                 `kl.kl_estimate`
     correction_cap, correction_mask                                     `rollout_correction`
     overlong_buffer                                                     `reward_shaping`
@@ -53,6 +54,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "clip_high": 0.2,
             "aggregation": "sequence_mean",
             "entropy_coefficient": 0.0,
+            "reward_coefficient": 1.0,
             "kl_coefficient": 0.04,
             "kl_estimator": "k3",
             "kl_in": "loss",
@@ -121,4 +123,20 @@ ALGORITHMS: dict[str, Algorithm] = {
             "kl_in": "reward",
         },
     ),
+    "distillation": Algorithm(
+        "Agarwal et al., GKD, arXiv 2306.13649; as a policy gradient Gu et al., MiniLLM, arXiv 2306.08543",
+        {
+            "advantage_baseline": "none",
+            "advantage_normalization": "none",
+            "discount": 0.0,
+            "aggregation": "token_mean",
+            "reward_coefficient": 0.0,
+            "kl_coefficient": 1.0,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+        },
+    ),
 }
+
+NEED_TEACHER = ("distillation",)
+"""Algorithms whose reference is always a teacher."""

@@ -54,10 +54,11 @@ class AlgorithmConfig(Section):
     )
     discount: float = _preset_field(
         "discount",
-        gt=0,
+        ge=0,
         le=1,
         description="Gamma: the factor that a reward loses with every earlier token, with baseline none or"
-        " critic. Lower it to let early tokens learn less from the end.",
+        " critic. Lower it to let early tokens learn less from the end; at 0 a token learns from its reward"
+        " alone, as in distillation.",
     )
     gae_lambda: float = _preset_field(
         "gae_lambda",
@@ -95,11 +96,24 @@ class AlgorithmConfig(Section):
         description="Weight of the entropy in the objective. Raise it a little (1e-3) when the policy stops"
         " exploring; 0 saves its backward pass.",
     )
+    reward_coefficient: float = _preset_field(
+        "reward_coefficient",
+        ge=0,
+        description="Factor of the task's reward in the objective. Raise it above 0 with distillation, to"
+        " learn from a teacher and from the task; other algorithms rarely need it.",
+    )
     kl_coefficient: float = _preset_field(
         "kl_coefficient",
         ge=0,
-        description="Weight of the KL penalty towards the policy before RL. Raise it when the policy drifts"
-        " too far; 0 keeps no reference policy and saves a forward pass.",
+        description="Weight of the KL penalty towards the policy before RL, or the teacher. Raise it when the"
+        " policy drifts too far; 0 keeps no reference policy and saves a forward pass.",
+    )
+    teacher: str | None = Field(
+        None,
+        min_length=1,
+        description="Run directory or Hugging Face directory of a policy with the same tokens, the reference"
+        " of the KL penalty; null is the policy before RL. Set it to distil a larger model, with algorithm"
+        " distillation or beside the reward of another one.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = _preset_field(
         "kl_estimator",
@@ -224,6 +238,8 @@ class AlgorithmConfig(Section):
                 f"algorithm.discount: {self.discount} is read with advantage_baseline none or critic, not"
                 f" with {self.advantage_baseline}"
             )
+        if self.teacher is not None and self.kl_coefficient == 0:
+            raise ValueError("algorithm.teacher: is not used with algorithm.kl_coefficient 0; raise that")
         # Expected gradients near the reference: docs/algorithms.md, "KL as a penalty".
         if self.kl_coefficient > 0 and (self.kl_estimator == "k1") != (self.kl_in == "reward"):
             right = "k1" if self.kl_in == "reward" else "k2 or k3"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rljax.algorithms.registry import overlong_buffer
+from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.decoding import (
     MAX_NODES,
@@ -185,6 +185,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
             " a group of one always has equal rewards, so no batch would ever fill"
+        )
+    if algorithm.name in NEED_TEACHER and algorithm.teacher is None:
+        yield (
+            f"algorithm.teacher: {algorithm.name} needs one; give the directory of a model with the policy's"
+            " tokenizer, or of a run"
         )
     if group < 2 and algorithm.compares_groups:
         yield (

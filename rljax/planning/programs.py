@@ -35,6 +35,7 @@ from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sharding import param_shardings, replicated_sharding, shard_params
 from rljax.training.assembly import sampling_params
 from rljax.training.learner import make_critic
+from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
 
 
@@ -342,7 +343,7 @@ class Planning:
             model=self.model,
             buckets=buckets,
             train_state=state,
-            reference=state.params if config.algorithm.kl_coefficient > 0 else None,
+            reference=self._reference(state),
             decode_params=decode_params,
             draft_params={},
             prefill_state=engine.init_state(batch, buckets.cache_for(prefill_length)),
@@ -365,6 +366,18 @@ class Planning:
         rows = self.config.training.rows_per_microbatch
         return any(isinstance(arg, PackedBatch) and arg.tokens.shape[0] < rows for arg in args)
 
+    @property
+    def _teacher(self) -> "Planning | None":
+        """The same experiment with the architecture of `algorithm.teacher`; None without one."""
+        path = self.config.algorithm.teacher
+        return None if path is None else dataclasses.replace(self, model=saved_architecture(path))
+
+    def _reference(self, state: TrainState) -> Params | None:
+        if self.config.algorithm.kl_coefficient == 0:
+            return None
+        teacher = self._teacher
+        return state.params if teacher is None else teacher.place(teacher._params("float32"))
+
     def _train_state(self, trainer: Trainer, critic: Any) -> TrainState:
         params = trainer.place(self.place(self._params("float32")))
 
@@ -384,7 +397,11 @@ class Planning:
         """As `Learner.warm_up`."""
         has_reference = run.reference is not None
         in_loss = has_reference and self.config.algorithm.kl_in == "loss"
-        trainer.warm_up(run.train_state.replace(critic=None), in_loss, score=has_reference)
+        trainer.warm_up(run.train_state.replace(critic=None), in_loss)
+        if has_reference:
+            teacher = self._teacher
+            scorer = trainer if teacher is None else trainer.of_architecture(teacher.model)
+            scorer.warm_up_reference(run.reference)
         if critic is not None:
             critic.warm_up(run.train_state.critic)
 

@@ -11,7 +11,6 @@
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -28,7 +27,6 @@ from rljax.errors import UserError
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
-from rljax.models.digest import weights_digest
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Group
@@ -42,6 +40,8 @@ from rljax.training.minibatches import (
     padding_share,
     shared_share,
 )
+from rljax.training.policy import Policy
+from rljax.training.reference import Reference
 from rljax.training.update import WEIGHT, Trainer
 
 
@@ -75,7 +75,8 @@ class Learner:
       numerics: numerics of the engine.
       trainer: trainer of the policy.
       pool: pool of compiled programs.
-      policy_params: weights that the run starts from; copied if a reference is needed.
+      policy_params: weights that the run starts from; copied if they are the reference.
+      teacher: the reference in their place, from `reference.load_teacher`.
 
     Attributes:
       reference_digest: digest of the reference's weights; None without a reference.
@@ -89,14 +90,17 @@ class Learner:
         trainer: Trainer,
         pool: ExecutablePool,
         policy_params: Params,
+        teacher: Policy | None = None,
     ) -> None:
         self._config = config
         self._algorithm = algorithm = config.algorithm
         self._trainer = trainer
-        self._reference = self.reference_digest = None
-        if algorithm.kl_coefficient > 0:
-            self.reference_digest = weights_digest(policy_params)
-            self._reference = trainer.place(jax.tree.map(jnp.copy, policy_params))
+        self._reference = None
+        if algorithm.kl_coefficient > 0 and teacher is not None:
+            self._reference = Reference(trainer.of_architecture(teacher.config), teacher.params)
+        elif algorithm.kl_coefficient > 0:
+            self._reference = Reference(trainer, policy_params)
+        self.reference_digest = None if self._reference is None else self._reference.digest
         self._critic = make_critic(config, model_config, numerics, pool, trainer.mesh)
 
     @property
@@ -111,7 +115,9 @@ class Learner:
     def warm_up(self, state: TrainState) -> None:
         """Compiles every program that `learn` needs, without running any."""
         policy_state = state.replace(critic=None)
-        self._trainer.warm_up(policy_state, self._kl_in_loss, score=self._reference is not None)
+        self._trainer.warm_up(policy_state, self._kl_in_loss)
+        if self._reference is not None:
+            self._reference.warm_up()
         if self._critic is not None:
             self._critic.warm_up(state.critic)
 
@@ -137,6 +143,7 @@ class Learner:
           response tokens whose responses were left out because their advantage is 0 (entropy, mismatch and
           `policy/...` are measured on the others); `correction/...` with a rollout correction (see
           `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
+          with a teacher also `teacher/kl` (KL of the policy to it, by k1, in nats per token), and
           `critic/...` with a critic.
         """
         minibatches = self._pack(groups, step)
@@ -166,9 +173,7 @@ class Learner:
         """Computes logprobs and values with the weights before the first update."""
         for minibatch in minibatches:
             if self._reference is not None:
-                minibatch.reference_logprobs = self._trainer.score_reference(
-                    self._reference, minibatch.batches
-                )
+                minibatch.reference_logprobs = self._reference.score(minibatch.batches)
             if self._algorithm.corrects_rollout:
                 minibatch.old_logprobs = self._trainer.score(state.params, minibatch.batches)
             if self._critic is not None:
@@ -183,6 +188,7 @@ class Learner:
         rewards = np.stack([group.reward for group in groups])  # [P, G]
         completions = completions_of(groups)
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
+        rewards = algorithm.reward_coefficient * rewards
         if algorithm.overlong_buffer:
             rewards = rewards + soft_overlong_punishment(
                 lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
@@ -205,6 +211,8 @@ class Learner:
         if self._reference is not None and algorithm.kl_in == "reward":
             penalties = self._kl_penalties(rollout_logprobs, gathered("reference_logprobs"), mask)
             metrics["reward/kl_penalty"] = float(penalties.sum(axis=1).mean())
+            if algorithm.teacher is not None:
+                metrics["teacher/kl"] = float(penalties.sum() / mask.sum()) / algorithm.kl_coefficient
         values = None if self._critic is None else gathered("old_values")
         estimate = estimate_advantages(
             np.asarray(rewards, np.float32),

@@ -75,8 +75,8 @@ def _changes(run: TrainingRun, host_state: dict[str, Any]) -> list[str]:
     reference = run.learner.reference_digest
     if None not in (reference, host_state.get("reference")) and reference != host_state["reference"]:
         changes.append(
-            "the reference of the KL penalty, the policy as the run began, has other weights than before:"
-            " policy.path holds something else now, or the warm start is another one"
+            "the reference of the KL penalty, the teacher or the policy as the run began, has other weights"
+            " than before: its path holds something else now, or the warm start is another one"
         )
     return changes
 

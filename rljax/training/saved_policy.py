@@ -16,6 +16,7 @@ import numpy as np
 
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import CheckpointError, ConfigError
+from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
@@ -99,6 +100,21 @@ def saved_steps(path: str | os.PathLike[str]) -> list[int]:
     return _checkpoints(Path(path)).steps()
 
 
+def saved_architecture(path: str | os.PathLike[str]) -> ModelConfig:
+    """Returns the architecture of a run's policy, or of that in a Hugging Face directory, without weights."""
+    path = Path(path)
+    return _parts_of_run(path, run_config(path))[0] if is_run(path) else load_model_config(path)
+
+
+def _parts_of_run(
+    path: Path, experiment: ExperimentConfig
+) -> tuple[ModelConfig, Tokenizer, Path, tuple[int, ...]]:
+    """As `policy_parts`, with the growth of the run."""
+    config, *others = policy_parts(experiment, path / "tokenizer")
+    growth = experiment.policy.growth
+    return config if growth is None else grown_config(config, **growth.model_dump()), *others
+
+
 def _checkpoints(path: Path) -> RunCheckpoints:
     return RunCheckpoints(RunDirectory(path).checkpoints_path, keep=1)
 
@@ -122,10 +138,7 @@ def _from_run(path: Path, step: int | None) -> SavedPolicy:
             f"{path} holds weights only; architecture and tokenizer come from the policy.path of its"
             f" config.yaml, {source}, which is not there"
         )
-    config, tokenizer, source, eos_token_ids = policy_parts(experiment, path / "tokenizer")
-    growth = experiment.policy.growth
-    if growth is not None:
-        config = grown_config(config, **growth.model_dump())
+    config, tokenizer, source, eos_token_ids = _parts_of_run(path, experiment)
     template = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         param_shapes(config),

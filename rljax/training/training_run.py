@@ -22,6 +22,7 @@ from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
 from rljax.training.policy import check_policy, grown_policy, make_policy
+from rljax.training.reference import load_teacher, teacher_line
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
@@ -86,6 +87,9 @@ class TrainingRun:
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         progress.message(f"algorithm: {config.algorithm.describe(rollout.max_response_length)}")
         check_policy(config, policy)
+        teacher = load_teacher(config, policy)
+        if teacher is not None:
+            progress.message(teacher_line(config.algorithm.teacher, teacher))
         self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
         if config.warm_start is not None:
             shared = (self.numerics, self.pool, mesh, progress)
@@ -124,7 +128,8 @@ class TrainingRun:
             self.pool,
             mesh,
         )
-        self.learner = Learner(config, policy.config, self.numerics, self.trainer, self.pool, policy.params)
+        shared = (self.numerics, self.trainer, self.pool)
+        self.learner = Learner(config, policy.config, *shared, policy.params, teacher)
 
         # What changes from step to step.
         self.state = self.learner.init(policy.params)

@@ -9,7 +9,7 @@ Weights and optimizer state are float32; matrix products are computed in `Numeri
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,16 @@ class Trainer:
                 "training.share_prompts: on is not possible on a mesh of several devices; use auto or off,"
                 " which compute every prompt there"
             )
+        self._make = functools.partial(
+            Trainer,
+            numerics=numerics,
+            sampling=sampling,
+            algorithm=algorithm,
+            training=training,
+            optimizer=optimizer,
+            pool=pool,
+            mesh=mesh,
+        )
         self.share_prompts = "off" if mesh is not None else training.share_prompts
         self.config = config
         self.optimizer = optimizer
@@ -236,30 +246,38 @@ class Trainer:
         """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
         return self._accumulation.init(self.place(params))
 
-    def warm_up(self, state: TrainState, reference: bool = False, score: bool = False) -> None:
+    def of_architecture(self, config: ModelConfig) -> "Trainer":
+        """Returns a trainer of another architecture with the same settings, to score by its weights."""
+        return self._make(config)
+
+    def warm_up(self, state: TrainState, reference: bool = False) -> None:
         """Compiles every program that `update` needs, without running any. Nothing is compiled later, except
         for batches with shared prompts: their programs depend on how much is shared, and are compiled when a
         size first occurs.
 
         Args:
           state: state from `init`; not consumed.
-          reference: whether updates have reference_logprobs; then `score_reference` is compiled too.
-          score: whether to compile `score_reference` in any case.
+          reference: whether updates have reference_logprobs.
         """
-        if self.share_prompts == "on":
-            return
-        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
-        while rows >= self.row_multiple:  # the sizes that `Packing.microbatches` cuts
-            batch = self._put(build_batch([], nothing, range(rows)))
-            args = (state.params, batch, self._rope)
-            if reference or score:
-                self._score_program(args, unfiltered=True)
+        for batch in self._empty_batches():
             if self._corrects:
-                self._score_program(args)
-            if self._corrects:
+                self._score_program((state.params, batch, self._rope))
                 batch = batch.replace(old_logprobs=batch.rollout_logprobs)
             inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
             self._accumulation.compile(state, inputs, self._policy_step, _kind("policy", inputs))
+
+    def warm_up_reference(self, params: Params) -> None:
+        """Compiles every program that `score_reference` needs, as `warm_up` does those of updates."""
+        for batch in self._empty_batches():
+            self._score_program((params, batch, self._rope), unfiltered=True)
+
+    def _empty_batches(self) -> Iterator[PackedBatch]:
+        """Yields a batch of each size that `Packing.microbatches` cuts; none where prompts are shared, whose
+        sizes are known later.
+        """
+        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
+        while rows >= self.row_multiple and self.share_prompts != "on":
+            yield self._put(build_batch([], nothing, range(rows)))
             rows = rows // self.row_multiple // 2 * self.row_multiple
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:

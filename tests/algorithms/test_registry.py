@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rljax.algorithms.registry import ALGORITHMS
 from rljax.config import AlgorithmConfig
 
-KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages"}
+KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages", "teacher"}
 
 
 def refusal(**keys):
@@ -47,6 +47,13 @@ def test_what_tells_the_algorithms_apart():
         "sequence_mean",
     )
     assert chosen("ppo", *advantage, "gae_lambda") == ("critic", "batch", 0.95)
+    assert chosen("distillation", *advantage, "kl_in", "discount", "reward_coefficient") == (
+        "none",
+        "none",
+        "reward",
+        0.0,
+        0.0,
+    )
     for name in ALGORITHMS:
         assert not AlgorithmConfig(name=name).corrects_rollout
 
@@ -68,6 +75,7 @@ def test_what_cannot_go_together_names_the_key():
     assert "correction_high" in refusal(correction_high=0.5)
     assert "correction_cap" in refusal(correction_cap=0.0)
     assert "gae_lambda" in refusal(gae_lambda=1.01)
+    assert "algorithm.teacher: is not used" in refusal(teacher="there", kl_coefficient=0.0)
     assert "discount" in refusal(discount=0.0)
     assert "algorithm.discount: 0.9 is read with" in refusal(discount=0.9)
     assert "entropy_coefficient" in refusal(entropy_coefficient=-0.1)

@@ -1,0 +1,67 @@
+"""On-policy distillation in whole runs: the policy nears its teacher; one that does not fit is refused."""
+
+import shutil
+
+import jax
+import pytest
+
+from rljax.errors import ConfigError, UserError
+from tests.training.tiny_run import train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _production_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run whose policy has learned more, with one layer more."""
+    directory = tmp_path_factory.mktemp("teacher")
+    keys = ("policy.shape.num_layers=2", "warm_start.steps=40", "training.steps=1", "evaluation.problems=0")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        train(directory, *keys)
+    return directory / "run"
+
+
+def distil(directory, teacher, *overrides):
+    keys = ("algorithm.name=distillation", "algorithm.kl_coefficient=1.0", f"algorithm.teacher={teacher}")
+    return train(directory, *keys, "evaluation.problems=0", *overrides)
+
+
+def test_the_policy_nears_its_teacher(tmp_path, teacher):
+    keys = ("training.steps=8", "optimizer.learning_rate=1e-2", "rollout.prompts_per_step=4")
+    _, *lines = distil(tmp_path, teacher, *keys)
+    for line in lines:
+        assert line["mismatch/logprob_abs_max"] == 0.0 and line["gradient_norm"] > 0
+        assert line["update/skipped"] == 0.0  # a response that earns nothing still has a teacher
+    kl = [line["teacher/kl"] for line in lines]
+    assert sum(kl[-2:]) < 0.8 * sum(kl[:2])
+    assert lines[0]["engine/compilations"] == lines[-1]["engine/compilations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent", "algorithm.teacher: .*absent does not exist"),
+        ("others", "algorithm.teacher: .* has another tokenizer than the policy"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_one_line(tmp_path, teacher, monkeypatch, name, says):
+    if name == "others":
+        shutil.copytree(teacher, tmp_path / name)
+        file = tmp_path / name / "tokenizer" / "tokenizer.json"
+        file.write_text(file.read_text().replace('"content": "<|im_end|>"', '"content": "<|other|>"'))
+    compiling = "rljax.training.training_run.TrainingRun.compile"
+    monkeypatch.setattr(compiling, lambda self: pytest.fail("it compiles"))
+    with pytest.raises(UserError, match=says) as caught:
+        distil(tmp_path, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_distillation_needs_a_teacher(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher: distillation needs one"):
+        train(tmp_path, "algorithm.name=distillation", "algorithm.kl_coefficient=1.0")
