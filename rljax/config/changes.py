@@ -61,7 +61,7 @@ def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]
             harmless += _IF_ROW_INVARIANT_IN_FLOAT32
         if new.engine.verification == "coupled":  # otherwise a pass with more rows may flip near-ties
             harmless += _IF_COUPLED
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    before, after = dict(flattened(old.model_dump())), dict(flattened(new.model_dump()))
     return [
         Change(name, before.get(name), after.get(name), _is_one_of(name, harmless))
         for name in [*after, *(before.keys() - after.keys())]
@@ -69,10 +69,11 @@ def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]
     ]
 
 
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted name and the value of every key of a nested mapping."""
     for name, value in node.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

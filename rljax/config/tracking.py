@@ -1,4 +1,4 @@
-"""Keys of tracking: Weights & Biases, and the report."""
+"""Keys of tracking: Weights & Biases, MLflow, and the report."""
 
 from typing import Literal
 
@@ -15,13 +15,21 @@ class TrackingConfig(Section):
         description="Weights & Biases. Set online to send metrics there, or offline to keep them in the run"
         " directory for `wandb sync`; both need the wandb extra. TensorBoard's files are always written.",
     )
+    mlflow: str | None = Field(
+        None,
+        min_length=1,
+        description="Store of MLflow, such as http://host:5000 or sqlite:///runs/mlflow.db; needs the mlflow"
+        " extra. Set it to compare runs there; null sends nothing.",
+    )
     project: str = Field(
-        "rljax", min_length=1, description="Weights & Biases project. Set it to keep experiments apart."
+        "rljax",
+        min_length=1,
+        description="Project in Weights & Biases, experiment in MLflow. Set it to keep experiments apart.",
     )
     name: str | None = Field(
         None,
-        description="Name of the run in Weights & Biases; null takes the name of the run directory. Set it"
-        " for a more descriptive name.",
+        description="Name of the run in both; null takes the name of the run directory. Set it for a more"
+        " descriptive name.",
     )
     samples_per_step: CountOrOff = Field(
         1,

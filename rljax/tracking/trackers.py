@@ -7,8 +7,10 @@ from typing import Any, Protocol
 from rljax.config import ExperimentConfig
 from rljax.errors import Interrupted
 from rljax.run_directory import RunDirectory
+from rljax.tracking import mlflow, weights_and_biases
+from rljax.tracking.mlflow import MLflow
 from rljax.tracking.tensorboard import TensorBoard
-from rljax.tracking.weights_and_biases import WeightsAndBiases, check_installed
+from rljax.tracking.weights_and_biases import WeightsAndBiases
 
 
 class Tracker(Protocol):
@@ -32,12 +34,14 @@ class Trackers:
       say: called with a line for the user.
 
     Raises:
-      ConfigError: a package that `tracking.mode` needs is not installed.
+      ConfigError: a package that `tracking.mode` or `tracking.mlflow` needs is not installed.
     """
 
     def __init__(self, config: ExperimentConfig, directory: RunDirectory, say: Callable[[str], None]) -> None:
         if config.tracking.mode != "disabled":
-            check_installed()
+            weights_and_biases.check_installed()
+        if config.tracking.mlflow is not None:
+            mlflow.check_installed()
         self._config, self._directory, self._say = config, directory, say
         self._trackers: dict[str, Tracker] = {}
 
@@ -52,6 +56,8 @@ class Trackers:
         if config.tracking.mode != "disabled":
             name = "Weights & Biases"
             self._guarded(name, lambda: self._open(name, WeightsAndBiases(config, directory)))
+        if config.tracking.mlflow is not None:
+            self._guarded("MLflow", lambda: self._open("MLflow", MLflow(config, directory)))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Passes on a line that was just written to metrics.jsonl."""

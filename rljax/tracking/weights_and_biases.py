@@ -1,16 +1,15 @@
 """Weights & Biases (the `wandb` extra): a run directory is one run there, over all its sessions."""
 
 import importlib.util
-import json
 import math
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from rljax.config import ExperimentConfig
-from rljax.durable_files import write_durably
 from rljax.errors import ConfigError
 from rljax.run_directory import RunDirectory
+from rljax.tracking.sent_steps import SentSteps
 
 _SECONDS_TO_START, _SECONDS_TO_FINISH = 60, 300
 
@@ -34,17 +33,12 @@ class WeightsAndBiases:
     def __init__(self, config: ExperimentConfig, directory: RunDirectory) -> None:
         import wandb
 
-        self._path = directory.path / "wandb.json"
-        if self._path.exists():
-            self._kept = json.loads(self._path.read_text(encoding="utf-8"))
-        else:
-            self._kept = {"id": secrets.token_hex(4), "step": -1}
-            self._keep()
+        self._sent = SentSteps(directory.path / "wandb.json", lambda: secrets.token_hex(4))
         tracking = config.tracking
         self._run = wandb.init(
             project=tracking.project,
             name=tracking.name or directory.path.name,
-            id=self._kept["id"],
+            id=self._sent.id,
             resume=None
             if tracking.mode == "offline"
             else "allow",  # offline, the id alone joins the sessions
@@ -63,18 +57,14 @@ class WeightsAndBiases:
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Sends a line of metrics, unless its step was sent before."""
         step = metrics["step"]
-        if step <= self._kept["step"]:
+        if not self._sent.is_new(step):
             return
         self._run.log({name: _shown(value) for name, value in metrics.items()}, step=step)
-        self._kept["step"] = step
-        self._keep()
+        self._sent.sent(step)
 
     def close(self, failed: bool) -> None:
         """Ends the session; waits a few minutes at most for metrics that are still to be sent."""
         self._run.finish(exit_code=int(failed))
-
-    def _keep(self) -> None:
-        write_durably(self._path, json.dumps(self._kept).encode())
 
 
 def _shown(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The reference of a KL penalty: the policy before RL, or a teacher (`algorithm.teacher`).
 
 With a teacher and the KL in the reward, every token is rewarded by how much likelier the teacher finds it.
-This is on-policy distillation: the reverse KL of GKD on samples of the policy (Agarwal et al., arXiv 2306.13649),
-as a policy gradient (Gu et al., MiniLLM, arXiv 2306.08543, section 2.2).
+This is on-policy distillation: the reverse KL of GKD (Agarwal et al., arXiv 2306.13649) on samples
+of the policy, as a policy gradient (Gu et al., MiniLLM, arXiv 2306.08543, section 2.2).
 """
 
 from collections.abc import Sequence

@@ -74,6 +74,8 @@ def test_the_missing_extra_is_a_config_error_before_anything_begins(directory, m
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^tracking.mode: needs wandb; .*pip install 'rljax\[wandb\]'"):
         Trackers(make_config(tracking={"mode": "offline"}), directory, print)
+    with pytest.raises(ConfigError, match=r"^tracking.mlflow: needs mlflow; .*pip install 'rljax\[mlflow\]'"):
+        Trackers(make_config(tracking={"mlflow": "sqlite:///x.db"}), directory, print)
     Trackers(make_config(), directory, print)
 
 

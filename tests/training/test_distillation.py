@@ -1,4 +1,4 @@
-"""On-policy distillation in whole runs: the policy nears its teacher; one that does not fit is refused."""
+"""On-policy distillation in whole runs: the policy nears its teacher, and what is no teacher is refused."""
 
 import shutil
 

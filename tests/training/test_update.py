@@ -224,6 +224,8 @@ def test_nothing_compiles_after_warm_up(params, sequences, reference):
     update = trainer(rows=4, pool=pool)
     state = update.init(params)
     update.warm_up(state, reference)
+    if reference:
+        update.warm_up_reference(state.params)
     count = pool.compilations
     for rows in (4, 2, 1):
         batches = microbatches(sequences, rows)
