@@ -78,7 +78,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out problems before, during and after training, and in scripts/evaluate.py."""
+    """Held-out problems before, during and after training, and in `rljax evaluate`."""
 
     every: CountOrOff = Field(
         0,
