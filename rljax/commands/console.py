@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -61,4 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"rljax.commands.{name}")
     # A training process may have others to end.
     run = getattr(module, "main_of_process", module.main)
-    return run(arguments, f"rljax {name}")
+    try:
+        return run(arguments, f"rljax {name}")
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
+        return 141
