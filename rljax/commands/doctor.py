@@ -182,8 +182,7 @@ def _cache() -> Finding:
     from rljax.accelerators import cache_in_words
     from rljax.config import EngineConfig
 
-    directory = EngineConfig().compilation_cache
-    path = Path(directory).absolute()
+    path = Path(EngineConfig().compilation_cache or "").absolute()
     nearest = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):

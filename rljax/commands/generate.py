@@ -106,7 +106,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     else:
         prompt_ids = chat_ids(served, [{"role": "user", "content": prompt}])
     strings = served.stop_strings()
-    pieces = [queue.SimpleQueue() for _ in range(arguments.n)]
+    pieces: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(arguments.n)]
     jobs = [
         Job(
             served.request(prompt_ids, arguments.seed, sample, served.max_tokens),
