@@ -1,8 +1,8 @@
 """Pages of the documentation site that are generated: hooks of MkDocs, which `mkdocs.yml` names.
 
-The landing page is the README without its map. The reference of the config has every key of the schema; the API
-has a page a package, from docstrings that are read without importing anything. Links to files outside docs/, such
-as the results of benchmarks, lead to copies of them under `source/`.
+The landing page is the README without its map. The reference of the config has every key of the schema; the
+API has a page a package, from docstrings that are read without importing anything. Links to files outside
+docs/, such as the results of benchmarks, lead to copies of them under `source/`.
 """
 
 import posixpath
@@ -176,15 +176,14 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def _outside(link: str, page: str) -> str | None:
-    """Returns the path from the root of the repository that a link of a page leads to; None for a link to another
-    site or, in a page of docs/, to another page.
+    """Returns the path from the root of the repository that a link of a page leads to; None for a link to
+    another site or, in a page of docs/, to another page.
     """
     if "://" in link or link.startswith(("#", "mailto:")):
         return None
     sources = {name: source for source, name in _PAGES.items()}
-    base = sources[page] if page in sources else f"docs/{page}"
+    base = sources.get(page, f"docs/{page}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(base), link.partition("#")[0]))
     if path.startswith("docs/") and page not in sources:
         return None
     return path if not path.startswith("..") else None
-
