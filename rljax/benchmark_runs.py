@@ -21,6 +21,7 @@ from pathlib import Path
 
 import jax
 
+from rljax.accelerators import skip_absent
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
 from rljax.errors import UserError
 from rljax.provenance import command_line
@@ -104,6 +105,7 @@ class Benchmark:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Does what the arguments of `parser` ask for and returns the exit status; errors are one line."""
+        skip_absent()
         try:
             self._measure(arguments.quick, arguments.only, arguments.output, arguments.seconds)
         except UserError as error:

@@ -33,15 +33,20 @@ def _cpu_info(key: str) -> str | None:
     return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, as the system tells it."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
-def _vectors() -> str | None:
+def cpu_flags() -> frozenset[str]:
+    """The processor's instruction sets by Linux's names, such as avx2; empty elsewhere."""
+    return frozenset((_cpu_info("flags") or "").split())
+
+
+def vectors() -> str | None:
     """The widest vector instructions, by which libraries choose their kernels; None if unknown."""
-    flags = (_cpu_info("flags") or "").split()
     names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
-    return next((name for flag, name in names.items() if flag in flags), None)
+    return next((name for flag, name in names.items() if flag in cpu_flags()), None)
 
 
 def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -52,8 +57,8 @@ def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
     """
     devices = jax.devices()
     facts: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "vectors": _vectors(),
+        "cpu": cpu_model(),
+        "vectors": vectors(),
         "cores": num_cores(),
         "accelerator": None if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}",
         "jax": jax.__version__,
@@ -68,7 +73,7 @@ def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
-    """The commit checked out in `directory`; None outside git.
+    """The commit checked out in `directory`; None where that is no git checkout, as for an installed wheel.
 
     It ends in "-dirty" if tracked files differ from it, results aside: measuring twice changes no code.
     """
@@ -77,6 +82,8 @@ def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
         command = ["git", "-C", os.fspath(directory), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    if not (Path(directory) / ".git").exists():  # git would find the checkout of whoever has installed it
+        return None
     try:
         return git("rev-parse", "HEAD") + (
             "-dirty"
@@ -88,8 +95,12 @@ def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command that runs this script again, from the repository's root."""
+    """The command that runs this script again, from the repository's root where it is one of its scripts."""
     script, *arguments = sys.argv if argv is None else argv
     path = Path(script).resolve()
+    if path.stem == "rljax":  # the console command
+        return shlex.join(["rljax", *arguments])
+    if path == Path(__file__).with_name("__main__.py").resolve():
+        return shlex.join(["python", "-m", "rljax", *arguments])
     name = path.relative_to(_REPOSITORY).as_posix() if path.is_relative_to(_REPOSITORY) else path.name
     return shlex.join(["python", name, *arguments])

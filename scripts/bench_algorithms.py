@@ -142,7 +142,7 @@ def row_of(name: str, learned: Sequence[Learned]) -> Row:
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws a panel per algorithm: its reward by step, the others in grey, held-out rewards as dots."""
-    figure = new_figure("--plot", 10, 2.4 * -(-len(rows) // 4))
+    figure = new_figure(10, 2.4 * -(-len(rows) // 4))
     axes = figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).ravel()
     curves = [_smoothed(np.asarray(row["reward_by_step"])) for row in rows]  # [seeds, steps] each
     for number, (row, curve) in enumerate(zip(rows, curves, strict=True)):

@@ -1,44 +1,8 @@
-"""Plan a run: `python scripts/plan.py --config configs/quickstart.yaml --topology v5e:2x4 [key=value ...]`.
+"""Plan a run: `python scripts/plan.py --config configs/quickstart.yaml --topology v5e:2x4 [key=value]`."""
 
-Compiles what the run would compile, for devices that need not be here, and prints memory, compile time and
-expected speed. The exit status is 2, with one line, where the run does not fit.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
 
-from rljax.config import load_config
-from rljax.errors import UserError
-from rljax.planning.command import add_arguments, force_cpu_devices, print_plan
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="plan.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
-    parser.add_argument(
-        "--topology",
-        required=True,
-        metavar="NAME",
-        help="devices: v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8, h200:8, rtx4080:1 or cpu:1",
-    )
-    add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the config")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    arguments = _parser().parse_intermixed_args(argv)
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        force_cpu_devices(arguments.topology)
-        print_plan(config, arguments.topology, arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+from rljax.commands.plan import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from rljax.accelerators import skip_absent
 from rljax.config import load_config
 from rljax.errors import Interrupted, UserError
 
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
+        skip_absent()
         # JAX takes seconds to import, so the config is checked first.
         from drafters.eagle.objective import head_training
         from rljax.training.drafter_warm_up import WarmUp, warm_up

@@ -49,7 +49,6 @@ def test_a_row_is_of_all_seeds(row):
 
 
 def test_what_was_written_is_drawn(row, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     results, picture = tmp_path / "results.json", tmp_path / "picture.png"
     arguments = ["--config", CONFIG, "--output", str(results), "--plot", str(picture)]
     assert bench_algorithms.main(arguments) == 2

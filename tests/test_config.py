@@ -389,7 +389,7 @@ def test_overrides_that_are_none(config_file):
 
 def test_files_that_are_none(tmp_path):
     path = tmp_path / "bad.yaml"
-    assert refusal(path) == f"{path}: no such config file"
+    assert refusal(path).startswith(f"{path}: no such config file; Packaged, for --config from any")
     assert refusal(tmp_path).startswith(f"{tmp_path}: cannot read the config: ")
     path.write_bytes(b"\xff\xfe\x00")
     assert refusal(path) == f"{path}: cannot read the config: it is not UTF-8 text"
@@ -445,6 +445,28 @@ def test_config_does_not_import_jax():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_that_come_with_the_code_are_valid(path):
     load_config(path)
+
+
+def test_a_packaged_config_is_found_by_its_name_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    packaged = load_config(ROOT / "configs" / "quickstart.yaml")
+    assert load_config("quickstart") == load_config("quickstart.yaml") == packaged
+    (tmp_path / "quickstart").mkdir()  # a folder, such as a run's, is no config
+    assert load_config("quickstart") == packaged
+    path = load_config("qwen3-8b").policy.path
+    assert Path(path) == ROOT / "configs" / "models" / "qwen3-8b"
+    (tmp_path / "configs" / "models" / "qwen3-8b").mkdir(parents=True)
+    assert load_config("qwen3-8b").policy.path == "configs/models/qwen3-8b"  # one's own goes first
+    (tmp_path / "quickstart.yaml").write_text((ROOT / "configs" / "tools.yaml").read_text())
+    assert load_config("quickstart.yaml") == load_config(ROOT / "configs" / "tools.yaml")
+
+
+@pytest.mark.parametrize("name", ["quikstart", "configs/quickstart.yaml", "elsewhere/quikstart.yaml"])
+def test_a_missing_config_names_the_nearest_packaged_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(name)
+    assert said.startswith(f"{name}: no such config file; did you mean quickstart? Packaged")
+    assert "qwen2.5-0.5b" in said and "\n" not in said
 
 
 @pytest.fixture

@@ -2,22 +2,16 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from rljax.commands import report
 from rljax.reports.decisions import accept_length, by_position
 from rljax.reports.figures import COLORS, new_figure
 from rljax.reports.runs import read_runs
 from rljax.run_directory import RunDirectory
 from rljax.speculation.pass_record import PLAIN, Decision
-from tests.scripts import load_script
-
-
-@pytest.fixture(scope="module")
-def report():
-    return load_script("report")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +46,7 @@ def write_run(directory: Path, steps: int, first: float = 0.25, commits=("abc",)
     return directory
 
 
-def test_figures_and_plot(report, tmp_path, capsys):
+def test_figures_and_plot(tmp_path, capsys):
     runs = [write_run(tmp_path / "one", 2), write_run(tmp_path / "two", 9, 0.0, ("old", "new"))]
     out, picture = tmp_path / "new" / "runs.json", tmp_path / "plots" / "runs.png"
     assert report.main([*map(str, runs), "--json", str(out), "--plot", str(picture)]) == 0
@@ -75,7 +69,7 @@ def test_figures_and_plot(report, tmp_path, capsys):
     assert "<title>one, two</title>" in (tmp_path / "report.html").read_text()
 
 
-def test_what_a_run_lacks_is_null_in_the_figures(report, tmp_path, monkeypatch):
+def test_what_a_run_lacks_is_null_in_the_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_report", lambda *_: None)
     run = write_run(tmp_path / "run", 3)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -87,14 +81,14 @@ def test_what_a_run_lacks_is_null_in_the_figures(report, tmp_path, monkeypatch):
     assert (row["padding"], row["mismatch_logprob_abs_max"], row["step_seconds"]) == (None, None, 2.0)
 
 
-def test_more_runs_than_colours_are_all_drawn(report, tmp_path):
+def test_more_runs_than_colours_are_all_drawn(tmp_path):
     runs = read_runs([write_run(tmp_path / str(number), 1) for number in range(len(COLORS) + 1)])
-    axes = new_figure("test", 4, 3).subplots()
+    axes = new_figure(4, 3).subplots()
     report._plot_rewards(axes, runs)
     assert len(axes.get_legend_handles_labels()[1]) == len(runs)
 
 
-def test_where_the_page_goes(report, tmp_path, capsys):
+def test_where_the_page_goes(tmp_path, capsys):
     run = write_run(tmp_path / "run", 1)
     assert report.main([str(run)]) == 0
     assert (run / "report.html").exists()
@@ -105,30 +99,16 @@ def test_where_the_page_goes(report, tmp_path, capsys):
     assert "the report cannot be written there" in capsys.readouterr().err
 
 
-def test_no_run_there_is_one_line(report, tmp_path, capsys):
+def test_no_run_there_is_one_line(tmp_path, capsys):
     assert report.main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no run there (metrics.jsonl is missing)\n"
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_without_a_step_is_one_line(report, tmp_path, capsys):
+def test_a_run_without_a_step_is_one_line(tmp_path, capsys):
     write_run(tmp_path / "new", 0)
     assert report.main([str(tmp_path / "new")]) == 2
     assert "has not finished a step yet" in capsys.readouterr().err
-
-
-def test_a_missing_library_names_the_extra(report, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run = write_run(tmp_path / "run", 1)
-    write_decisions(run, FAST)
-    for option in ("--plot", "--decisions"):
-        assert report.main([str(run), option, str(tmp_path / "a.png")]) == 2
-        assert f"{option} needs matplotlib: install the plot extra" in capsys.readouterr().err
-    assert report.main([str(run)]) == 2
-    printed = capsys.readouterr()
-    assert "run/longest response" in printed.out  # what needs no figures is told all the same
-    needs = "report.html needs matplotlib: install the plot extra (pip install 'rljax[plot]')"
-    assert printed.err == f"error: {needs}\n"
 
 
 def decide(drafter, tokens, seconds, expected, plain, reason="why", at=0.0, rows=16, turns=4):
@@ -156,7 +136,7 @@ SLOW = [
 ]
 
 
-def test_decisions_drawn_and_told(report, tmp_path, capsys):
+def test_decisions_drawn_and_told(tmp_path, capsys):
     """In words: shares of tokens, and of the steps that were not faster than plain, why."""
     run = write_decisions(write_run(tmp_path / "run", 2), FAST, SLOW)
     picture = tmp_path / "new" / "decisions.png"
@@ -184,7 +164,7 @@ def test_acceptance_by_position_by_hand():
     assert by_position([], "accepted").tolist() == []
 
 
-def test_of_many_slow_steps_the_slowest_are_told(report, tmp_path, capsys):
+def test_of_many_slow_steps_the_slowest_are_told(tmp_path, capsys):
     steps = [[decide("srt", tokens, 1.0, 50.0, 50.0)] for tokens in range(40, 51)]
     assert report.main([str(write_decisions(write_run(tmp_path / "run", 11), *steps))]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
@@ -195,7 +175,7 @@ def test_of_many_slow_steps_the_slowest_are_told(report, tmp_path, capsys):
     assert told[6:] == ["run: 6 more of 11 steps brought no more than that either"]
 
 
-def test_decisions_without_any_promise_can_be_drawn(report, tmp_path, capsys):
+def test_decisions_without_any_promise_can_be_drawn(tmp_path, capsys):
     """As in the first rollout of a bandit; and several runs are drawn below each other."""
     first = write_decisions(write_run(tmp_path / "one", 1), [decide(PLAIN, 4, 1.0, 0.0, 0.0)])
     second = write_decisions(write_run(tmp_path / "two", 1), [decide("srt", 4, 1.0, 0.0, 0.0)])
@@ -206,7 +186,7 @@ def test_decisions_without_any_promise_can_be_drawn(report, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_no_decisions_are_one_line(report, tmp_path, capsys, empty):
+def test_no_decisions_are_one_line(tmp_path, capsys, empty):
     run = write_run(tmp_path / "run", 1)
     if empty:
         write_decisions(run, [])

@@ -14,6 +14,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     tracking.py      keys of trackers and reports
     section.py       base class and types of all sections
     loading.py       reads an ExperimentConfig from a file and overrides, and writes one
+    packaged.py      finds the configs that come with rljax, from any directory
     keys.py          the schema as a list of keys; suggests the nearest key for a misspelt one
     yaml_dialect.py  the YAML dialect of configs
     help.py          the text of --help

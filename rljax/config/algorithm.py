@@ -35,7 +35,7 @@ class CriticConfig(OptimizerConfig):
 class AlgorithmConfig(Section):
     """The policy gradient. The name chooses the defaults of the other keys; a key that is set wins."""
 
-    name: Literal[tuple(ALGORITHMS)] = Field(
+    name: Literal[tuple(ALGORITHMS)] = Field(  # type: ignore[valid-type]  # the names of a table
         "grpo",
         description="The paper whose settings are the defaults; docs/algorithms.md compares them. Choose dapo"
         " for clip-higher, token mean and dynamic sampling, ppo for a critic.",

@@ -54,7 +54,7 @@ class Change:
 
 def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]:
     """Returns all keys that differ, in the order of the config."""
-    harmless = _HARMLESS
+    harmless: tuple[str, ...] = _HARMLESS
     if new.engine.row_invariant:
         harmless += _IF_ROW_INVARIANT
         if new.policy.compute_dtype == "float32":

@@ -62,7 +62,7 @@ class DistributedConfig(Section):
                 raise ValueError(
                     f"distributed.coordinator: {self.coordinator!r} is not host:port, as in 10.0.0.1:8476"
                 )
-            if self.process >= self.processes:
+            if self.process is not None and self.processes is not None and self.process >= self.processes:
                 raise ValueError(
                     f"distributed.process: {self.process} must be less than distributed.processes"
                     f" {self.processes}; processes count from 0"

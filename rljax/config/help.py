@@ -12,16 +12,17 @@ from rljax.config.keys import KEYS, Key
 from rljax.config.yaml_dialect import Dumper
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
+    """Returns the type of a key for a reader, such as "list of int" or "null | text"."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _type_name(args[0])
+        return type_name(args[0])
     if origin in (typing.Union, types.UnionType):
-        return " | ".join("null" if arg is type(None) else _type_name(arg) for arg in args)
+        return " | ".join("null" if arg is type(None) else type_name(arg) for arg in args)
     if origin is Literal:
         return " | ".join(args)
     if origin is tuple:
-        return f"list of {_type_name(args[0])}"
+        return f"list of {type_name(args[0])}"
     if origin is dict:
         return "section"
     return {str: "text"}.get(annotation, annotation.__name__)
@@ -32,7 +33,8 @@ def _yaml_scalar(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _default_text(key: Key) -> str:
+def default_text(key: Key) -> str:
+    """Returns the default of a key as YAML, with the algorithms that have another; "required" without one."""
     if key.field.is_required():
         return "required"
     default = key.field.get_default(call_default_factory=True)
@@ -57,8 +59,8 @@ def describe_keys(width: int = 100) -> str:
             purpose = purpose if key.items is None else f"{key.field.description} Of each: {purpose}"
             lines += ["", *textwrap.wrap(f"{key.name}: {purpose}", width, subsequent_indent="  ")]
             continue
-        head = f"  {key.name:<40} {_type_name(key.field.annotation)}"
-        default = f"[{_default_text(key)}]"
+        head = f"  {key.name:<40} {type_name(key.field.annotation)}"
+        default = f"[{default_text(key)}]"
         lines += textwrap.wrap(
             f"{head}  {default}", width, subsequent_indent=" " * 43, break_long_words=False
         )

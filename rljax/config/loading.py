@@ -4,13 +4,13 @@ import json
 import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from rljax.config.keys import KEYS, unknown_key, without_numbers
+from rljax.config.packaged import find_config, find_policy
 from rljax.config.schema import ExperimentConfig
 from rljax.config.yaml_dialect import Dumper, parse_yaml
 from rljax.errors import ConfigError
@@ -19,18 +19,22 @@ from rljax.errors import ConfigError
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Reads the experiment in a YAML file, with `dotted.key=value` overrides (values are YAML) in order.
 
+    A bare name such as "quickstart", where no such file exists, is that of a config that comes with rljax.
+
     Raises:
       ConfigError: an invalid config; one line that names the key or the file, and the remedy.
     """
-    return make_config(read_mapping(path), overrides, str(path))
+    config = make_config(read_mapping(path), overrides, str(path))
+    if config.policy.path is not None:
+        policy = config.policy.model_copy(update={"path": find_policy(config.policy.path)})
+        config = config.model_copy(update={"policy": policy})
+    return config
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the contents of a config's YAML file, unchecked; raises like `load_config`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file") from None
+        text = find_config(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot read the config: {reason}") from error

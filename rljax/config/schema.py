@@ -78,7 +78,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out problems before, during and after training, and in scripts/evaluate.py."""
+    """Held-out problems before, during and after training, and in `rljax evaluate`."""
 
     every: CountOrOff = Field(
         0,
@@ -229,10 +229,12 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"
             " paused response has decoded behind its call would stay counted"
         )
-    for stop, name in itertools.product(rollout.stop, () if config.tools is None else config.tools.names):
-        if stop in config.tools.closing.replace("{name}", name):
-            yield f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
     if config.tools is not None:
+        for stop, name in itertools.product(rollout.stop, config.tools.names):
+            if stop in config.tools.closing.replace("{name}", name):
+                yield (
+                    f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
+                )
         yield from mistaken_answers(config.tools, config.task)
     drafters = config.speculation.kinds.values()
     if "quantized" in drafters and engine.verification != "coupled":

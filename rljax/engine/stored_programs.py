@@ -92,6 +92,11 @@ class StoredPrograms:
         return self._directory / hashlib.sha256(repr((name, str(tree), shapes)).encode()).hexdigest()
 
 
+def count_stored(directory: str | os.PathLike[str]) -> int:
+    """Returns how many programs a directory holds that this process could load."""
+    return sum(1 for _ in (Path(directory) / "programs" / _surroundings()).glob("*"))
+
+
 def _prune(directory: Path) -> None:
     by_age = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in by_age[_KEPT:]:

@@ -1,4 +1,4 @@
-"""The command line of a plan, for `scripts/plan.py` and `train.py --plan`."""
+"""The command line of a plan, for `rljax plan` and `rljax train --plan`."""
 
 import argparse
 import json
@@ -56,7 +56,7 @@ def present_topology() -> str:
     family = names.get(kind) or next((name for name in ("h200", "h100") if name.upper() in kind), None)
     if family is None:
         known = ", ".join(known_hardware())
-        raise ConfigError(f"plan: there are no figures of {kind}; scripts/plan.py --topology knows {known}")
+        raise ConfigError(f"plan: there are no figures of {kind}; rljax plan --topology knows {known}")
     shapes = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
     if family == "v5p":
         shapes = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}

@@ -172,7 +172,7 @@ def draw(runs: Sequence[RunDecisions], path: Path) -> None:
                 f"{run.path / 'decisions.jsonl'}: no decisions there to draw; runs with speculation.drafter"
                 " have some once a batch is down to speculation.max_batch"
             )
-    figure = new_figure("--decisions", 13, 13 * len(runs))
+    figure = new_figure(13, 13 * len(runs))
     parts = figure.subfigures(len(runs), 1, squeeze=False)[:, 0]
     for run, part in zip(runs, parts, strict=True):
         palette = itertools.cycle(COLORS)

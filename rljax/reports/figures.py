@@ -5,7 +5,6 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,9 +64,11 @@ _TIDIED = [
 _TAG, _LONG_NUMBER = re.compile(r"<[^>]*>"), re.compile(r"(\d\.\d\d)\d+")
 
 
-def new_figure(option: str, width: float, height: float) -> "Figure":
-    """Returns an empty figure, sizes in inches; raises a UserError naming the option without matplotlib."""
-    return _matplotlib(option).figure.Figure(figsize=(width, height), layout="constrained")
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns an empty figure, sizes in inches."""
+    from matplotlib.figure import Figure  # takes half a second to import, and most commands draw nothing
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -103,8 +104,10 @@ def svg_of(panel: Panel) -> str:
     wide without scaling, so that its text is legible on a phone.
     """
     style = _STYLE | {"svg.hashsalt": panel.title}  # makes the names of clip paths unique on the page
-    with _matplotlib("report.html").rc_context(style):
-        figure = new_figure("report.html", 4.6, panel.height)
+    import matplotlib
+
+    with matplotlib.rc_context(style):
+        figure = new_figure(4.6, panel.height)
         axes = figure.subplots()
         panel.draw(axes)
         axes.set_title("")
@@ -175,13 +178,3 @@ def _variable(match: re.Match[str]) -> str:
 
 def _attribute(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-
-
-def _matplotlib(option: str) -> ModuleType:
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise UserError(
-            f"{option} needs matplotlib: install the plot extra (pip install 'rljax[plot]')"
-        ) from error
-    return matplotlib

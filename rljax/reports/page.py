@@ -31,7 +31,7 @@ def write_report(runs: Sequence[RunData], file: Path) -> None:
     """Writes the report of some runs.
 
     Raises:
-      UserError: matplotlib is missing, or the file cannot be written.
+      UserError: the file cannot be written.
     """
     html = report_html(runs)
     try:

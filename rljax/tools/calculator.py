@@ -158,8 +158,8 @@ def _modulo(left: Number, right: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number | complex:
-    whole = isinstance(base, int) and isinstance(exponent, int)
     # A number of b bits is at least 2 ** (b - 1), so a result that is too large is rejected before computing.
-    if whole and abs(base) > 1 and (base.bit_length() - 1) * exponent > MAX_BITS:
+    bits = (base.bit_length() - 1) * exponent if isinstance(base, int) and isinstance(exponent, int) else 0
+    if bits > MAX_BITS and abs(base) > 1:
         raise OverflowError
     return base**exponent

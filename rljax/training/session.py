@@ -7,6 +7,7 @@ import jax
 
 from drafters.registry import HOST_DRAFTERS
 from rljax import processes
+from rljax.accelerators import start_line
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.config.changes import Change
 from rljax.config.distributed import check_over_processes
@@ -48,6 +49,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
         checkpoints = open_checkpoints(directory, config.checkpoint)
         try:
             with progress:
+                progress.message(start_line(config.policy.compute_dtype, config.engine.compilation_cache))
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 # The innermost context: the others' exits may wait for a process that has ended.

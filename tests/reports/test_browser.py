@@ -15,7 +15,6 @@ from rljax.reports.runs import read_runs
 from tests.reports.test_page import HOSTILE, PANELS
 from tests.synthetic_run import write_full_run
 
-pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,

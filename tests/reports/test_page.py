@@ -23,8 +23,6 @@ from rljax.reports.runs import (
 from rljax.run_directory import RunDirectory
 from tests.synthetic_run import write_full_run
 
-pytest.importorskip("matplotlib", reason="the plot extra is not installed")
-
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & "quotes"'
 PANELS = [
     "Reward",
@@ -196,7 +194,7 @@ def test_a_run_of_one_step_has_a_dot_in_every_panel(tmp_path):
         lambda axes: draw_mismatch(axes, series_of([run])),
         lambda axes: draw_rewards(axes, [Series("both", [run, run])]),
     ):
-        axes = new_figure("test", 4, 3).subplots()
+        axes = new_figure(4, 3).subplots()
         draw(axes)
         assert axes.lines and all(line.get_marker() == "o" for line in axes.lines)
 
@@ -208,7 +206,7 @@ def test_lengths_of_other_bins_have_their_places(tmp_path):
     rollouts = [
         line | {"lengths": line_lengths} for line, line_lengths in zip(run.rollouts, lengths, strict=True)
     ]
-    axes = new_figure("test", 4, 3).subplots()
+    axes = new_figure(4, 3).subplots()
     draw_histogram(axes, dataclasses.replace(run, rollouts=rollouts))
     shares = axes.images[0].get_array()[..., 3]
     assert shares.shape == (2, 2) and axes.images[0].get_extent()[3] == 24

@@ -13,6 +13,7 @@ import openai
 import pytest
 import uvicorn
 
+from rljax.commands.serve import _bind
 from rljax.errors import ConfigError, PolicyError
 from rljax.serving import app, policy
 from tests.scripts import SCRIPTS, load_script
@@ -120,11 +121,10 @@ def test_nobody_is_let_in_before_it_can_answer(serve):
 
 
 def test_a_port_that_is_taken():
-    script = load_script("serve")
-    with script._bind("127.0.0.1", 0) as taken:
+    with _bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen"):
-            script._bind("127.0.0.1", taken.getsockname()[1])
+            _bind("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("error", [IndexError("list index out of range"), PolicyError("policy: overflows")])

@@ -1,0 +1,60 @@
+"""Export a run's policy for Hugging Face's libraries: `rljax export runs/quickstart exported`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rljax.accelerators import skip_absent
+from rljax.errors import UserError
+
+
+def _parser(prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write a run's policy as a Hugging Face directory, with tokenizer and model card.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("output", metavar="DIR", help="where the policy goes")
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the weights; bfloat16 is half as large and rounds them (default: float32)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a model that is there")
+    parser.add_argument(
+        "--drafter", metavar="DIR", help="also write the EAGLE head that was trained beside the policy, here"
+    )
+    parser.add_argument(
+        "--drafter-engine", choices=("sglang", "vllm"), default="sglang", help="who shall load the head"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser(prog).parse_args(argv)
+    try:
+        skip_absent()
+        # JAX takes seconds to import, and --help should be instant.
+        from rljax.training.export import check_destination, export_head, export_policy
+        from rljax.training.saved_policy import load_saved_policy
+
+        check_destination(arguments.output, arguments.force)  # before anything is read
+        saved = load_saved_policy(arguments.run, arguments.step)
+        if arguments.drafter is not None:  # first: a run without a head exports nothing
+            head = export_head(
+                saved, arguments.drafter, arguments.dtype, arguments.drafter_engine, arguments.force
+            )
+            print(f"head of step {saved.step}: {head}")
+        policy = export_policy(saved, arguments.output, arguments.dtype, arguments.force)
+        print(f"policy of step {saved.step}: {policy}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was there before is as it was", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,145 @@
+"""Ask a trained policy: `rljax generate runs/quickstart "47a5b8c9="`."""
+
+import argparse
+import os
+import queue
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rljax.accelerators import skip_absent
+from rljax.errors import ConfigError, UserError
+
+_MOST_SLOTS = 64  # samples of `-n` decoded at a time
+
+
+def _parser(prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Stream a policy's response to a prompt. The same seed gives the same tokens, whatever"
+        " the drafter, and from `rljax serve`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("policy", help="a run directory or a Hugging Face directory")
+    parser.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input")
+    parser.add_argument("--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("--raw", action="store_true", help="the prompt is no chat: apply no template")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="responses to sample [1]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise [0]")
+    parser.add_argument("--tokens", action="store_true", help="print token ids in the place of text")
+    add_policy_options(parser)
+    return parser
+
+
+def add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `rljax.serving.policy.Options`."""
+    parser.add_argument("--step", type=int, help="of a run, which checkpoint [the newest]")
+    parser.add_argument("--temperature", type=float, help="0 is greedy [the run's]")
+    parser.add_argument("--top-p", type=float, help="[the run's]")
+    parser.add_argument("--max-tokens", type=int, help="longest response [the run's]")
+    parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
+    parser.add_argument(
+        "--drafter",
+        help="what proposes tokens: a name, or a class of yours as module:Class, with the run's arguments"
+        " where the run uses it; none decodes without drafts [the run's]",
+    )
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser(prog).parse_args(argv)
+    try:
+        _generate(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
+        return 141
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None and arguments.file is not None:
+        raise ConfigError("--file: the prompt is given already; leave one out")
+    try:
+        if arguments.file is not None:
+            prompt = Path(arguments.file).read_text(encoding="utf-8")
+        else:
+            prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    except OSError as error:
+        raise ConfigError(f"--file: cannot read {arguments.file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
+    if not prompt:
+        raise ConfigError("the prompt is empty")
+    return prompt
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    prompt = _prompt(arguments)
+    if arguments.n < 1:
+        raise ConfigError(f"-n: {arguments.n}, expected at least 1")
+    skip_absent()
+    # JAX takes seconds to import, so the command line is checked first.
+    from rljax.serving.policy import Options, open_policy
+    from rljax.serving.prompts import chat_ids, text_ids
+    from rljax.serving.text import TextStream
+    from rljax.serving.worker import Job
+
+    options = Options(
+        arguments.step,
+        arguments.temperature,
+        arguments.top_p,
+        min(arguments.n, _MOST_SLOTS),
+        arguments.max_prompt_tokens,
+        arguments.max_tokens,
+        arguments.drafter,
+    )
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False)
+    if arguments.raw:
+        prompt_ids = text_ids(served, prompt)
+    else:
+        prompt_ids = chat_ids(served, [{"role": "user", "content": prompt}])
+    strings = served.stop_strings()
+    pieces: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(arguments.n)]
+    jobs = [
+        Job(
+            served.request(prompt_ids, arguments.seed, sample, served.max_tokens),
+            pieces[sample].put,
+            served.stop(strings),
+        )
+        for sample in range(arguments.n)
+    ]
+    start = time.perf_counter()
+    served.worker.start()
+    try:
+        served.worker.submit(jobs)
+        endings = []
+        for sample, sample_pieces in enumerate(pieces):
+            if arguments.n > 1:
+                print(f"--- {sample + 1} of {arguments.n}", flush=True)
+            stream, ending = TextStream(served.tokenizer.decode, strings), None
+            while ending is None:
+                piece = sample_pieces.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                ending = piece.ending
+                if arguments.tokens:
+                    print(*piece.tokens, end=" ", flush=True)
+                else:
+                    print(stream.push(piece.tokens), end="", flush=True)
+            print("" if arguments.tokens else stream.finish(), flush=True)
+            endings.append(ending)
+    finally:  # the interpreter must not end while the thread is inside the device's code
+        served.worker.close(drain=False)
+    seconds = time.perf_counter() - start
+    statistics = served.worker.statistics
+    say(
+        f"{statistics.tokens} tokens in {seconds:.2f} s, {statistics.tokens / seconds:.1f} tokens/s,"
+        f" accept length {statistics.accept_length:.2f}, ended by {', '.join(endings)}"
+    )
