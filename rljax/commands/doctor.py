@@ -40,6 +40,7 @@ EXTRAS = {
     "serve": Extra("rljax serve", ("uvicorn", "starlette", "prometheus_client")),
     "jetstream": Extra("JetStream's interfaces", ("jetstream",)),
     "datasets": Extra("tasks from data sets", ("datasets", "pyarrow")),
+    "endpoints": Extra("rewards by a judge or a reward model behind HTTP", ("httpx",)),
     "math": Extra("rewards for mathematics", ("math_verify",)),
     "reasoning-gym": Extra("tasks of Reasoning Gym", ("reasoning_gym",)),
     "wandb": Extra("Weights & Biases", ("wandb",)),

@@ -7,8 +7,8 @@ import pytest
 from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.training.session import run
-
-from .tiny_run import train, write_config
+from tests.tasks.reward_server import reward_server
+from tests.training.tiny_run import train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,10 @@ def problems(tmp_path_factory):
     return path
 
 
-def task(problems, **section):
-    """A mixture: sums from a file, judged by three rewards, and the quickstart's task with its own."""
+def task(problems, judge=None, **section):
+    """A mixture: sums from a file, judged by three rewards, and the quickstart's task with its own, and
+    with that of a judge where one serves.
+    """
     rewards = [
         {"name": "numeric", "weight": 2.0},
         {"name": "length", "weight": 0.5, "args": {"target": 0, "limit": 200}},
@@ -32,6 +34,9 @@ def task(problems, **section):
         {"name": "dataset", "args": {"path": str(problems), "difficulty": "level"}, "rewards": rewards},
         {"name": "chain_arithmetic", "args": {"max_terms": 3}},
     ]
+    if judge is not None:
+        asked = {"name": "judge", "args": {"url": f"{judge.url}/v1", "model": "grand-judge"}}
+        parts[1]["rewards"] = [{"name": "task"}, asked]
     return "task=" + json.dumps({"name": "mixture", "mixture": parts, **section})
 
 
@@ -50,18 +55,26 @@ def without_times(metrics):
     ]
 
 
+@pytest.fixture
+def judge():
+    pytest.importorskip("httpx", reason="the endpoints extra is not installed")
+    with reward_server() as server:
+        yield server
+
+
 @pytest.mark.slow
-def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, capsys):
+def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, judge, capsys):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    whole = train(tmp_path / "whole", task(problems), *COMMON)
-    train(tmp_path / "parts", task(problems), *COMMON, "training.steps=1")
-    resumed = train(tmp_path / "parts", task(problems), *COMMON)
+    whole = train(tmp_path / "whole", task(problems, judge), *COMMON)
+    train(tmp_path / "parts", task(problems, judge), *COMMON, "training.steps=1")
+    resumed = train(tmp_path / "parts", task(problems, judge), *COMMON)
     assert without_times(resumed) == without_times(whole)
     assert "8 of 24 prompts are longer" in capsys.readouterr().out  # and the runs ended well
     for line in whole[1:]:
         assert 0 < line["reward/length"] <= 1 and line["reward/brevity"] > 0
-        assert line["reward/errors"] == 0 and 0 <= line["reward/format"] <= 1
+        assert line["reward/errors"] == 0 and 0 <= line["reward/task/format"] <= 1
+        assert line["reward/judge"] == pytest.approx(0.7) and judge.asked
         assert line["evaluation/length"] > 0
     assert whole[1]["reward/length"] != whole[2]["reward/length"]
 

@@ -14,8 +14,10 @@ from rljax.sandbox.process import Sandbox, SandboxError
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered
+from rljax.tasks.rewards.endpoints import checked
 from rljax.tasks.rewards.extraction import last_code_block
-from rljax.tasks.rewards.pool import CheckerError, CheckerPool, CheckerTimeout, checker_sandbox
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
+from rljax.tasks.rewards.pool import CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
 from rljax.tasks.wrapper import Wrapper
@@ -69,6 +71,9 @@ class RewardedTask(Wrapper):
             _ = self._sandbox.strong  # raises a SandboxError where isolation is missing and not waived
         if "tests" in places:
             check_limits(self._sandbox)
+        for reward in self._rewards:
+            if reward.place == "endpoint":
+                checked(reward.compute, reward.key, config.reward_timeout)
         self._pool = None
         if places & {"worker", "sandbox", "tests"}:
             threads = config.reward_workers or len(os.sched_getaffinity(0))
@@ -109,6 +114,9 @@ class RewardedTask(Wrapper):
     def close(self) -> None:
         """Ends the workers. Without this call they end with the process."""
         super().close()
+        for reward in self._rewards:
+            if reward.place == "endpoint":
+                reward.compute.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -166,6 +174,9 @@ class RewardedTask(Wrapper):
             except Exception as error:
                 done.set_exception(CheckerError(f"raised {error!r}"))
             return done
+        if reward.place == "endpoint":
+            endpoint = reward.compute
+            return endpoint.executor.submit(endpoint.score, problem, text, self._config.reward_timeout)
         if reward.place == "tests":
             return self._pool.executor.submit(self._run_tests, reward, problem, text)
         request = {

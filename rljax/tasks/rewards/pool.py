@@ -13,6 +13,7 @@ from typing import Any
 import rljax
 from rljax.errors import ConfigError
 from rljax.sandbox.process import Process, Sandbox, start_unconfined
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
 from rljax.tasks.rewards.registry import Reward
 
 _START_SECONDS = 120.0  # a user's module may import many packages
@@ -20,14 +21,6 @@ _GRACE_SECONDS = 5.0  # on top of the time limit, which a sandboxed worker enfor
 _MAX_ANSWER = 1 << 16
 _CHECKED_TOGETHER = 32  # answers per request: starting a child takes as long as parsing a few answers
 _WORKER = "rljax.tasks.rewards.worker"
-
-
-class CheckerError(Exception):
-    """A reward raised or died; the message says which, and does not name the problem."""
-
-
-class CheckerTimeout(CheckerError):
-    """A reward took longer than `task.reward_timeout` over a response."""
 
 
 class CheckerPool:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from rljax.config import RewardConfig
 from rljax.errors import ConfigError, known_names
-from rljax.tasks.rewards import checkers, text
+from rljax.tasks.rewards import checkers, endpoints, text
 
-Place = Literal["here", "worker", "sandbox", "tests", "task"]
+Place = Literal["here", "worker", "sandbox", "tests", "endpoint", "task"]
 """Where a reward is computed: in the training process; in a worker; in a worker within the sandbox; as unit
-tests, with one sandbox per response; or by the task."""
+tests, with one sandbox per response; by a server; or by the task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ REWARDS: dict[str, Kind] = {
     "format": Kind("worker", checkers.format),
     "math": Kind("sandbox", checkers.math, ("math_verify", "math")),
     "code": Kind("tests", code),
+    "judge": Kind("endpoint", endpoints.judge, ("httpx", "endpoints")),
+    "reward_model": Kind("endpoint", endpoints.reward_model, ("httpx", "endpoints")),
     "task": Kind("task", _task),
 }
 
@@ -79,7 +81,8 @@ class Reward:
       metric: name in metrics.
       weight: factor in the sum.
       place: place where it is computed.
-      compute: a `TextReward` ("here"), a `CodeReward` ("tests"), a name and arguments for a worker, or None.
+      compute: a `TextReward` ("here"), a `CodeReward` ("tests"), an `Endpoint` ("endpoint"), a name and
+        arguments for a worker, or None.
       key: config key, for errors.
     """
 
