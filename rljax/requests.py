@@ -20,7 +20,8 @@ class Request:
       max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
       step: training step.
-      sampling: temperature and filters; None for the engine's. Others need an engine with `per_slot_sampling`.
+      sampling: temperature and filters; None for the engine's. Only an engine with `per_slot_sampling` takes
+        others.
     """
 
     prompt_ids: tuple[int, ...]

@@ -227,7 +227,9 @@ class DecodeEngine:
         if not self.per_slot_sampling:
             raise ValueError("this engine samples all requests alike: it has no per_slot_sampling")
         if sampling.penalties != self.sampling.penalties:
-            raise ValueError(f"penalties: all requests have {self.sampling.penalties}, got {sampling.penalties}")
+            raise ValueError(
+                f"penalties: all requests have {self.sampling.penalties}, got {sampling.penalties}"
+            )
         check_settings(sampling)
 
     def state_shapes(self, batch: int, size: int) -> DecodeState:

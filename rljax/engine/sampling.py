@@ -98,7 +98,7 @@ def _sample_by_row(
 
     def filtered() -> tuple[Array, Array]:
         kept_from = split.kept_from_of_slots if splits_vocab(mesh) else slots.kept_from
-        # From the logits: scaled ones from outside would have to be kept for this, and round before the noise.
+        # From the logits: scaled ones would be kept for this, and rounded before the noise is added above.
         scaled = logits * factor
         return drawn(jnp.where(scaled >= kept_from(scaled, settings, numerics), scaled, -jnp.inf))
 
@@ -110,7 +110,7 @@ def _sample_by_row(
 def _redrawn(
     results: tuple[Array, Array], chosen: Array, draw: Callable[[], tuple[Array, Array]]
 ) -> tuple[Array, Array]:
-    """Replaces the results of `chosen` rows, bool [B], by those of `draw`, which runs only if there are any."""
+    """Replaces the results of `chosen` rows, bool [B], by those of `draw`, which runs if there are any."""
 
     def replaced() -> tuple[Array, Array]:
         (tokens, logprobs), (new_tokens, new_logprobs) = results, draw()

@@ -46,8 +46,8 @@ class SlotMoves:
         keys: Array,
         settings: SlotSampling | None = None,
     ) -> DecodeState:
-        """Inserts rows[i] of the prefix into slots[i] of the state; slots out of range are skipped. `settings`
-        are those of slots[i], for a state with sampling settings of its slots.
+        """Inserts rows[i] of the prefix into slots[i] of the state; slots out of range are skipped.
+        `settings` are those of slots[i], for a state with sampling settings of its slots.
         """
         return DecodeState(
             cache=kv_cache.copy_rows(state.cache, prefix.cache, rows, slots, self._shardings(state.cache)),

@@ -137,8 +137,8 @@ class DecodeLoop:
         together with the same tokens share one prefill.
 
         Raises:
-          ValueError: a request that cannot fit, sampling settings that the engine does not know, or a response
-            that has ended already.
+          ValueError: a request that cannot fit, sampling settings that the engine does not take, or a
+            response that has ended already.
         """
         for response in responses:
             check_request(response.request, self.engine.buckets)

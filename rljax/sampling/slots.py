@@ -45,9 +45,10 @@ class SlotSampling:
     @classmethod
     def of(cls, settings: Sequence[SamplingParams], vocab_size: int) -> "SlotSampling":
         """Returns the arrays of some settings, on the host. Penalties are not among them."""
+        factor = [1.0 if each.greedy else 1.0 / each.temperature for each in settings]
         filtered = [not each.greedy and each.filters(vocab_size) for each in settings]
         return cls(
-            factor=np.asarray([1.0 if each.greedy else 1.0 / each.temperature for each in settings], np.float32),
+            factor=np.asarray(factor, np.float32),
             greedy=np.asarray([each.greedy for each in settings], bool),
             filtered=np.asarray(filtered, bool),
             top_k=np.asarray([each.top_k if each.top_k < vocab_size else 0 for each in settings], np.int32),
@@ -76,9 +77,7 @@ def check_settings(settings: SamplingParams) -> None:
     """
     smallest, largest = TEMPERATURES
     if not (settings.greedy or smallest <= settings.temperature <= largest):
-        raise ValueError(
-            f"temperature: {settings.temperature:g}, expected 0 or {smallest:g} to {largest:g}"
-        )
+        raise ValueError(f"temperature: {settings.temperature:g}, expected 0 or {smallest:g} to {largest:g}")
     if settings.top_p < LEAST_TOP_P:
         raise ValueError(f"top_p: {settings.top_p:g}, expected {LEAST_TOP_P:g} to 1")
 

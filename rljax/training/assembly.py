@@ -128,6 +128,14 @@ def sampling_params(config: ExperimentConfig) -> SamplingParams:
     )
 
 
+def evaluation_sampling(config: ExperimentConfig) -> SamplingParams | None:
+    """Returns the distribution that evaluations sample from; None where it is that of rollouts."""
+    changes = config.evaluation.sampling_changes
+    sampling = sampling_params(config)
+    evaluated = dataclasses.replace(sampling, **changes)
+    return None if evaluated == sampling else evaluated
+
+
 def make_scheduler(
     config: ExperimentConfig,
     policy: Policy,
@@ -135,6 +143,7 @@ def make_scheduler(
     numerics: Numerics,
     pool: ExecutablePool,
     mesh: Mesh | None,
+    per_slot_sampling: bool = False,
 ) -> Scheduler:
     """Returns a scheduler with its engine and, if there are drafters, its speculator.
 
@@ -145,6 +154,7 @@ def make_scheduler(
       numerics: from `make_numerics`.
       pool: pool of compiled programs.
       mesh: from `rljax.sharding.make_mesh`.
+      per_slot_sampling: whether requests may have their own temperature and filters.
 
     Raises:
       UserError: a drafter does not fit the policy, or the drafters do not fit the manager.
@@ -161,6 +171,7 @@ def make_scheduler(
         mesh,
         config.engine.verification,
         states_read(drafters, policy.config, policy.tokenizer),
+        per_slot_sampling,
     )
     speculator = None
     if drafters:
