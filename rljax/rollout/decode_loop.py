@@ -413,9 +413,7 @@ class DecodeLoop:
         assignments = []
         for row, slot, response in rows:
             request = response.request
-            assignments.append(
-                Assignment(row, slot, request.noise_key, response.remaining, request.sampling)
-            )
+            assignments.append(Assignment(row, slot, request.noise_key, response.remaining, request.sampling))
             self.slots[slot], response.slot = response, slot
             response.use_version(self.version)
         self.state = self.engine.bulk_insert(prefilled.prefix, self.state, assignments)

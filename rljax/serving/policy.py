@@ -161,9 +161,7 @@ def open_policy(
     drafters = _drafters(config.speculation, options)
     numerics, invariance = make_numerics(config, saved.policy.config, mesh)
     say(numerics_line(config, invariance))
-    scheduler = make_scheduler(
-        config, saved.policy, drafters, numerics, pool, mesh, per_slot_sampling=True
-    )
+    scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh, per_slot_sampling=True)
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
     learned_together = {}

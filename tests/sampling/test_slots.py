@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.sampling import sample
-from rljax.kernels.noisy_argmax import base
 from rljax.numerics.rows import Numerics
 from rljax.sampling import distribution, slots, split
 from rljax.sampling.distribution import SamplingParams
@@ -113,30 +112,35 @@ def test_any_settings_in_any_mix(dtype, mix, params):
     assert_rows_have_their_own(dtype, [params, *mix[1:]])
 
 
+@functools.cache
+def thresholds_by_row():
+    return [
+        jax.jit(lambda x, rows, f=f: f(x, rows, NUMERICS))
+        for f in (slots.kept_from, split.kept_from_of_slots)
+    ]
+
+
 @pytest.mark.parametrize("params", [each for each in DISTRIBUTIONS if each.filters(VOCAB)], ids=str)
-@pytest.mark.parametrize("dtype", LOGITS)
-def test_thresholds_are_those_of_the_reference(dtype, params):
-    scaled = LOGITS[dtype].copy()
-    scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
-    scaled[0] *= 1e30
-    rows = SlotSampling.of([params] * ROWS, VOCAB)
-    run = lambda function, rows: np.asarray(jax.jit(lambda x: function(x, rows, NUMERICS))(scaled))  # noqa: E731
-    expected = run(distribution.kept_from, params)
-    np.testing.assert_array_equal(run(slots.kept_from, rows), expected)
-    np.testing.assert_array_equal(
-        scaled >= run(split.kept_from_of_slots, rows), scaled >= run(split.kept_from, params)
-    )
+def test_thresholds_are_those_of_the_reference(params):
+    """Sorting finds the same number, bisection one that keeps the same tokens."""
+    reference, rows = jax.jit(lambda x: distribution.kept_from(x, params, NUMERICS)), [params] * ROWS
+    for logits in LOGITS.values():
+        scaled = logits.copy()
+        scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
+        scaled[0] *= 1e30
+        expected = np.asarray(reference(scaled))
+        sorting, bisection = (f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row())
+        np.testing.assert_array_equal(sorting, expected)
+        np.testing.assert_array_equal(scaled >= np.asarray(bisection), scaled >= expected)
 
 
-@pytest.mark.parametrize("params", DISTRIBUTIONS, ids=str)
-def test_a_row_with_nan_is_told_as_by_the_reference(params):
-    logits = LOGITS["float32"][:2].copy()
-    logits[0, 5] = np.nan
-    args = (jnp.asarray(logits), jnp.asarray(KEYS[:2]), jnp.arange(2))
-    rows = SlotSampling.of([params] * 2, VOCAB)
-    _, logprobs = sample(*args, SamplingParams(), NUMERICS, settings=rows)
-    _, expected = base.noisy_argmax(*args, params, NUMERICS)
-    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(expected))
+def test_a_row_with_nan_is_told():
+    logits = LOGITS["float32"].copy()
+    logits[::2, 5] = np.nan
+    mix = [DISTRIBUTIONS[row // 2 % len(DISTRIBUTIONS)] for row in range(ROWS)]
+    _, logprobs = by_row()(logits, KEYS, POSITIONS, SlotSampling.of(mix, VOCAB))
+    told = [row % 2 == 0 and not params.greedy for row, params in enumerate(mix)]
+    np.testing.assert_array_equal(np.isnan(logprobs), told)
 
 
 def test_what_slots_that_have_ended_had_on_is_off():
@@ -165,17 +169,15 @@ SETTINGS = [
 ]
 weights = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, init_params(CONFIG, 0))
 
-def responses(axes, sampling, settings):
+def responses(axes):
     mesh = make_mesh(MeshConfig(**axes)) if axes else None
+    buckets = Buckets((2, 4), (64,))
     engine = DecodeEngine(
-        CONFIG, Numerics(), sampling, Buckets((2, 4), (64,)), (), 16, mesh=mesh,
-        per_slot_sampling=bool(settings),
+        CONFIG, Numerics(), SamplingParams(), buckets, (), 16, mesh=mesh, per_slot_sampling=True
     )
     params = engine.load_params(weights)
     prefix = engine.prefill(params, [[2 + i, 3, 5 + i] for i in range(4)])
-    placed = [
-        Assignment(i, i, request_key(0, i), 30, settings[i] if settings else None) for i in range(4)
-    ]
+    placed = [Assignment(i, i, request_key(0, i), 30, settings) for i, settings in enumerate(SETTINGS)]
     state, first = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(4, 64), placed))
     state, second = engine.generate(params, engine.compact(state, [3, 1]))
     tokens = [first.tokens[i].tolist() for i in range(4)]
@@ -183,19 +185,17 @@ def responses(axes, sampling, settings):
         tokens[slot] += second.tokens[row].tolist()
     return tokens
 
-found = {}
-for label, axes in {"vocabulary": {"tensor": 2}, "slots": {"data": 2}}.items():
-    mixed = responses(axes, SamplingParams(), SETTINGS)
-    found[label] = [
-        [row == responses(each, settings, None)[i] for each in (axes, None)]
-        for i, (row, settings) in enumerate(zip(mixed, SETTINGS))
-    ]
+one = responses({})
+found = {
+    label: [row == alone for row, alone in zip(responses(axes), one)]
+    for label, axes in {"vocabulary": {"tensor": 2}, "slots": {"data": 2}}.items()
+}
 print("FOUND" + json.dumps(found))
 """
 
 
 def test_split_over_devices_the_tokens_are_the_same():
-    """As with the settings inside, there and on one device; slots move between devices, too."""
+    """Also where slots move between devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2",
@@ -205,4 +205,4 @@ def test_split_over_devices_the_tokens_are_the_same():
     done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.split("FOUND")[1])
-    assert found == {"vocabulary": [[True, True]] * 4, "slots": [[True, True]] * 4}
+    assert found == {"vocabulary": [True] * 4, "slots": [True] * 4}
