@@ -26,7 +26,6 @@ from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_
 
 ENGINE = SamplingParams(temperature=1.2, top_p=0.95)
 SETTINGS = [
-    SamplingParams(),
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.3, top_k=5),
