@@ -40,7 +40,7 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,pool"
+    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,pool,sampling"
     assert error == f"error: --only: 'sped' is not a section; they are {sections}\n"
 
 
