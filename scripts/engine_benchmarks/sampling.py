@@ -1,6 +1,7 @@
 """The price of sampling settings by request: settings a slot against the same settings in the programs."""
 
-import jax
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts, speed_row
@@ -11,32 +12,44 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.transformer import num_params
+from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 
-_PLAIN, _WARM, _GREEDY, _TOP_P = (
-    SamplingParams(),
-    SamplingParams(0.7),
-    SamplingParams(0.0),
-    SamplingParams(0.7, top_p=0.9),
-)
-_MIXES = {  # the settings of the slots, in turn
-    "temperature 1": [_PLAIN],
-    "temperature 0.7": [_WARM],
-    "all greedy": [_GREEDY],
-    "all top_p 0.9": [_TOP_P],
+_WARM, _GREEDY = SamplingParams(0.7), SamplingParams(0.0)
+_TOP_P, _MIN_P = SamplingParams(0.7, top_p=0.9), SamplingParams(0.7, min_p=0.05)
+_MIXES = {  # the settings of the slots, in turn; the first are those of the baseline
+    "temperature 1": (SamplingParams(),),
+    "temperature 0.7": (_WARM,),
+    "greedy": (_GREEDY,),
+    "min_p 0.05": (_MIN_P,),
+    "top_p 0.9": (_TOP_P,),
+    "temperature 0.7 and greedy": (_WARM, _GREEDY),
+    "temperature 0.7 and top_p 0.9": (_WARM, _TOP_P),
 }
-_ONLY_BY_SLOT = {
-    "half greedy, half temperature 0.7": [_GREEDY, _WARM],
-    "one top_p 0.9, others temperature 0.7": [_TOP_P, *[_WARM] * 63],
-}
+
+
+def decoding(
+    engine: DecodeEngine,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    settings: Sequence[SamplingParams | None],
+) -> Callable[[], np.ndarray]:
+    """Returns a function that samples `new_tokens` after each prompt, with the settings of each."""
+    prefix = engine.prefill(params, prompts)
+    requests = [Assignment(i, i, request_key(0, i), new_tokens, each) for i, each in enumerate(settings)]
+
+    def decode() -> np.ndarray:
+        state = engine.init_state(len(prompts), PROMPT_TOKENS + new_tokens)
+        return engine.generate(params, engine.bulk_insert(prefix, state, requests))[1].tokens
+
+    return decode
 
 
 def sampling_rows(name: str, config: ModelConfig, batch: int, new_tokens: int, repeats: int) -> list[Row]:
-    """Measures tokens per second of decode steps with settings a slot. The baseline has the same settings in
-    its programs; that of a mix has temperature 0.7 for all.
+    """Measures tokens per second with settings a slot, against programs with the settings inside.
 
     Args:
       name: name of the policy.
@@ -45,53 +58,32 @@ def sampling_rows(name: str, config: ModelConfig, batch: int, new_tokens: int, r
       new_tokens: tokens of each response.
       repeats: timed rounds.
     """
-    pool, weights = ExecutablePool(), transformer.init_params(config, 0)
-    prompts = random_prompts(batch, config.vocab_size)
+    prompts, pool = random_prompts(batch, config.vocab_size), ExecutablePool()
     buckets = make_buckets(batch, PROMPT_TOKENS + new_tokens, True)
+
+    def make_engine(sampling: SamplingParams, by_slot: bool) -> DecodeEngine:
+        return DecodeEngine(
+            config, Numerics(), sampling, buckets, (), new_tokens, pool, per_slot_sampling=by_slot
+        )
+
+    engine = make_engine(SamplingParams(), True)
+    params = engine.load_params(transformer.init_params(config, 0))
     rows = []
-
-    def decoding(engine, params, settings):
-        prefix = engine.prefill(params, prompts)
-        settings = [settings[i % len(settings)] for i in range(batch)] if engine.per_slot_sampling else []
-        settings = settings or [None] * batch
-        placed = [
-            Assignment(i, i, request_key(0, i), new_tokens + 1, each) for i, each in enumerate(settings)
-        ]
-
-        def decode() -> np.ndarray:
-            length = PROMPT_TOKENS + new_tokens
-            state = engine.bulk_insert(prefix, engine.init_state(batch, length), placed)
-            return engine.generate(params, state)[1].tokens
-
-        return decode
-
-    for mix, settings in (_MIXES | _ONLY_BY_SLOT).items():
-        inside = settings[0] if mix in _MIXES else _WARM
-        engines = {
-            by_slot: DecodeEngine(
-                config, Numerics(), inside, buckets, (), new_tokens, pool, per_slot_sampling=by_slot
-            )
-            for by_slot in (True, False)
+    for mix, settings in _MIXES.items():
+        inside = make_engine(settings[0], False)
+        sides = {
+            "by slot": decoding(
+                engine, params, prompts, new_tokens, [settings[i % len(settings)] for i in range(batch)]
+            ),
+            "inside": decoding(inside, params, prompts, new_tokens, [None] * batch),
         }
-        params = engines[True].load_params(weights)
-        sides = {str(by_slot): decoding(engine, params, settings) for by_slot, engine in engines.items()}
-        tokens = {side: decode() for side, decode in sides.items()}
-        if mix in _MIXES and not np.array_equal(tokens["True"], tokens["False"]):
+        tokens = [decode()[:: len(settings)] for decode in sides.values()]
+        if not np.array_equal(*tokens):
             raise RuntimeError(f"{mix}: settings a slot sample other tokens than the same settings inside")
         seconds = interleave(sides, repeats, warmups=0)
-        rows.append(
-            speed_row(
-                f"sampling/{name}/batch {batch}/{mix}",
-                batch * new_tokens,
-                compare(seconds["True"], seconds["False"]),
-                "the same settings inside" if mix in _MIXES else "temperature 0.7 inside",
-                {
-                    "rounds": repeats,
-                    "params": num_params(config),
-                    "vocab_size": config.vocab_size,
-                    "new_tokens": new_tokens,
-                },
-            )
-        )
-        jax.clear_caches()
+        label = "the same settings inside" if len(settings) == 1 else "temperature 0.7 inside"
+        details = {"rounds": repeats, "params": num_params(config), "vocab_size": config.vocab_size}
+        timing = compare(seconds["by slot"], seconds["inside"])
+        title = f"sampling/{name}/batch {batch}/{mix}"
+        rows.append(speed_row(title, batch * new_tokens, timing, label, details))
     return rows
