@@ -33,6 +33,7 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.slots import check_settings
 from rljax.sharding import row_multiple
 from rljax.speculation.managers.papers.calibration import calibration_key, draft_format, load_calibration
 from rljax.speculation.managers.papers.roofline import Roofline
@@ -129,11 +130,20 @@ def sampling_params(config: ExperimentConfig) -> SamplingParams:
 
 
 def evaluation_sampling(config: ExperimentConfig) -> SamplingParams | None:
-    """Returns the distribution that evaluations sample from; None where it is that of rollouts."""
-    changes = config.evaluation.sampling_changes
+    """Returns the distribution that evaluations sample from; None where it is that of rollouts.
+
+    Raises:
+      ConfigError: no slot can have such settings.
+    """
     sampling = sampling_params(config)
-    evaluated = dataclasses.replace(sampling, **changes)
-    return None if evaluated == sampling else evaluated
+    evaluated = dataclasses.replace(sampling, **config.evaluation.sampling_changes)
+    if evaluated == sampling:
+        return None
+    try:
+        check_settings(evaluated)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.{error}") from error
+    return evaluated
 
 
 def make_scheduler(

@@ -6,6 +6,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import ConfigError
+from rljax.training.assembly import evaluation_sampling
 from tests.evaluation.test_evaluate import evaluate, results
 from tests.training.test_loop import _numbers
 from tests.training.tiny_run import train, write_config
@@ -56,6 +57,13 @@ def test_a_checkpoint_gives_the_numbers_of_the_greedy_evaluation_inside_the_run(
     assert "evaluation.temperature: is 0.5, but the evaluation in" in capsys.readouterr().err
     names = [name for name in evaluated["settings"] if name.startswith("evaluation.")]
     assert names == ["evaluation.temperature"]
+
+
+def test_settings_that_rollouts_alone_can_have_are_one_clear_line(tmp_path):
+    overrides = ["rollout.temperature=1e-6", "evaluation.top_p=0.9"]
+    with pytest.raises(ConfigError, match=r"^evaluation\.temperature: 1e-06, expected 0 or 0\.0001 to"):
+        evaluation_sampling(load_config(write_config(tmp_path), overrides))
+    assert evaluation_sampling(load_config(write_config(tmp_path), ["evaluation.top_k=0"])) is None
 
 
 @pytest.mark.parametrize(
