@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rljax.sampling.distribution import SamplingParams
+
 FinishReason = Literal["eos", "length", "stop"]
 
 
@@ -18,6 +20,8 @@ class Request:
       max_response: response tokens at most, tools' answers included.
       training: False where nothing may be trained on it.
       step: training step.
+      sampling: temperature and filters; None for the engine's. Only an engine with `per_slot_sampling` takes
+        others.
     """
 
     prompt_ids: tuple[int, ...]
@@ -25,6 +29,7 @@ class Request:
     max_response: int
     training: bool = True
     step: int = 0
+    sampling: SamplingParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from engine_benchmarks.policies import POLICIES, import_reference
 from engine_benchmarks.pool import pool_rows
 from engine_benchmarks.price import price_rows
 from engine_benchmarks.rows import row_invariance_rows
+from engine_benchmarks.sampling import sampling_rows
 from engine_benchmarks.self_draft import self_draft_rows
 from engine_benchmarks.startup import first_step, startup_rows
 from engine_benchmarks.update import shared_prompt_rows, update_rows
@@ -59,6 +60,7 @@ def measurements() -> list[Measurement]:
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "95M", lambda: price_rows("95M", POLICIES["95M"], repeats=7, num_sequences=8)),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
+        Measurement("sampling", "25M", lambda: sampling_rows("25M", small, 8, 16, repeats=25)),
     ]
 
 
@@ -77,6 +79,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "2M", lambda: price_rows("2M", tiny, repeats=2, num_sequences=4)),
         Measurement("pool", "2M", lambda: pool_rows("2M", tiny, (2, 4)), disturbed=False),
+        Measurement("sampling", "2M", lambda: sampling_rows("2M", tiny, 8, 8, repeats=3)),
     ]
 
 

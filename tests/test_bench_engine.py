@@ -24,6 +24,7 @@ decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
 pool = load_script("engine_benchmarks.pool")
 rows = load_script("engine_benchmarks.rows")
+sampling = load_script("engine_benchmarks.sampling")
 self_draft = load_script("engine_benchmarks.self_draft")
 startup = load_script("engine_benchmarks.startup")
 update = load_script("engine_benchmarks.update")
@@ -40,7 +41,7 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,pool"
+    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,pool,sampling"
     assert error == f"error: --only: 'sped' is not a section; they are {sections}\n"
 
 
@@ -116,6 +117,15 @@ def test_companion_rows(tiny):
     ]
     for row in rows:
         assert row.value > 0 and row.ratio == pytest.approx(row.baseline_value / row.value)
+
+
+def test_sampling_rows(tiny, monkeypatch):
+    """A mix has the tokens of the baseline in the slots with its settings, which is checked."""
+    mixes = {name: sampling._MIXES[name] for name in ("greedy", "temperature 0.7 and top_p 0.9")}
+    monkeypatch.setattr(sampling, "_MIXES", mixes)
+    rows = sampling.sampling_rows("tiny", tiny, 2, 4, repeats=1)
+    assert [row.name for row in rows] == [f"sampling/tiny/batch 2/{name}" for name in mixes]
+    assert [row.baseline for row in rows] == ["the same settings inside", "temperature 0.7 inside"]
 
 
 def test_a_second_process_gets_the_first_ones_cache(tiny, monkeypatch):

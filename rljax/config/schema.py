@@ -107,12 +107,46 @@ class EvaluationConfig(Section):
         " correct where the task has it, else the whole reward. Set it where a reward combines"
         " several parts.",
     )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=1e4,
+        description="Temperature of evaluations; 0 takes the likeliest token, null is rollout.temperature."
+        " Set it to measure the policy as it will be used, or to compare with published numbers.",
+    )
+    top_k: CountOrOff | None = Field(
+        None,
+        description="rollout.top_k of evaluations; null is that of rollouts. Set it to compare with published"
+        " numbers.",
+    )
+    top_p: float | None = Field(
+        None,
+        ge=1e-6,
+        le=1,
+        description="rollout.top_p of evaluations; null is that of rollouts. Set it to compare with published"
+        " numbers.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="rollout.min_p of evaluations; null is that of rollouts. Set it to compare with published"
+        " numbers.",
+    )
     by_difficulty: bool = Field(
         False, description="Report every difficulty group as well. Set it to see where a policy gains."
     )
 
+    @property
+    def sampling_changes(self) -> dict[str, float]:
+        """The settings of sampling that differ from those of rollouts, by name."""
+        settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {name: value for name, value in settings.items() if value is not None}
+
     @model_validator(mode="after")
     def _check(self) -> "EvaluationConfig":
+        if self.temperature is not None and 0 < self.temperature < 1e-4:
+            raise ValueError(f"evaluation.temperature: {self.temperature:g}, expected 0 or 1e-4 to 1e4")
         if any(a >= b for a, b in itertools.pairwise(self.pass_at)):
             raise ValueError(f"evaluation.pass_at: {list(self.pass_at)} must ascend, without repeats")
         if self.pass_at and self.pass_at[-1] > self.samples:
@@ -217,6 +251,12 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
+        )
+    if config.evaluation.sampling_changes and engine.verification != "coupled":
+        name = next(iter(config.evaluation.sampling_changes))
+        yield (
+            f"evaluation.{name}: needs engine.verification: coupled, got {engine.verification}; the other"
+            " rules sample every request alike"
         )
     if config.checkpoint.keep_best and not (config.evaluation.every and config.evaluation.problems):
         yield (

@@ -117,7 +117,8 @@ class CompanionEngine(DecodeEngine):
             return state.cache, drafts
 
         told = jnp.asarray(sizes.copy())  # as in `extend`
-        args = (params, cache, target.replace(cache=None), told, self._rope, np.int32(steps))
+        target = target.replace(cache=None, sampling=None)
+        args = (params, cache, target, told, self._rope, np.int32(steps))
         key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
         return self.pool.get(key, draft, args, donate_argnums=(1,)), args
 

@@ -35,12 +35,13 @@ from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.slot_moves import SlotMoves, set_counts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
-from rljax.errors import PolicyError
+from rljax.errors import ConfigError, PolicyError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.slots import SlotSampling, check_settings
 from rljax.sharding import padded_vocab_size, replicated_sharding, shard_params
 
 if TYPE_CHECKING:
@@ -67,10 +68,15 @@ class DecodeEngine:
       hidden_layers: layers whose features drafters read; None for none. Prefill, decoding and verification
         then hand out the residual stream behind each of these layers (0: the embeddings), and last the hidden
         state after the final norm: S features of size d, one more than there are layers.
+      per_slot_sampling: every request may have its own temperature and filters (`Assignment.sampling`). The
+        tokens are those of an engine with these settings in its programs. Drafters go by `sampling`.
 
     Attributes:
       behind: compiles programs of plain decoding in the background (`PlainPrograms`). Prefill and `grow` then
         wait for what is not compiled. None where programs are compiled before, or when they are first used.
+
+    Raises:
+      ConfigError: `per_slot_sampling` with a rule of verification that does not know it.
     """
 
     behind: "PlainPrograms | None" = None
@@ -87,7 +93,13 @@ class DecodeEngine:
         mesh: Mesh | None = None,
         verification: Rule = "coupled",
         hidden_layers: tuple[int, ...] | None = None,
+        per_slot_sampling: bool = False,
     ) -> None:
+        if per_slot_sampling and verification != "coupled":
+            raise ConfigError(
+                f"engine.verification: {verification} samples every request with the same temperature and"
+                " filters; set coupled for requests with their own"
+            )
         self.config = config
         self.numerics = numerics
         self.sampling = sampling
@@ -96,6 +108,7 @@ class DecodeEngine:
         self.decode_steps_per_sync = decode_steps_per_sync
         self.verification = verification
         self.hidden_layers = hidden_layers
+        self.per_slot_sampling = per_slot_sampling
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self.prefill_rows, self.prefill_lengths = buckets.prefill()
         self.mesh = mesh
@@ -111,6 +124,7 @@ class DecodeEngine:
             verification,
             hidden_layers,
             mesh,
+            per_slot_sampling,
         )
         self._moves = SlotMoves(config, mesh)
         self._key = (self._programs, buckets.cache[-1])
@@ -130,6 +144,7 @@ class DecodeEngine:
             self.mesh,
             self.verification,
             hidden_layers,
+            self.per_slot_sampling,
         )
 
     # -- weights ---------------------------------------------------------------------------------------------
@@ -183,7 +198,7 @@ class DecodeEngine:
             self.behind.close()
 
     def _empty_state(self, batch: int, size: int) -> DecodeState:
-        vocab_size = padded_vocab_size(self.config, self.mesh)
+        vocab_size, settings = padded_vocab_size(self.config, self.mesh), self._settings([], batch)
         return DecodeState(
             cache=kv_cache.empty_cache(self.config, batch, size, kv_cache.cache_dtype(self.numerics)),
             tokens=jnp.zeros(batch, jnp.int32),
@@ -192,7 +207,30 @@ class DecodeEngine:
             active=jnp.zeros(batch, bool),
             noise_keys=jnp.zeros((batch, 2), jnp.uint32),
             counts=jnp.zeros((batch, vocab_size), jnp.int32) if self.sampling.penalizes else None,
+            sampling=None if settings is None else jax.tree.map(jnp.asarray, settings),
         )
+
+    def _settings(self, requested: Sequence[SamplingParams | None], slots: int) -> SlotSampling | None:
+        """Returns settings of so many slots, those behind the requested ones as of the engine; None where the
+        programs have them inside.
+        """
+        if not self.per_slot_sampling:
+            return None
+        settings = [self.sampling if each is None else each for each in requested]
+        settings += [self.sampling] * (slots - len(settings))
+        return SlotSampling.of(settings, self.config.vocab_size)
+
+    def check_sampling(self, sampling: SamplingParams | None) -> None:
+        """Raises a ValueError for sampling settings that a request cannot have here."""
+        if sampling is None:
+            return
+        if not self.per_slot_sampling:
+            raise ValueError("this engine samples all requests alike: it has no per_slot_sampling")
+        if sampling.penalties != self.sampling.penalties:
+            raise ValueError(
+                f"penalties: all requests have {self.sampling.penalties}, got {sampling.penalties}"
+            )
+        check_settings(sampling)
 
     def state_shapes(self, batch: int, size: int) -> DecodeState:
         """Returns `init_state` with a `jax.ShapeDtypeStruct` in the place of every array, for buckets."""
@@ -266,12 +304,23 @@ class DecodeEngine:
         for i, assignment in enumerate(assignments):
             rows[i], slots[i] = assignment.row, assignment.slot
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
-        program, args = self._inserting(prefix, state, rows, slots, remaining, keys)
+            self.check_sampling(assignment.sampling)
+        settings = self._settings([assignment.sampling for assignment in assignments], count)
+        program, args = self._inserting(prefix, state, rows, slots, remaining, keys, settings)
         return program(*args)
 
-    def _inserting(self, prefix: Prefix, state: DecodeState, *places: np.ndarray) -> _Call:
-        prefix = prefix.replace(states=None)
-        args = (prefix, state, *map(jnp.asarray, places))
+    def _inserting(
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        remaining: np.ndarray,
+        keys: np.ndarray,
+        settings: SlotSampling | None,
+    ) -> _Call:
+        placed = jax.tree.map(jnp.asarray, (rows, slots, remaining, keys, settings))
+        args = (prefix.replace(states=None), state, *placed)
         key = ("insert", prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
 
@@ -359,7 +408,13 @@ class DecodeEngine:
         """Compiles `bulk_insert` of a prefix of so many prompts and so long, into a state of this shape."""
         slots, keys = np.zeros(batch, np.int32), np.zeros((batch, 2), np.uint32)
         self._inserting(
-            self.prefix_shapes(*prefix), self.state_shapes(batch, length), slots, slots, slots, keys
+            self.prefix_shapes(*prefix),
+            self.state_shapes(batch, length),
+            slots,
+            slots,
+            slots,
+            keys,
+            self._settings([], batch),
         )
 
     def compile_plain(self, params: Params, batch: int, length: int, appends: bool = False) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.engine.state import DecodeState
+from rljax.sampling.distribution import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +19,14 @@ class Assignment:
       slot: the slot.
       noise_key: uint32 [2], from `noise.request_key`.
       max_response: largest number of response tokens to sample.
+      sampling: temperature and filters; None for the engine's.
     """
 
     row: int
     slot: int
     noise_key: np.ndarray
     max_response: int
+    sampling: SamplingParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)

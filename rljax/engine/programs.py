@@ -45,6 +45,8 @@ class Programs:
       verification: rule by which drafts are verified.
       hidden_layers: see `DecodeEngine`.
       mesh: devices; None for one.
+      per_slot_sampling: temperature and filters are those of each slot (`DecodeState.sampling`), not those of
+        `sampling`, whose penalties hold.
     """
 
     config: ModelConfig
@@ -55,6 +57,7 @@ class Programs:
     verification: Rule
     hidden_layers: tuple[int, ...] | None
     mesh: Mesh | None
+    per_slot_sampling: bool = False
 
     def _constrain(self, state: DecodeState) -> DecodeState:
         if self.mesh is None:
@@ -131,8 +134,9 @@ class Programs:
         # Sample with the noise of each request and position.
         logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
         logits = penalized_logits(logits, state.counts, self.sampling)
+        settings = None if state.sampling is None else state.sampling.among(state.active)
         tokens, logprobs = sample(
-            logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics, self.mesh
+            logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics, self.mesh, settings
         )
 
         # End responses at their limit or at an end-of-sequence token.
@@ -149,6 +153,7 @@ class Programs:
             active=active & ~ended,
             noise_keys=state.noise_keys,
             counts=counted(state.counts, tokens[:, None], active[:, None]),
+            sampling=state.sampling,
         )
         new_state = self._constrain(new_state)
         states = None if states is None else states[:, 0]
@@ -229,6 +234,9 @@ class Programs:
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         if self.verification != "coupled":  # the other rules read and change probabilities of whole rows
             logits = whole_logits(logits, self.config, self.mesh)
+        settings = None
+        if state.sampling is not None:
+            settings = state.sampling.among(state.active).take(rows.slots)
         sampled, logprobs = sample_nodes(
             self.verification,
             logits,
@@ -240,6 +248,7 @@ class Programs:
             self.numerics,
             proposal,
             self.mesh,
+            settings,
         )
         path, count = accepted_path(rooted, sampled)
         tokens = jnp.take_along_axis(sampled, path, axis=1)
@@ -266,6 +275,7 @@ class Programs:
             active=state.active & ~(takes_part & ended),
             noise_keys=state.noise_keys,
             counts=counted(state.counts, tokens, order < count[:, None]),
+            sampling=state.sampling,
         )
         new_state = self._constrain(new_state)
 
@@ -335,6 +345,7 @@ class Programs:
                 active=jnp.where(takes_part, chunk.complete, state.active),
                 noise_keys=state.noise_keys,
                 counts=state.counts,
+                sampling=state.sampling,
             )
         )
 

@@ -4,6 +4,8 @@ On a mesh with a tensor axis, the vocabulary of the logits is split over it, and
 (`rljax/sampling/split.py`). On one device the kernel that the config names samples.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
@@ -13,8 +15,9 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
-from rljax.sampling import split
+from rljax.sampling import slots, split
 from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.slots import SlotSampling
 from rljax.sharding import constrain, logits_sharding, splits_vocab
 
 
@@ -48,6 +51,7 @@ def sample(
     params: SamplingParams,
     numerics: Numerics,
     mesh: Mesh | None = None,
+    settings: SlotSampling | None = None,
 ) -> tuple[Array, Array]:
     """Samples a token at each position.
 
@@ -58,11 +62,58 @@ def sample(
       params: the sampling distribution.
       numerics: see `Numerics`.
       mesh: devices over whose tensor axis V is split; None for one.
+      settings: temperature and filters of each row, in place of those of `params`; None for these.
 
     Returns:
       tokens: int32 [B].
       logprobs: float32 [B], under the distribution that the tokens were sampled from.
     """
+    if settings is not None:
+        return _sample_by_row(logits, keys, positions, settings, numerics, mesh)
     if splits_vocab(mesh):
         return split.noisy_argmax(logits, keys, positions, params, numerics)
     return noisy_argmax(logits, keys, positions, params, numerics, numerics.kernels.noisy_argmax)
+
+
+def _sample_by_row(
+    logits: Array,
+    keys: Array,
+    positions: Array,
+    settings: SlotSampling,
+    numerics: Numerics,
+    mesh: Mesh | None,
+) -> tuple[Array, Array]:
+    """`sample` with the settings of each row.
+
+    Every row is first sampled without filters; then rows with filters, and greedy ones, are sampled again, if
+    there are any. A row so has the operations, and with them the bits, of a program with its settings inside:
+    a compiler may round the product with the temperature and the sum with the noise once, and does not where
+    a filter stands between them.
+    """
+    factor = settings.factor[:, None]
+    without = SamplingParams()
+
+    def drawn(logits: Array, params: SamplingParams = without) -> tuple[Array, Array]:
+        return sample(logits, keys, positions, params, numerics, mesh)
+
+    def filtered() -> tuple[Array, Array]:
+        kept_from = split.kept_from_of_slots if splits_vocab(mesh) else slots.kept_from
+        # From the logits: scaled ones would be kept for this, and rounded before the noise is added above.
+        scaled = logits * factor
+        return drawn(jnp.where(scaled >= kept_from(scaled, settings, numerics), scaled, -jnp.inf))
+
+    results = drawn(logits * factor)
+    results = _redrawn(results, settings.filtered, filtered)
+    return _redrawn(results, settings.greedy, lambda: drawn(logits, SamplingParams(temperature=0.0)))
+
+
+def _redrawn(
+    results: tuple[Array, Array], chosen: Array, draw: Callable[[], tuple[Array, Array]]
+) -> tuple[Array, Array]:
+    """Replaces the results of `chosen` rows, bool [B], by those of `draw`, which runs if there are any."""
+
+    def replaced() -> tuple[Array, Array]:
+        (tokens, logprobs), (new_tokens, new_logprobs) = results, draw()
+        return jnp.where(chosen, new_tokens, tokens), jnp.where(chosen, new_logprobs, logprobs)
+
+    return lax.cond(chosen.any(), replaced, lambda: results)

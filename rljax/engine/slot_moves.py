@@ -14,6 +14,7 @@ from rljax.engine.placement import cache_shardings
 from rljax.engine.slot_exchange import copy_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.config import ModelConfig
+from rljax.sampling.slots import SlotSampling
 from rljax.sharding import named, row_multiple
 
 _Slots = TypeVar("_Slots")
@@ -36,9 +37,18 @@ class SlotMoves:
     mesh: Mesh | None
 
     def insert(
-        self, prefix: Prefix, state: DecodeState, rows: Array, slots: Array, remaining: Array, keys: Array
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        rows: Array,
+        slots: Array,
+        remaining: Array,
+        keys: Array,
+        settings: SlotSampling | None = None,
     ) -> DecodeState:
-        """Inserts rows[i] of the prefix into slots[i] of the state; slots out of range are skipped."""
+        """Inserts rows[i] of the prefix into slots[i] of the state; slots out of range are skipped.
+        `settings` are those of slots[i], for a state with sampling settings of its slots.
+        """
         return DecodeState(
             cache=kv_cache.copy_rows(state.cache, prefix.cache, rows, slots, self._shardings(state.cache)),
             tokens=state.tokens.at[slots].set(prefix.last_tokens[rows], mode="drop"),
@@ -47,6 +57,7 @@ class SlotMoves:
             active=state.active.at[slots].set(True, mode="drop"),
             noise_keys=state.noise_keys.at[slots].set(keys, mode="drop"),
             counts=None if state.counts is None else state.counts.at[slots].set(0, mode="drop"),
+            sampling=None if state.sampling is None else state.sampling.put(slots, settings),
         )
 
     def compact(self, state: DecodeState, slots: Array, present: Array) -> DecodeState:
@@ -59,6 +70,7 @@ class SlotMoves:
             active=state.active[slots] & present,
             noise_keys=state.noise_keys[slots],
             counts=self._taken_counts(state.counts, slots),
+            sampling=None if state.sampling is None else state.sampling.take(slots),
         )
 
     def widen(self, state: DecodeState, batch: int) -> DecodeState:

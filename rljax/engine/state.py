@@ -5,6 +5,7 @@ from flax import struct
 from jax import Array
 
 from rljax.engine.kv_cache import KVCache
+from rljax.sampling.slots import SlotSampling
 
 
 @struct.dataclass
@@ -20,6 +21,7 @@ class DecodeState:
       noise_keys: uint32 [B, 2], see `rljax/sampling/noise.py`.
       counts: int32 [B, V], number of times that each token was sampled in the response; None unless sampling
         penalizes.
+      sampling: temperature and filters of each slot; None where the programs have them inside.
     """
 
     cache: KVCache
@@ -29,6 +31,7 @@ class DecodeState:
     active: Array
     noise_keys: Array
     counts: Array | None = None
+    sampling: SlotSampling | None = None
 
     @property
     def batch(self) -> int:

@@ -28,6 +28,7 @@ from rljax.engine.sampling import sample
 from rljax.numerics.rows import Numerics, log_normalizer
 from rljax.sampling.distribution import SamplingParams, first_maximum, token_logprobs, transform_logits
 from rljax.sampling.noise import gumbel_rows, uniform
+from rljax.sampling.slots import SlotSampling
 
 Rule = Literal["coupled", "rejection", "target_only"]
 
@@ -43,6 +44,7 @@ def sample_nodes(
     numerics: Numerics,
     proposal: Array | None = None,
     mesh: Mesh | None = None,
+    settings: SlotSampling | None = None,
 ) -> tuple[Array, Array]:
     """Samples a token behind every node.
 
@@ -58,13 +60,15 @@ def sample_nodes(
       proposal: for `rejection`, log-probabilities of the distribution that the token behind each node was
         drafted from, float32 [B, M, V]; None for deterministic drafts.
       mesh: under `coupled`, devices over whose tensor axis V is split. Other rules take whole rows.
+      settings: under `coupled`, temperature and filters of each computed node, in place of those of `params`.
 
     Returns:
       tokens: int32 [B, M].
       logprobs: float32 [B, M], under the sampling distribution.
     """
     if rule == "coupled":
-        tokens, logprobs = sample(logits, keys[rows.slots], rows.gather(positions), params, numerics, mesh)
+        keys, positions = keys[rows.slots], rows.gather(positions)
+        tokens, logprobs = sample(logits, keys, positions, params, numerics, mesh, settings)
         return rows.scatter(tokens), rows.scatter(logprobs)
     shape = (*positions.shape, logits.shape[-1])
     flat = transform_logits(rows.scatter(logits).reshape(-1, shape[-1]), params, numerics)

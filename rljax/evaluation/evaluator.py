@@ -45,7 +45,13 @@ from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
-from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, warm_up
+from rljax.training.assembly import (
+    evaluation_sampling,
+    make_numerics,
+    make_scheduler,
+    numerics_line,
+    warm_up,
+)
 from rljax.training.saved_policy import SavedPolicy
 
 _JUDGED_TOGETHER = 64  # responses per call; tasks may judge them in parallel
@@ -111,6 +117,7 @@ class Evaluator:
             **{f"task.{name}": value for name, value in task.items()},
             **{f"rollout.{name}": value for name, value in rollout.items()},
             "tools": None if config.tools is None else config.tools.model_dump(),
+            **{f"evaluation.{name}": value for name, value in config.evaluation.sampling_changes.items()},
             "policy.compute_dtype": config.policy.compute_dtype,
             "engine.row_invariant": config.engine.row_invariant,
         }
@@ -146,7 +153,10 @@ class Evaluator:
         numerics, invariance = make_numerics(config, policy.config, mesh)
         self.progress.message(numerics_line(config, invariance))
         drafters = make_drafters(config.speculation)
-        scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh)
+        sampling = evaluation_sampling(config)
+        scheduler = make_scheduler(
+            config, policy, drafters, numerics, pool, mesh, per_slot_sampling=sampling is not None
+        )
         collector = Collector(
             self.task,
             policy.tokenizer,
@@ -155,7 +165,9 @@ class Evaluator:
             self.prompts,
             config.rollout.max_response_length,
         )
-        all_requests = collector.requests(self.split, list(self.problems), self.samples, EVALUATION, 0)
+        all_requests = collector.requests(
+            self.split, list(self.problems), self.samples, EVALUATION, 0, sampling
+        )
         requests = dict(zip(all_keys, all_requests, strict=True))
         # Load the drafters' state and the weights, and compile.
         if scheduler.speculator is not None and (state := self.saved.drafter_state()):

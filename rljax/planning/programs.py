@@ -33,7 +33,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sharding import param_shardings, replicated_sharding, shard_params
-from rljax.training.assembly import sampling_params
+from rljax.training.assembly import evaluation_sampling, sampling_params
 from rljax.training.learner import make_critic
 from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
@@ -314,6 +314,7 @@ class Planning:
             self.mesh,
             config.engine.verification,
             states_read(self.drafters, self.model),
+            per_slot_sampling=evaluation_sampling(config) is not None,
         )
 
     def _trainer(self, pool: ExecutablePool) -> Trainer:

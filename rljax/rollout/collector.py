@@ -13,6 +13,7 @@ from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
+from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import judge
@@ -88,6 +89,7 @@ class Collector:
         purpose: int,
         step: int,
         on_progress: OnProgress | None = None,
+        sampling: SamplingParams | None = None,
     ) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Samples and rewards responses to problems.
 
@@ -99,12 +101,13 @@ class Collector:
           purpose: TRAINING or EVALUATION.
           step: the training step; with purpose, problem and sample it identifies a request's noise.
           on_progress: see `OnProgress`.
+          sampling: see `Request`.
 
         Returns:
           One group per problem, counts of decoding, and seconds.
         """
         problems = [self.task.problem(split, index) for index in indices]
-        requests = self._requests(problems, indices, samples, purpose, step)
+        requests = self._requests(problems, indices, samples, purpose, step, sampling)
         timing = Timing()
         start = time.perf_counter()
         completions, statistics = self.scheduler.run(params, requests, on_progress)
@@ -125,14 +128,26 @@ class Collector:
         return groups, statistics, timing
 
     def requests(
-        self, split: Split, indices: Sequence[int], samples: int, purpose: int, step: int
+        self,
+        split: Split,
+        indices: Sequence[int],
+        samples: int,
+        purpose: int,
+        step: int,
+        sampling: SamplingParams | None = None,
     ) -> list[Request]:
         """Returns the requests of `collect`, with the same arguments."""
         problems = [self.task.problem(split, index) for index in indices]
-        return self._requests(problems, indices, samples, purpose, step)
+        return self._requests(problems, indices, samples, purpose, step, sampling)
 
     def _requests(
-        self, problems: Sequence[Problem], indices: Sequence[int], samples: int, purpose: int, step: int
+        self,
+        problems: Sequence[Problem],
+        indices: Sequence[int],
+        samples: int,
+        purpose: int,
+        step: int,
+        sampling: SamplingParams | None,
     ) -> list[Request]:
         prompts = [self.prompts.tokens(problem) for problem in problems]
         return [
@@ -142,6 +157,7 @@ class Collector:
                 self.max_response_length,
                 purpose == TRAINING,
                 step,
+                sampling,
             )
             for prompt, index in zip(prompts, indices, strict=True)
             for sample in range(samples)

@@ -137,10 +137,12 @@ class DecodeLoop:
         together with the same tokens share one prefill.
 
         Raises:
-          ValueError: a request that cannot fit, or a response that has ended already.
+          ValueError: a request that cannot fit, sampling settings that the engine does not take, or a
+            response that has ended already.
         """
         for response in responses:
             check_request(response.request, self.engine.buckets)
+            self.engine.check_sampling(response.request.sampling)
             if response.remaining < 1 or (
                 response.tokens and response.tokens[-1] in self.engine.eos_token_ids
             ):
@@ -410,7 +412,8 @@ class DecodeLoop:
         """Inserts prefilled rows: (row, slot, response) of each."""
         assignments = []
         for row, slot, response in rows:
-            assignments.append(Assignment(row, slot, response.request.noise_key, response.remaining))
+            request = response.request
+            assignments.append(Assignment(row, slot, request.noise_key, response.remaining, request.sampling))
             self.slots[slot], response.slot = response, slot
             response.use_version(self.version)
         self.state = self.engine.bulk_insert(prefilled.prefix, self.state, assignments)

@@ -55,16 +55,21 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
     def penalizes(self) -> bool:
         """Whether logits depend on the response so far."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return self.penalties != (1.0, 0.0, 0.0)
 
     def filters(self, vocab_size: int) -> bool:
         """Returns whether top-k, top-p or min-p may exclude tokens of a vocabulary of this size."""
         return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
 
 
-def _running_sum(x: Array) -> Array:
+def running_sum(x: Array) -> Array:
     """Returns the inclusive running sum over the last axis, by elementwise additions only, so that a row does
     not depend on the others.
     """
@@ -167,7 +172,7 @@ def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Arra
     if params.top_p < 1.0:
         ordered = -jnp.sort(-left, axis=-1)
         probs = jnp.exp(ordered - log_normalizer(ordered, numerics))
-        before = _running_sum(probs) - probs
+        before = running_sum(probs) - probs
         last_kept = jnp.min(jnp.where(before < params.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         lowest = jnp.maximum(lowest, last_kept)
     if params.min_p > 0.0:

@@ -13,9 +13,10 @@ import numpy as np
 from jax import Array, lax
 
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
-from rljax.sampling import distribution
+from rljax.sampling import distribution, slots
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel_rows
+from rljax.sampling.slots import SlotSampling
 
 _SIGN = np.int32(0x7FFFFFFF)
 
@@ -75,7 +76,18 @@ def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Arra
     return lowest
 
 
-def _threshold(levels: Array, weights: Array, limit: np.generic) -> Array:
+def kept_from_of_slots(scaled: Array, settings: SlotSampling, numerics: Numerics) -> Array:
+    """As `kept_from`, with settings that differ from row to row."""
+    top_k, top_p = settings.top_k[:, None], settings.top_p[:, None]
+    levels = _levels(scaled)
+    lowest = jnp.where(top_k > 0, _threshold(levels, jnp.ones_like(levels), jnp.maximum(top_k, 1)), -jnp.inf)
+    left = jnp.where(scaled >= lowest, scaled, -jnp.inf)
+    probs = jnp.exp(left - log_normalizer(left, numerics))
+    last_kept = jnp.where(top_p < np.inf, _threshold(levels, probs, top_p), -jnp.inf)
+    return jnp.maximum(jnp.maximum(lowest, last_kept), slots.least_likely(scaled, settings))
+
+
+def _threshold(levels: Array, weights: Array, limit: np.generic | Array) -> Array:
     """Returns the smallest float32 number above which the weights of a row add up to less than `limit`, by
     bisection over all float32 numbers: [B, 1]; infinity if there is none, in a row with NaN.
 
@@ -85,7 +97,7 @@ def _threshold(levels: Array, weights: Array, limit: np.generic) -> Array:
     Args:
       levels: `_levels` of the entries, int32 [B, V].
       weights: not negative, [B, V].
-      limit: more than 0, in the dtype of the weights.
+      limit: more than 0, in the dtype of the weights; for all rows, or [B, 1].
     """
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -71,6 +71,7 @@ class _Exchange:
         self.writer = Writer(body, service.name, served.tokenizer, sum(map(len, prompts)))
         strings = served.stop_strings(body.stops)
         limit = served.max_tokens if body.most_tokens is None else body.most_tokens
+        sampling = served.requested_sampling(body.sampling_settings)
         self._events: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -87,7 +88,7 @@ class _Exchange:
                 self.answers.append(Answer(index, served.tokenizer, strings))
                 self.jobs.append(
                     Job(
-                        served.request(prompt, seed, sample, limit),
+                        served.request(prompt, seed, sample, limit, sampling),
                         lambda piece, index=index: deliver(index, piece),
                         served.stop(strings),
                     )
@@ -236,18 +237,19 @@ class _Service:
         if count > worker.max_waiting + worker.max_slots:
             raise RequestError(400, f"n: {count} responses are more than can ever wait here", "n")
         sampling = self.served.sampling
-        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        for name in ("presence_penalty", "frequency_penalty"):
             requested, served = getattr(body, name), getattr(sampling, name)
             if requested is not None and requested != served:
-                remedy = "leave it out"
-                if name in ("temperature", "top_p"):
-                    remedy += f", or start a server with --{name.replace('_', '-')} {requested:g}"
                 raise RequestError(
                     400,
-                    f"{name}: this server samples with {served:g} and no other, got {requested:g}; {remedy}",
+                    f"{name}: all requests to this server have {served:g}, got {requested:g}; leave it out",
                     name,
                     "unsupported_value",
                 )
+        try:
+            self.served.requested_sampling(body.sampling_settings)
+        except ValueError as error:
+            raise RequestError(400, str(error), str(error).partition(":")[0]) from error
         most = body.most_tokens
         if most is not None and most > self.served.max_tokens:
             name = body.tokens_field

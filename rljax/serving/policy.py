@@ -74,7 +74,7 @@ class ServedPolicy:
       tokenizer: tokenizer of the policy.
       vocab_size: number of rows of the embedding; token ids are below it.
       config: config of the decoding.
-      sampling: sampling distribution, the same for all requests.
+      sampling: sampling distribution of requests that name none.
       worker: worker that decodes, not yet started. It holds the weights in the engine's dtype.
       drafters: names of the drafters in use.
     """
@@ -94,12 +94,31 @@ class ServedPolicy:
     def max_tokens(self) -> int:
         return self.config.rollout.max_response_length
 
-    def request(self, prompt_ids: Sequence[int], seed: int, sample: int, max_tokens: int) -> Request:
-        """Returns a request with the noise of (seed, sample). Seeds are taken modulo 2^64, so negative ones
-        are valid.
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        sample: int,
+        max_tokens: int,
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        """Returns a request with the noise of (seed, sample), and with `sampling` in place of the server's.
+        Seeds are taken modulo 2^64, so negative ones are valid.
         """
         key = request_key(seed % 2**64, SERVING, sample)
-        return Request(tuple(prompt_ids), key, max_tokens, training=False)
+        return Request(tuple(prompt_ids), key, max_tokens, training=False, sampling=sampling)
+
+    def requested_sampling(self, changes: Mapping[str, float]) -> SamplingParams | None:
+        """Returns the server's sampling distribution with a request's changes; None without any.
+
+        Raises:
+          ValueError: a setting that is impossible; the message begins with its name.
+        """
+        if not changes:
+            return None
+        requested = dataclasses.replace(self.sampling, **changes)
+        self.worker.engine.check_sampling(requested)
+        return requested
 
     def stop_strings(self, more: Sequence[str] = ()) -> tuple[str, ...]:
         """Returns the stop strings of the config, and further ones of a request."""
@@ -142,7 +161,7 @@ def open_policy(
     drafters = _drafters(config.speculation, options)
     numerics, invariance = make_numerics(config, saved.policy.config, mesh)
     say(numerics_line(config, invariance))
-    scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh)
+    scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh, per_slot_sampling=True)
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
     learned_together = {}

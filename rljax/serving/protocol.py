@@ -78,6 +78,7 @@ class Body(_Strict):
     """Fields of both kinds of requests.
 
     Attributes:
+      top_k, min_p: filters, see `SamplingParams`; not part of OpenAI's protocol.
       return_token_ids: return the token ids of the response in every choice, as `token_ids`; not part of
         OpenAI's protocol.
       user: accepted and ignored.
@@ -90,8 +91,10 @@ class Body(_Strict):
     stop: _Text | Annotated[_List[_Text], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict | None = None
@@ -105,6 +108,12 @@ class Body(_Strict):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def sampling_settings(self) -> dict[str, float]:
+        """Temperature and filters that the request names, by the names of `SamplingParams`."""
+        settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def wants_usage(self) -> bool:

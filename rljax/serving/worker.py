@@ -174,12 +174,13 @@ class EngineWorker:
         """Adds jobs, all or none. Jobs of one call with the same prompt share a prefill.
 
         Raises:
-          ValueError: a request that cannot fit.
+          ValueError: a request that cannot fit, or sampling settings that the engine does not take.
           QueueFull: too many jobs are waiting.
           Closed: the worker is closing or has failed.
         """
         for job in jobs:
             check_request(job.request, self.engine.buckets)
+            self.engine.check_sampling(job.request.sampling)
         with self._changed:
             self._check_open()
             free = self.max_slots - self.active

@@ -33,6 +33,7 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.slots import check_settings
 from rljax.sharding import row_multiple
 from rljax.speculation.managers.papers.calibration import calibration_key, draft_format, load_calibration
 from rljax.speculation.managers.papers.roofline import Roofline
@@ -128,6 +129,23 @@ def sampling_params(config: ExperimentConfig) -> SamplingParams:
     )
 
 
+def evaluation_sampling(config: ExperimentConfig) -> SamplingParams | None:
+    """Returns the distribution that evaluations sample from; None where it is that of rollouts.
+
+    Raises:
+      ConfigError: no slot can have such settings.
+    """
+    sampling = sampling_params(config)
+    evaluated = dataclasses.replace(sampling, **config.evaluation.sampling_changes)
+    if evaluated == sampling:
+        return None
+    try:
+        check_settings(evaluated)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.{error}") from error
+    return evaluated
+
+
 def make_scheduler(
     config: ExperimentConfig,
     policy: Policy,
@@ -135,6 +153,7 @@ def make_scheduler(
     numerics: Numerics,
     pool: ExecutablePool,
     mesh: Mesh | None,
+    per_slot_sampling: bool = False,
 ) -> Scheduler:
     """Returns a scheduler with its engine and, if there are drafters, its speculator.
 
@@ -145,6 +164,7 @@ def make_scheduler(
       numerics: from `make_numerics`.
       pool: pool of compiled programs.
       mesh: from `rljax.sharding.make_mesh`.
+      per_slot_sampling: whether requests may have their own temperature and filters.
 
     Raises:
       UserError: a drafter does not fit the policy, or the drafters do not fit the manager.
@@ -161,6 +181,7 @@ def make_scheduler(
         mesh,
         config.engine.verification,
         states_read(drafters, policy.config, policy.tokenizer),
+        per_slot_sampling,
     )
     speculator = None
     if drafters:

@@ -126,7 +126,7 @@ def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def evaluate(run: TrainingRun) -> dict[str, float]:
-    """Samples the held-out problems as in training. Returns mean rewards and the metrics of `evaluation`."""
+    """Samples the held-out problems. Returns mean rewards and the metrics of `evaluation`."""
     evaluation = run.config.evaluation
     problems, samples = len(run.heldout), evaluation.samples
     if problems == 0:
@@ -140,6 +140,7 @@ def evaluate(run: TrainingRun) -> dict[str, float]:
         EVALUATION,
         0,  # the same noise at every evaluation: differences come from the policy
         functools.partial(reporting.show_rollout, run, problems * samples),
+        run.evaluation_sampling,
     )
     means = mean_rewards(groups)
     means |= group_metrics(groups, run.collector.task, run.collector.tokenizer, evaluation)

@@ -17,7 +17,14 @@ from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
-from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
+from rljax.training.assembly import (
+    evaluation_sampling,
+    make_numerics,
+    make_scheduler,
+    numerics_line,
+    sampling_params,
+    warm_up,
+)
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
@@ -45,6 +52,7 @@ class TrainingRun:
       data_position: index of the next training problem.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
       prompts: the task's prompts in tokens.
+      evaluation_sampling: the distribution that evaluations sample from; None for that of rollouts.
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
@@ -101,7 +109,11 @@ class TrainingRun:
         progress.message(numerics_line(config, self.invariance))
 
         # What rolls out.
-        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        self.evaluation_sampling = evaluation_sampling(config)
+        alike = self.evaluation_sampling is None
+        scheduler = make_scheduler(
+            config, policy, drafters, self.numerics, self.pool, mesh, per_slot_sampling=not alike
+        )
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self.collector = Collector(

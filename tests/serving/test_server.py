@@ -104,6 +104,40 @@ def test_a_completion_continues_a_text_or_tokens_as_they_stand(client, server, r
     assert capsys.readouterr().out == text.choices[0].text + "\n"
 
 
+MIXES = [
+    {"temperature": 0.3},
+    {"temperature": 0},
+    {},
+    {"temperature": 1.5, "top_p": 0.9},
+    {"extra_body": {"return_token_ids": True, "top_k": 5, "min_p": 0.02}},
+]
+
+
+def test_requests_at_once_with_their_own_sampling_get_what_each_gets_alone(client, server):
+    """Alone in a server, at once, and from a server whose programs have the same settings."""
+    ids = lambda settings: [choice.token_ids for choice in chat(client, 7, n=2, **settings).choices]  # noqa: E731
+    alone = [ids(settings) for settings in MIXES]
+    with concurrent.futures.ThreadPoolExecutor(len(MIXES)) as threads:
+        assert list(threads.map(ids, MIXES)) == alone
+    assert len({str(each) for each in alone}) == len(MIXES)
+    assert server[1].worker.error is None
+
+
+def test_greedy_requests_are_the_same_under_every_seed(client):
+    texts = {chat(client, seed, temperature=0).choices[0].message.content for seed in (1, 2, 3)}
+    assert len(texts) == 1
+    assert len({chat(client, seed).choices[0].message.content for seed in (1, 2, 3)}) == 3
+
+
+def test_the_settings_of_a_request_are_those_of_the_command_line(client, run, capsys):
+    generate = load_script("generate").main
+    options = ["--seed", "3", "--tokens", "--temperature", "0.5", "--top-p", "0.8"]
+    assert generate([str(run), QUESTION[0]["content"], *options]) == 0
+    printed = capsys.readouterr().out.split()
+    asked = chat(client, 3, temperature=0.5, top_p=0.8).choices[0].token_ids
+    assert printed == [str(token) for token in asked]
+
+
 def test_max_tokens_cuts_and_says_so(client):
     whole, cut = chat(client, 5).choices[0], chat(client, 5, max_completion_tokens=7).choices[0]
     assert cut.token_ids == whole.token_ids[:7] and cut.finish_reason == "length"
@@ -244,8 +278,12 @@ def test_who_leaves_frees_the_slots(server, monkeypatch, stream):
 
 BAD = [
     ("a name that is not served", {"model": "gpt-4"}, 404, "gpt-4"),
-    ("a temperature that is not compiled", {"temperature": 0.5}, 400, "--temperature 0.5"),
-    ("a top_p that is not compiled", {"top_p": 0.9}, 400, "--top-p 0.9"),
+    ("a temperature below 0", {"temperature": -0.5}, 400, "temperature:"),
+    ("a temperature that overflows", {"temperature": 1e-40}, 400, "temperature: 1e-40, expected 0 or 0.0001"),
+    ("a top_p of nothing", {"top_p": 0}, 400, "top_p:"),
+    ("a top_p that rounds to nothing", {"top_p": 1e-42}, 400, "top_p: 1e-42, expected 1e-06 to 1"),
+    ("half a token", {"top_k": 1.5}, 400, "top_k:"),
+    ("a min_p above 1", {"min_p": 1.5}, 400, "min_p:"),
     ("a response that does not fit", {"max_tokens": 49}, 400, "48"),
     ("as it is called now", {"max_completion_tokens": 49}, 400, "max_completion_tokens: 49"),
     ("half a character", {"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "not Unicode"),

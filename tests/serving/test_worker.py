@@ -1,5 +1,6 @@
 """The worker: requests that come and go at any time get the tokens that they get from the scheduler."""
 
+import dataclasses
 import itertools
 import queue
 import threading
@@ -419,3 +420,11 @@ def test_a_drafter_beside_the_slots_is_told_who_comes_and_goes(engine, params):
     for each in collected[1:]:  # a response's last token comes by itself
         assert each.job.accepted + 1 >= each.job.drafted > 1
     assert worker.statistics.accepted > 40
+
+
+def test_settings_that_the_engine_does_not_take_are_refused_before_the_thread(engine, params, requests):
+    worker = EngineWorker(engine, params, SLOTS)
+    job = Job(dataclasses.replace(requests[0], sampling=SamplingParams(temperature=0.5)), print)
+    with pytest.raises(ValueError, match="samples all requests alike"):
+        worker.submit([job])
+    assert worker.waiting == 0

@@ -1,0 +1,209 @@
+"""Sampling settings by row: the same bits as programs with the settings inside, whatever the other rows have;
+with the vocabulary split over devices the same tokens.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.sampling import sample
+from rljax.numerics.rows import Numerics
+from rljax.sampling import distribution, slots, split
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.sampling.slots import SlotSampling
+
+ROWS, VOCAB = 48, 520
+NUMERICS = Numerics()
+DISTRIBUTIONS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.4, top_k=9),
+    SamplingParams(top_k=VOCAB),  # no filter
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(top_p=0.01),
+    SamplingParams(temperature=1.9, min_p=0.05),
+    SamplingParams(1.1, 40, 0.9, 0.01),
+    SamplingParams(0.3, 7, 0.5, 0.3),
+]
+
+
+def make_logits(dtype="float32", rows=ROWS):
+    logits = np.random.default_rng(0).normal(0, 3, (rows, VOCAB)).astype(np.float32)
+    return logits if dtype == "float32" else np.round(logits).astype(jnp.bfloat16).astype(np.float32)
+
+
+LOGITS = {dtype: make_logits(dtype) for dtype in ("float32", "bfloat16")}
+KEYS = np.stack([request_key(0, row) for row in range(ROWS)])
+POSITIONS = np.arange(ROWS, dtype=np.int32)
+
+
+def compiled(function, *args):
+    """As the engine compiles. The logits come from a product, as there."""
+
+    def program(logits, *others):
+        return function(logits @ jnp.eye(VOCAB), *others)
+
+    return jax.jit(program).lower(*args).compile(compiler_options=row_invariant_compiler_options())
+
+
+@functools.cache
+def with_settings_inside(params):
+    return compiled(
+        lambda logits, keys, positions: sample(logits, keys, positions, params, NUMERICS),
+        *(LOGITS["float32"], KEYS, POSITIONS),
+    )
+
+
+@functools.cache
+def by_row():
+    return compiled(
+        lambda logits, keys, positions, rows: sample(
+            logits, keys, positions, SamplingParams(), NUMERICS, settings=rows
+        ),
+        *(LOGITS["float32"], KEYS, POSITIONS, SlotSampling.of([SamplingParams()] * ROWS, VOCAB)),
+    )
+
+
+def assert_rows_have_their_own(dtype, mix):
+    """`mix` has the settings of every row."""
+    logits = LOGITS[dtype]
+    tokens, logprobs = by_row()(logits, KEYS, POSITIONS, SlotSampling.of(mix, VOCAB))
+    for params in set(mix):
+        rows = np.flatnonzero([each == params for each in mix])
+        expected, expected_logprobs = with_settings_inside(params)(logits, KEYS, POSITIONS)
+        np.testing.assert_array_equal(np.asarray(tokens)[rows], np.asarray(expected)[rows], str(params))
+        np.testing.assert_array_equal(
+            np.asarray(logprobs)[rows], np.asarray(expected_logprobs)[rows], str(params)
+        )
+
+
+@pytest.mark.parametrize("dtype", LOGITS)
+def test_a_mix_and_each_alone(dtype):
+    assert_rows_have_their_own(dtype, [DISTRIBUTIONS[i % len(DISTRIBUTIONS)] for i in range(ROWS)])
+    for params in DISTRIBUTIONS:
+        assert_rows_have_their_own(dtype, [params] * ROWS)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.sampled_from(list(LOGITS)),
+    st.lists(st.sampled_from(DISTRIBUTIONS), min_size=ROWS, max_size=ROWS),
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0.1, 3.0),
+        top_k=st.integers(0, 2 * VOCAB),
+        top_p=st.floats(1e-6, 1.0),
+        min_p=st.floats(0.0, 1.0),
+    ),
+)
+def test_any_settings_in_any_mix(dtype, mix, params):
+    assert_rows_have_their_own(dtype, [params, *mix[1:]])
+
+
+@functools.cache
+def thresholds_by_row():
+    return [
+        jax.jit(lambda x, rows, f=f: f(x, rows, NUMERICS))
+        for f in (slots.kept_from, split.kept_from_of_slots)
+    ]
+
+
+@pytest.mark.parametrize("params", [each for each in DISTRIBUTIONS if each.filters(VOCAB)], ids=str)
+def test_thresholds_are_those_of_the_reference(params):
+    """Sorting finds the same number, bisection one that keeps the same tokens."""
+    reference, rows = jax.jit(lambda x: distribution.kept_from(x, params, NUMERICS)), [params] * ROWS
+    for logits in LOGITS.values():
+        scaled = logits.copy()
+        scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
+        scaled[0] *= 1e30
+        expected = np.asarray(reference(scaled))
+        sorting, bisection = (f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row())
+        np.testing.assert_array_equal(sorting, expected)
+        np.testing.assert_array_equal(scaled >= np.asarray(bisection), scaled >= expected)
+
+
+def test_a_row_with_nan_is_told():
+    logits = LOGITS["float32"].copy()
+    logits[::2, 5] = np.nan
+    mix = [DISTRIBUTIONS[row // 2 % len(DISTRIBUTIONS)] for row in range(ROWS)]
+    _, logprobs = by_row()(logits, KEYS, POSITIONS, SlotSampling.of(mix, VOCAB))
+    told = [row % 2 == 0 and not params.greedy for row, params in enumerate(mix)]
+    np.testing.assert_array_equal(np.isnan(logprobs), told)
+
+
+def test_what_slots_that_have_ended_had_on_is_off():
+    rows = SlotSampling.of([SamplingParams(0.0), SamplingParams(top_k=3)], VOCAB)
+    among = rows.among(jnp.asarray([False, True]))
+    assert among.greedy.tolist() == [False, False] and among.filtered.tolist() == [False, True]
+
+
+CHECKS = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from rljax.config import MeshConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import init_params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.sharding import make_mesh
+
+CONFIG = ModelConfig("qwen3", 259, 64, 1, 4, 2, 16, 64, qk_norm=True)
+SETTINGS = [
+    SamplingParams(), SamplingParams(0.0), SamplingParams(1.3, 40, 0.9, 0.01), SamplingParams(top_p=0.7)
+]
+weights = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, init_params(CONFIG, 0))
+
+def responses(axes):
+    mesh = make_mesh(MeshConfig(**axes)) if axes else None
+    buckets = Buckets((2, 4), (64,))
+    engine = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), buckets, (), 16, mesh=mesh, per_slot_sampling=True
+    )
+    params = engine.load_params(weights)
+    prefix = engine.prefill(params, [[2 + i, 3, 5 + i] for i in range(4)])
+    placed = [Assignment(i, i, request_key(0, i), 30, settings) for i, settings in enumerate(SETTINGS)]
+    state, first = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(4, 64), placed))
+    state, second = engine.generate(params, engine.compact(state, [3, 1]))
+    tokens = [first.tokens[i].tolist() for i in range(4)]
+    for row, slot in enumerate((3, 1)):
+        tokens[slot] += second.tokens[row].tolist()
+    return tokens
+
+one = responses({})
+found = {
+    label: [row == alone for row, alone in zip(responses(axes), one)]
+    for label, axes in {"vocabulary": {"tensor": 2}, "slots": {"data": 2}}.items()
+}
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_split_over_devices_the_tokens_are_the_same():
+    """Also where slots move between devices."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    }
+    done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.split("FOUND")[1])
+    assert found == {"vocabulary": [True] * 4, "slots": [True] * 4}
