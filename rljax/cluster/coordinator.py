@@ -122,6 +122,7 @@ class Coordinator:
       counts: see `Counts`.
       statistics: of the present rollout, by worker: counts of decoding, and seconds it was busy.
       building: whether workers that arrive are told to build.
+      ready: number of workers that have their engine.
       ended: requests of the rollout that have ended, in the order in which they did.
     """
 
@@ -138,6 +139,7 @@ class Coordinator:
         self.ledger, self.counts = Ledger(strict), Counts()
         self.statistics: dict[str, tuple[DecodeStatistics, float]] = {}
         self.building = False
+        self.ready = 0
         self.ended: list[Key] = []
         self._workers: dict[str, _Worker] = {}
         self._started = 0
@@ -163,11 +165,6 @@ class Coordinator:
     def arrived(self) -> int:
         """Workers whose process runs."""
         return sum(worker.arrived for worker in self._workers.values())
-
-    @property
-    def ready(self) -> int:
-        """Workers that have their engine."""
-        return sum(worker.slots > 0 for worker in self._workers.values())
 
     @property
     def decoding(self) -> int:
@@ -247,6 +244,7 @@ class Coordinator:
             if self.strict:
                 return self._refuse(event)
             self.counts.other_numerics += 1
+        self.ready += not worker.slots
         worker.slots = event.slots
         if event.version is not None and event.version >= (worker.version or 0):
             worker.version, worker.fetch_seconds = event.version, event.fetch_seconds
@@ -283,6 +281,7 @@ class Coordinator:
     def _lose(self, name: str, reason: str, now: float) -> list[Command]:
         """Gives a worker up; its requests wait first."""
         worker = self._workers.pop(name)
+        self.ready -= worker.slots > 0
         self.counts.restarts += 1
         self._last_reason = reason
         self._useless = 0 if worker.useful else self._useless + 1
@@ -405,13 +404,12 @@ class Coordinator:
         """
         if not self._queue:
             return []
-        live = sum(worker.slots > 0 for worker in self._workers.values())
         commands: list[Command] = []
         for name in names:
             worker = self._workers.get(name)
             if worker is None or not worker.slots or worker.version != self._version:
                 continue
-            share = -(-self._unfinished // live)
+            share = -(-self._unfinished // self.ready)
             limit = min(worker.slots + worker.slots // _BACKLOG_SHARE, share)
             room = limit - len(worker.holds)
             if room <= 0 or (worker.holds and room < worker.slots // _REFILL_SHARE):

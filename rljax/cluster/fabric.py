@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rljax.cluster.messages import Died, Event, Order
+from rljax.cluster.messages import Died, Event, Heard, Order
 
 
 class Fabric(Protocol):
@@ -107,7 +107,7 @@ class LocalFabric:
         self.turns += 1
         for name, worker in list(self.workers.items()):
             if name not in self._silent:
-                for event in worker.turn():
+                for event in worker.turn() or [Heard(name)]:
                     self._send_over(None, pickle.dumps(event))
         events = []
         while self._under_way and self._under_way[0][0] <= self.turns:

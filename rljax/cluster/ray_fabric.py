@@ -1,14 +1,16 @@
 """The fabric on Ray: processes, placement, failure detection and objects. The only import of Ray.
 
-A worker is an actor with two threads of Ray's and one of its own. Orders come by `receive`; what it has to say
-is fetched by `news`, one call of which is always under way, and comes back after a quarter of the lease at the
-latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never restarted:
-a lost worker's name ends with it.
+A worker is an actor with two threads of Ray's and one of its own. Orders come by `receive`; what it has to
+say is fetched by `news`, one call of which is always under way, and comes back after a quarter of the lease
+at the latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never
+restarted: a lost worker's name ends with it.
 """
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from rljax.cluster.messages import Arrived, Died, Event, Facts, Heard, Order
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 
-_STOPPING = 5.0  # seconds for a process to end by Ray's means
+_ASKING = 15.0  # seconds more for a process that asks for the cluster's health: it imports Ray first
 
 
 def connect(config: ClusterConfig) -> "RayFabric":
@@ -81,7 +83,7 @@ def _check_answers(config: ClusterConfig) -> None:
             f" ({error.strerror or error}); start one there with `ray start --head`"
         ) from error
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", config.address]
-    limit = config.connect_seconds + 10  # a process that imports Ray takes seconds itself
+    limit = config.connect_seconds + _ASKING
     try:
         healthy = subprocess.run(command, capture_output=True, timeout=limit).returncode == 0
     except subprocess.TimeoutExpired:
@@ -173,12 +175,8 @@ class WorkerProcess:
 
 def _kill(pid: int) -> None:
     """Ends a process of this node that does not react."""
-    import signal
-
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 class RayFabric:

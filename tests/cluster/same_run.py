@@ -43,6 +43,7 @@ def run(world, name, *overrides):
     directory = world / name
     directory.mkdir(exist_ok=True)
     shared = (f"warm_start.cache_dir={world}/warm_start", f"engine.compilation_cache={world}/programs")
+    shared += ("engine.decode_steps_per_sync=1",)  # a rollout has a middle
     metrics = train(directory, f"training.steps={STEPS}", "task.problems=2", *shared, *overrides)
     path = directory / "run" / "checkpoints" / str(STEPS) / "arrays"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -11,24 +11,12 @@ from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.worker import RolloutWorker
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.training import session
-from tests.cluster.same_run import differences, lucky_world, run
+from tests.cluster.same_run import differences, run
 from tests.tiny_policy import CONFIG, make_params
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    with lucky_world(tmp_path_factory) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def alone(world):
-    """The run without workers."""
-    return run(world, "alone")
 
 
 class Turns:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import pytest
 
@@ -11,10 +12,9 @@ from rljax.cluster import ray_fabric
 from rljax.cluster.messages import Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
-from tests.cluster.same_run import differences, lucky_world, run
+from tests.cluster.same_run import differences, run
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-EVERY_TOKEN = "engine.decode_steps_per_sync=1"
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +27,6 @@ def ray():
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    with lucky_world(tmp_path_factory) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def alone(world):
-    """The run without workers, which needs no Ray."""
-    before = "ray" in sys.modules
-    alone = run(world, "alone", EVERY_TOKEN)
-    assert before or "ray" not in sys.modules
-    return alone
-
-
 def steps_of(clustered):
     return [line for line in clustered.metrics if "cluster/workers" in line]
 
@@ -49,7 +34,7 @@ def steps_of(clustered):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_two_processes_make_the_same_run(world, alone, ray):
-    clustered = run(world, "two", "cluster.workers=2", EVERY_TOKEN)
+    clustered = run(world, "two", "cluster.workers=2")
     assert not differences(alone, clustered)
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2]
 
@@ -72,13 +57,19 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
         return events
 
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=3", EVERY_TOKEN, *DRAFTS)
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=3", *DRAFTS)
     troubled = run(world, "trouble", *overrides)
     assert len(hit) == 2
     assert not differences(alone, troubled)
     steps = steps_of(troubled)
     assert sum(line["cluster/restarts"] for line in steps) == 2
     assert sum(line["cluster/migrations"] for line in steps) >= 1
+    _, stopped = hit[1]
+    for _ in range(100):  # it would keep its core
+        if not os.path.exists(f"/proc/{stopped}"):
+            return
+        time.sleep(0.1)
+    pytest.fail("a stopped process is still there")
 
 
 @pytest.mark.ray
@@ -116,8 +107,9 @@ def test_an_address_where_nobody_answers(no_ray):
             ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=2.0))
 
 
-def test_an_address_where_something_else_answers(no_ray):
+def test_an_address_where_something_else_answers(no_ray, monkeypatch):
     """It takes the connection, and says nothing."""
+    monkeypatch.setattr(ray_fabric, "_ASKING", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
