@@ -38,10 +38,12 @@ def lucky_world(tmp_path_factory):
             yield tmp_path_factory.mktemp("world")
 
 
-def run(world, name, *overrides):
-    """A run in a directory of its own; all share their warm start and their compiled programs."""
+def run(world, name, *overrides, resumes=False):
+    """A run in a directory of its own, which only one that resumes finds there; all share warm start and
+    compiled programs.
+    """
     directory = world / name
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=resumes)
     shared = (f"warm_start.cache_dir={world}/warm_start", f"engine.compilation_cache={world}/programs")
     shared += ("engine.decode_steps_per_sync=1",)  # a rollout has a middle
     metrics = train(directory, f"training.steps={STEPS}", "task.problems=2", *shared, *overrides)

@@ -36,10 +36,11 @@ class Turns:
             yield cluster
 
 
-def local_run(world, name, monkeypatch, *overrides, **options):
+def local_run(world, name, monkeypatch, *overrides, resumes=False, **options):
     turns = Turns(**options)
     monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
-    return run(world, name, "cluster.workers=2", "cluster.lease_seconds=2", *overrides), turns
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
+    return run(world, name, *overrides, resumes=resumes), turns
 
 
 def test_two_workers_make_the_same_run(world, alone, monkeypatch):
@@ -127,7 +128,7 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
             "checkpoint.every=0",
             interfere=interfere,
         )
-    resumed, _ = local_run(world, "lost", monkeypatch)
+    resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
     assert not differences(alone, resumed)
 
 

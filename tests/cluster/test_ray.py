@@ -34,7 +34,7 @@ def steps_of(clustered):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_two_processes_make_the_same_run(world, alone, ray):
-    clustered = run(world, "two", "cluster.workers=2")
+    clustered = run(world, "ray_two", "cluster.workers=2")
     assert not differences(alone, clustered)
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2]
 
@@ -58,7 +58,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
     overrides = ("cluster.workers=2", "cluster.lease_seconds=3", *DRAFTS)
-    troubled = run(world, "trouble", *overrides)
+    troubled = run(world, "ray_trouble", *overrides)
     assert len(hit) == 2
     assert not differences(alone, troubled)
     steps = steps_of(troubled)
