@@ -32,6 +32,14 @@ class DrafterError(UserError):
     """A drafter that raises, or that returns what the protocol does not know."""
 
 
+class ClusterError(UserError):
+    """A cluster that cannot be reached, has too little room, or has lost all of its workers."""
+
+
+class NumericsError(UserError):
+    """Two machines that compute different bits where a run needs equal ones."""
+
+
 class Interrupted(Exception):
     """A run was asked by a signal to stop, and has saved its state.
 

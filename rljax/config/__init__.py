@@ -11,6 +11,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     task.py          keys of the task, its rewards and their sandbox
     algorithm.py     keys of the algorithm and its critic
     learning.py      keys of the optimizer and the update
+    cluster.py       keys of rollout workers in processes of their own
     tracking.py      keys of trackers and reports
     section.py       base class and types of all sections
     loading.py       reads an ExperimentConfig from a file and overrides, and writes one
@@ -21,6 +22,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
 """
 
 from rljax.config.algorithm import AlgorithmConfig, CriticConfig
+from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
@@ -42,6 +44,7 @@ __all__ = [
     "AlgorithmConfig",
     "Buckets",
     "CheckpointConfig",
+    "ClusterConfig",
     "CriticConfig",
     "EngineConfig",
     "EvaluationConfig",

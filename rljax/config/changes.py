@@ -18,6 +18,7 @@ _HARMLESS = (
     "evaluation",
     "tracking",
     "distributed",
+    "cluster",
     "engine.compilation_cache",
     "engine.compile",
     "speculation.calibration_dir",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
 from rljax.config.algorithm import AlgorithmConfig
+from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import (
     MAX_NODES,
     EngineConfig,
@@ -183,6 +184,7 @@ class ExperimentConfig(Section):
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
+    cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -5,6 +5,7 @@ figures.py     colours, and writing figures to files or into a page
 learning.py    figures of rewards, held-out rewards, mismatch, and any metric over the steps
 rollouts.py    figures of response lengths, and of running requests over time
 speed.py       figures of a step's time, tokens per second, accept lengths
+cluster.py     figures of rollout workers
 decisions.py   figures and sentences about the rollout manager's decisions
 page.py        the report as one HTML file
 """

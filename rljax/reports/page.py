@@ -17,6 +17,7 @@ import numpy as np
 
 from rljax.durable_files import write_durably
 from rljax.errors import UserError
+from rljax.reports.cluster import cluster_panels
 from rljax.reports.figures import COLORS, Panel, in_blocks, svg_of
 from rljax.reports.learning import learning_panels
 from rljax.reports.rollouts import rollout_panels
@@ -67,6 +68,7 @@ def report_html(runs: Sequence[RunData]) -> str:
         "Learning": list(learning_panels(runs)),
         "Rollouts": list(rollout_panels(runs)),
         "Speed": list(speed_panels(runs)),
+        "Rollout workers": list(cluster_panels(runs)),
     }
     return environment.get_template("report.html.jinja").render(
         title=", ".join(run.name for run in runs),

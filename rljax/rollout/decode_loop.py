@@ -99,7 +99,11 @@ class DecodeLoop:
       running_over_time: number of running responses over time.
       state: the decode state; None while nothing is decoded.
       slots: the response in each slot.
+      expects_more: whether others will be submitted soon, although nothing waits: then the batch is not
+        compacted, and a host sync comes as if they waited.
     """
+
+    expects_more = False
 
     def __init__(
         self,
@@ -326,7 +330,7 @@ class DecodeLoop:
         active = len(self._decoding)
         if self.policy.sync_at_every_ending:
             return active - 1
-        if self.waiting:
+        if self.waiting or self.expects_more:
             return active - max(1, len(self.slots) // _REFILL_SHARE)
         if len(self._busy) > len(self.running):
             return active - 1  # the next to end may be one that is not sampled ahead
@@ -640,7 +644,7 @@ class DecodeLoop:
         """Returns the smaller batch bucket that has become enough, or 0. It is not the smallest one
         where sampling ahead pays in a larger one, or where programs are still to be compiled.
         """
-        if self.waiting or self.state is None:
+        if self.waiting or self.expects_more or self.state is None:
             return 0
         running = len(self.running)
         batch = self.engine.buckets.batch_for(max(running, 1))

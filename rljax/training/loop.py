@@ -45,6 +45,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
         **update_metrics,
         **run.compilation_metrics,
+        **({} if run.cluster is None else run.cluster.metrics()),
         "time/rollout": rollout.timing.decode,
         "time/reward": rollout.timing.reward,
         "time/step": end - start,
@@ -93,6 +94,8 @@ def roll_out(run: TrainingRun) -> Rollout:
         # Drafters learn from every response, the policy only from the groups that dynamic sampling keeps.
         if run.speculator is not None:
             run.speculator.learn(outcomes(groups))
+        if run.cluster is not None:
+            run.cluster.learn(outcomes(groups))
         if not config.algorithm.dynamic_sampling:
             return Rollout(groups, sampled, statistics, timing)
         sampler.offer(groups, np.stack([group.reward for group in groups]))

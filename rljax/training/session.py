@@ -2,6 +2,8 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -10,6 +12,7 @@ from rljax import processes
 from rljax.accelerators import start_line
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.config.changes import Change
+from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import Interrupted
@@ -19,6 +22,9 @@ from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train
 from rljax.training.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from rljax.cluster.decoder import ClusterDecoder
 
 
 def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
@@ -34,6 +40,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     """
     processes.start(config.distributed)
     check_devices(config.mesh, jax.device_count())
+    check_with_workers(config, HOST_DRAFTERS.keys())
     if processes.several():
         check_over_processes(config, jax.device_count(), jax.process_count(), HOST_DRAFTERS.keys())
     if config.engine.compilation_cache is not None:
@@ -53,8 +60,8 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 # The innermost context: the others' exits may wait for a process that has ended.
-                with processes.ended_by_others():
-                    training = TrainingRun(config, directory, checkpoints, progress, start, stop)
+                with processes.ended_by_others(), cluster_of(config, progress.message) as cluster:
+                    training = TrainingRun(config, directory, checkpoints, progress, start, stop, cluster)
                     with training.trackers, contextlib.closing(training), processes.ended_by_others():
                         train(training, allow_changes)
         except KeyboardInterrupt:
@@ -67,6 +74,20 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
             raise Interrupted(f"stopped {where}", stop.signal) from None
         finally:
             checkpoints.close()
+
+
+@contextlib.contextmanager
+def cluster_of(config: ExperimentConfig, say: Callable[[str], None]) -> Iterator["ClusterDecoder | None"]:
+    """Context of the rollout workers that a config asks for, whose processes run and fit; None for none."""
+    if not config.cluster.workers:
+        yield None
+        return
+    from rljax.cluster.decoder import ClusterDecoder
+    from rljax.cluster.ray_fabric import connect
+
+    with contextlib.closing(ClusterDecoder(connect(config.cluster), config.cluster, say)) as cluster:
+        cluster.gather()
+        yield cluster
 
 
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCheckpoints:

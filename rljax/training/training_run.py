@@ -1,5 +1,7 @@
 """Everything a training run holds between steps, built from a config."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from drafters.registry import make_drafters
@@ -33,6 +35,9 @@ from rljax.training.reference import load_teacher, teacher_line
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
+if TYPE_CHECKING:
+    from rljax.cluster.decoder import ClusterDecoder
+
 
 class TrainingRun:
     """The parts and the state of a run. `loop.train` advances it; `resuming.py` and `saving.py` read and
@@ -45,6 +50,7 @@ class TrainingRun:
       progress: shows messages and steps to the user.
       start: `time.perf_counter()` when the process began to work on the run; `time/elapsed` counts from it.
       stop: requests by signals to stop; None makes one that reacts only while a step runs.
+      cluster: decodes in workers, whose processes run; None decodes here.
 
     Attributes:
       state: weights, optimizer state and critic.
@@ -72,11 +78,12 @@ class TrainingRun:
         progress: Progress,
         start: float,
         stop: StopRequest | None = None,
+        cluster: "ClusterDecoder | None" = None,
     ) -> None:
         # What the run is about: config, files, task.
         self.config, self.directory, self.start = config, directory, start
         self.stop = StopRequest(progress.message) if stop is None else stop
-        self.checkpoints, self.progress = checkpoints, progress
+        self.checkpoints, self.progress, self.cluster = checkpoints, progress, cluster
         self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
@@ -116,10 +123,13 @@ class TrainingRun:
         )
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
+        self._scheduler = scheduler
+        if cluster is not None:
+            cluster.build(scheduler, config, policy, self.invariance)
         self.collector = Collector(
             task,
             policy.tokenizer,
-            scheduler,
+            scheduler if cluster is None else cluster,
             config.seed,
             self.prompts,
             rollout.max_response_length,
@@ -159,12 +169,17 @@ class TrainingRun:
           wait: whether to wait for these, too; None for `engine.compile`.
         """
         self.progress.message("compiling")
+        if self.cluster is not None:  # the workers compile what decodes
+            self.learner.warm_up(self.state)
+            self.progress.message(self.pool.summary())
+            self.cluster.wait()
+            return
         params = self.engine.load_params(self.state.params)
         num_prompts = self.config.rollout.prompts_per_step
         indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
         requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
         first_prompts = [len(request.prompt_ids) for request in requests]
-        warm_up(self.collector.scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
+        warm_up(self._scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
         self.learner.warm_up(self.state)
         self.progress.message(self.pool.summary())
         if self.compiling:

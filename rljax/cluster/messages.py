@@ -1,0 +1,294 @@
+"""What coordinator, driver and workers say to each other. No Ray, no JAX.
+
+    event    what has happened, for the coordinator: from a worker, from the fabric, or from the driver
+    command  what the coordinator wants done: by a worker, by the fabric, or by the driver
+
+Events and commands may be lost, late, doubled and out of order, except between coordinator and driver, which
+are one process. So each says a state rather than a change of one: a `Piece` has the position where it begins,
+a `Status` has the version of the weights that are loaded.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rljax.requests import DecodeStatistics, PartialResponse, Request
+
+Key = int
+"""A request; keys are never used again within a session."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What must be equal in driver and workers, and where a worker is.
+
+    Attributes:
+      code: digest of the source of `rljax` and `drafters`.
+      jax: version of JAX.
+      host: name of the machine.
+      pid: process id there.
+    """
+
+    code: str
+    jax: str
+    host: str = ""
+    pid: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a response.
+
+    Attributes:
+      key: the request.
+      version: version of the weights that sampled them.
+      begin: position of the first one in the response.
+      tokens: token ids.
+      logprobs: one per token, the values of float32 numbers.
+      ending: reason of the response's end behind these tokens; None if it goes on.
+      drafted, accepted: draft nodes verified for the response on this worker, and tokens from them; set with
+        `ending`.
+    """
+
+    key: Key
+    version: int
+    begin: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ending: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+# -- events ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """A worker's process runs, and has built nothing yet."""
+
+    worker: str
+    facts: Facts
+
+
+@dataclasses.dataclass(frozen=True)
+class Heard:
+    """A worker's process has answered. Every other event of a worker says the same."""
+
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A worker has its engine.
+
+    Attributes:
+      worker: the worker.
+      fingerprint: of its numerics (`Invariance.fingerprint`).
+      slots: responses that it decodes at a time.
+      version: version of the weights that it has loaded; None before the first.
+      fetch_seconds: that fetching and loading them took.
+    """
+
+    worker: str
+    fingerprint: str | None
+    slots: int
+    version: int | None
+    fetch_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """New tokens from a worker, with its counts of decoding in the rollout so far."""
+
+    worker: str
+    rollout: int
+    pieces: tuple[Piece, ...]
+    statistics: DecodeStatistics | None = None
+    busy_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A worker does not know requests that it was asked for: the command was lost."""
+
+    worker: str
+    rollout: int
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FetchFailed:
+    """A worker could not fetch the weights, or their digest was another one."""
+
+    worker: str
+    version: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A worker met an error that is the user's to mend: it would come back anywhere.
+
+    Attributes:
+      worker: the worker.
+      kind: name of the class in `rljax.errors`.
+      message: the line for the user.
+    """
+
+    worker: str
+    kind: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Died:
+    """A worker's process has ended."""
+
+    worker: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """The driver begins a rollout.
+
+    Attributes:
+      rollout: its number, ascending.
+      version: version of the weights that all its tokens are sampled with.
+      requests: by key, those of one prompt together, in the order in which they should begin.
+    """
+
+    rollout: int
+    version: int
+    requests: Mapping[Key, Request]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Tick
+
+# -- commands ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Spawn:
+    """Start a process for a new worker."""
+
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """End the process of a worker, if it still runs."""
+
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """Build the engine on a worker, and compile."""
+
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Fetch weights on a worker."""
+
+    worker: str
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Decode requests on a worker; those that it decodes already are left as they are.
+
+    Attributes:
+      worker: the worker.
+      rollout, version: of all these requests.
+      work: (key, request, the response so far) of each.
+      more: whether others may follow in this rollout: while they may, the worker keeps its slots.
+    """
+
+    worker: str
+    rollout: int
+    version: int
+    work: tuple[tuple[Key, Request, PartialResponse], ...]
+    more: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Send again what a worker has of these requests, from a position on."""
+
+    worker: str
+    rollout: int
+    positions: tuple[tuple[Key, int], ...]
+    more: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Fail:
+    """End the run with this error, a class of `rljax.errors`."""
+
+    kind: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Say:
+    """Show a line to the user."""
+
+    message: str
+
+
+Command = Spawn | Stop | Build | Load | Decode | Ask | Fail | Say
+
+# -- what the driver adds to commands for workers ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A version of the weights, published once.
+
+    Attributes:
+      version: its number.
+      digest: of names, shapes, types and bytes.
+      parts: references to the arrays in the fabric's store.
+      nbytes: size.
+    """
+
+    version: int
+    digest: str
+    parts: Any
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """A `Load` with what the worker needs for it.
+
+    Attributes:
+      weights: the weights.
+      state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
+      lessons: references to lists of `Outcome` that they learn then, in this order.
+    """
+
+    weights: Weights
+    state: Any = None
+    lessons: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A `Build` with what the worker is built from: a reference to a `Blueprint` in the fabric's store."""
+
+    blueprint: Any
+
+
+Order = Plan | Delivery | Decode | Ask
+"""What a worker receives."""

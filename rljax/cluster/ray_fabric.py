@@ -1,0 +1,295 @@
+"""The fabric on Ray: processes, placement, failure detection and objects. The only import of Ray.
+
+A worker is an actor with two threads of Ray's and one of its own. Orders come by `receive`; what it has to
+say is fetched by `news`, one call of which is always under way, and comes back after a quarter of the lease
+at the latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never
+restarted: a lost worker's name ends with it.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from rljax.cluster.facts import facts
+from rljax.cluster.messages import Arrived, Died, Event, Facts, Heard, Order
+from rljax.config.cluster import ClusterConfig
+from rljax.errors import ClusterError
+
+_ASKING = 15.0  # seconds more for a process that asks for the cluster's health: it imports Ray first
+
+
+def connect(config: ClusterConfig) -> "RayFabric":
+    """Joins the Ray cluster at `cluster.address`, or starts one on this machine.
+
+    Raises:
+      ClusterError: Ray is not installed, nobody answers there, or there is no room for the workers.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster.workers: {config.workers} needs Ray; pip install 'rljax[cluster]', or set 0"
+        ) from error
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    owns = not ray.is_initialized()
+    if owns:
+        with warnings.catch_warnings():
+            # JAX warns of forks beside its threads; Ray's starts other programs at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            _join(ray, config)
+    fabric = RayFabric(ray, config, owns)
+    try:
+        _check_room(ray, config)
+    except ClusterError:
+        fabric.close()
+        raise
+    return fabric
+
+
+def _join(ray: Any, config: ClusterConfig) -> None:
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    if config.address is None:
+        ray.init(address="local", **options)
+        return
+    del options["include_dashboard"]  # only for those who start one
+    if config.address != "auto":
+        _check_answers(config)
+    try:
+        ray.init(address=config.address, **options)
+    except Exception as error:  # ConnectionError, and what Ray raises for versions and tokens
+        raise ClusterError(
+            f"cluster.address: no Ray cluster at {config.address} that this process can join"
+            f" ({_first_line(error)})"
+        ) from error
+
+
+def _check_answers(config: ClusterConfig) -> None:
+    """`ray.init` would wait for long, or end the process, where nothing answers or something else does."""
+    host, _, port = config.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), config.connect_seconds).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cluster.address: nobody answers at {config.address} within {config.connect_seconds:g} seconds"
+            f" ({error.strerror or error}); start one there with `ray start --head`"
+        ) from error
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", config.address]
+    limit = config.connect_seconds + _ASKING
+    try:
+        healthy = subprocess.run(command, capture_output=True, timeout=limit).returncode == 0
+    except subprocess.TimeoutExpired:
+        healthy = False
+    if not healthy:
+        raise ClusterError(
+            f"cluster.address: what answers at {config.address} is no healthy Ray cluster of this version;"
+            " give the address that `ray start --head` printed"
+        )
+
+
+def _need(config: ClusterConfig) -> dict[str, float]:
+    """Resources of a worker."""
+    need = {"CPU": float(config.cpus_per_worker), "GPU": float(config.gpus_per_worker)}
+    return {name: amount for name, amount in (need | config.resources_per_worker).items() if amount}
+
+
+def _check_room(ray: Any, config: ClusterConfig) -> None:
+    need, room = _need(config), 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            room += min(int(has.get(name, 0.0) / amount) for name, amount in need.items())
+    if room < config.workers:
+        each = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
+        raise ClusterError(
+            f"cluster.workers: {config.workers} workers of {each} each, but the Ray cluster has room for"
+            f" {room}; lower it, or cluster.cpus_per_worker"
+        )
+
+
+class WorkerProcess:
+    """A rollout worker as an actor.
+
+    Args:
+      name: the worker's name.
+      fetch_seconds: time limit of fetching an object.
+      news_seconds: time after which `news` returns without any.
+    """
+
+    def __init__(self, name: str, fetch_seconds: float, news_seconds: float) -> None:
+        self._name, self._fetch_seconds, self._news_seconds = name, fetch_seconds, news_seconds
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._failure: str | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def facts(self) -> tuple[Facts, str]:
+        """Returns what the driver compares, and the node's id."""
+        import ray
+
+        return facts(), ray.get_runtime_context().get_node_id()
+
+    def receive(self, order: Order) -> None:
+        """Takes an order."""
+        self._orders.put(order)
+
+    def news(self) -> list[Event]:
+        """Waits for events, and returns them; an empty list is a sign of life."""
+        try:
+            events = self._events.get(timeout=self._news_seconds)
+        except queue.Empty:
+            events = []
+        while not self._events.empty():
+            events += self._events.get()
+        if not events and self._failure is not None:
+            raise RuntimeError(self._failure)
+        return events
+
+    def _work(self) -> None:
+        """The thread that decodes."""
+        try:
+            import ray
+
+            from rljax.cluster.worker import RolloutWorker
+
+            worker = RolloutWorker(self._name, lambda ref: ray.get(ref, timeout=self._fetch_seconds))
+            while True:
+                if worker.idle:
+                    worker.receive(self._orders.get())
+                while not self._orders.empty():
+                    worker.receive(self._orders.get())
+                events = [event for event in worker.turn() if not isinstance(event, Arrived)]
+                if events:
+                    self._events.put(events)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _kill(pid: int) -> None:
+    """Ends a process of this node that does not react."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+class RayFabric:
+    """See the module's docstring, and `Fabric` for the methods.
+
+    Args:
+      ray: the module.
+      config: keys of the cluster.
+      owns: whether to shut Ray down at the end.
+
+    Attributes:
+      facts: of the workers that have arrived, by name.
+    """
+
+    def __init__(self, ray: Any, config: ClusterConfig, owns: bool) -> None:
+        self._ray, self._config, self._owns = ray, config, owns
+        resources = dict(config.resources_per_worker)
+        self._actor = ray.remote(
+            num_cpus=config.cpus_per_worker,
+            num_gpus=config.gpus_per_worker,
+            resources=resources or None,
+            max_restarts=0,
+            max_task_retries=0,
+            # A thread each: orders stay in order, and news never wait for them.
+            concurrency_groups={"orders": 1, "news": 1},
+        )(_grouped(ray))
+        self._actors: dict[str, Any] = {}
+        self._calls: dict[Any, tuple[str, str]] = {}  # what is under way: (worker, method)
+        self._nodes: dict[str, str] = {}
+        self.facts: dict[str, Facts] = {}
+
+    def spawn(self, worker: str) -> None:
+        config = self._config
+        actor = self._actor.remote(worker, config.fetch_seconds, config.lease_seconds / 4)
+        self._actors[worker] = actor
+        self._calls[actor.facts.remote()] = worker, "facts"
+
+    def stop(self, worker: str) -> None:
+        actor = self._actors.pop(worker, None)
+        if actor is None:
+            return
+        self._calls = {call: (name, what) for call, (name, what) in self._calls.items() if name != worker}
+        self._ray.kill(actor, no_restart=True)
+        if worker in self.facts:  # a stopped process does not hear that, and would keep its cores
+            self._end(worker)
+
+    def _end(self, worker: str) -> None:
+        """Kills the process of a worker on its node, in a task that needs no resources."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(self._nodes[worker], soft=False)
+        kill = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_kill)
+        kill.remote(self.facts[worker].pid)
+
+    def send(self, worker: str, order: Order) -> None:
+        actor = self._actors.get(worker)
+        if actor is not None:
+            actor.receive.remote(order)
+
+    def receive(self, seconds: float) -> list[Event]:
+        if not self._calls:
+            time.sleep(seconds)
+            return []
+        ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=seconds)
+        if ready:  # and all others that have come
+            ready, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        events: list[Event] = []
+        for call in ready:
+            worker, what = self._calls.pop(call)
+            events += self._result(worker, what, call)
+        return events
+
+    def _result(self, worker: str, what: str, call: Any) -> list[Event]:
+        try:
+            result = self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:  # the worker's own thread has ended
+            return [Died(worker, _first_line(error.cause))]
+        except self._ray.exceptions.RayError as error:
+            return [Died(worker, f"its process has ended ({type(error).__name__})")]
+        self._calls[self._actors[worker].news.remote()] = worker, "news"
+        if what == "facts":
+            self.facts[worker], self._nodes[worker] = result
+            return [Arrived(worker, self.facts[worker])]
+        return [Heard(worker), *result]
+
+    def put(self, value: Any) -> Any:
+        return self._ray.put(value)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        for worker in list(self._actors):
+            self.stop(worker)
+        if self._owns:
+            self._ray.shutdown()
+
+
+def _grouped(ray: Any) -> type:
+    """Returns `WorkerProcess` with its methods in Ray's threads."""
+
+    class RolloutProcess(WorkerProcess):
+        @ray.method(concurrency_group="orders")
+        def receive(self, order: Order) -> None:
+            super().receive(order)
+
+        @ray.method(concurrency_group="news")
+        def news(self) -> list[Event]:
+            return super().news()
+
+    return RolloutProcess
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,0 +1,127 @@
+"""Keys of rollout workers in processes of their own; see docs/cluster.md."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rljax.config.section import Count, CountOrOff, Section
+from rljax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rljax.config.schema import ExperimentConfig
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class ClusterConfig(Section):
+    """Rollout workers on Ray; tokens, rewards and weights are those of a run without, bit for bit."""
+
+    workers: CountOrOff = Field(
+        0,
+        description="Number of rollout workers to keep running, each a process with an engine of its own; 0"
+        " decodes in the training process, without Ray. Set it where rollouts take most of a step and there"
+        " are cores, GPUs or hosts to share them.",
+    )
+    address: str | None = Field(
+        None,
+        description="Address of a Ray cluster to join, as host:port of its head, or auto for one that runs on"
+        " this machine; null starts one here. Set it to use several machines.",
+    )
+    cpus_per_worker: Count = Field(
+        1,
+        description="Cores that Ray reserves for a worker. Raise it where a worker should have a machine, or"
+        " a large part of one, to itself.",
+    )
+    gpus_per_worker: CountOrOff = Field(
+        0, le=1, description="GPUs that Ray reserves for a worker. Set 1 where workers decode on GPUs."
+    )
+    resources_per_worker: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="Further resources of Ray's that a worker needs, by name, such as {TPU: 1} or a label of"
+        " your own. Set it to say on which nodes workers may be.",
+    )
+    lease_seconds: Seconds = Field(
+        10.0,
+        description="Seconds of silence after which a worker counts as lost and its responses go on"
+        " elsewhere. Lower it to lose less time to a host that hangs; raise it where hosts pause for long.",
+    )
+    patience_seconds: Seconds = Field(
+        300.0,
+        description="Seconds without any worker after which the run saves its last step and ends. Raise it"
+        " where machines come back late, as preemptible ones do.",
+    )
+    connect_seconds: Seconds = Field(
+        15.0,
+        description="Seconds to wait for the cluster at cluster.address. Raise it for a slow network.",
+    )
+    fetch_seconds: Seconds = Field(
+        120.0,
+        description="Seconds that a worker waits for a version of the weights before it asks again. Raise it"
+        " for large policies over slow networks.",
+    )
+    numerics: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="Reaction to a worker whose processor computes other bits: refuse it, or admit it and"
+        " count the tokens that are found to differ. Set warn for a mixed cluster where the same bits do"
+        " not matter.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClusterConfig":
+        address = self.address
+        if address is None or address == "auto":
+            return self
+        host, _, port = address.rpartition(":")
+        if "://" in address:
+            raise ValueError(
+                f"cluster.address: {address!r} is a Ray client's; start the run on a node of the cluster,"
+                " with cluster.address=auto or host:port"
+            )
+        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ValueError(f"cluster.address: {address!r} is not auto or host:port, as in 10.0.0.1:6379")
+        return self
+
+
+def check_with_workers(config: "ExperimentConfig", host_drafters: Collection[str]) -> None:
+    """Checks that the rollouts of an experiment can be decoded by workers.
+
+    Args:
+      config: the experiment.
+      host_drafters: kinds of drafters that draft on the host.
+
+    Raises:
+      ConfigError: a mechanism is not supported with workers.
+    """
+    if not config.cluster.workers:
+        return
+    speculation = config.speculation
+    for key, used, instead in (
+        (
+            "engine.row_invariant",
+            not config.engine.row_invariant,
+            "bits would depend on who decodes; set true",
+        ),
+        (
+            "mesh",
+            config.mesh.num_devices > 1,
+            "a worker decodes on one device; set data, fsdp and tensor to 1",
+        ),
+        ("distributed", config.distributed.is_wanted(), "one process trains; set distributed.enabled=off"),
+        ("tools", config.tools is not None, "a call's answer does not move to another worker; leave it out"),
+        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "set 0"),
+    ):
+        if used:
+            raise ConfigError(f"{key}: is not supported with cluster.workers: {instead}")
+    for name, kind in speculation.kinds.items():
+        if kind not in host_drafters:
+            raise ConfigError(
+                f"speculation.drafter: cluster.workers share nothing of what {name} learns; use a drafter on"
+                f" the host: {', '.join(sorted(host_drafters))}"
+            )
+    for name, arguments in speculation.arguments.items():
+        if arguments.get("spill_dir") is not None:
+            raise ConfigError(
+                f"speculation: the spill_dir of {name} would be written by all of"
+                " cluster.workers; leave it out"
+            )

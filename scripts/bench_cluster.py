@@ -1,0 +1,279 @@
+"""Rollout workers: `python scripts/bench_cluster.py [--quick] [--only SECTIONS]`.
+
+`coordinator`: events a second that the coordinator takes, with 8 and with 4,000 simulated workers. Each sends
+a piece of every slot at a host sync. Time is counted, not waited for, and only the processor's is measured,
+so that other processes disturb it little.
+
+`overhead`: tokens per second of one worker on Ray, against decoding in the process itself.
+
+`cores`: two workers with one core each, against one process with two.
+
+`recovery`: seconds from a worker's kill -9 to the next token of one of its responses.
+
+`weights`: seconds to publish weights and to fetch them in another process, against one copy in memory.
+
+All but the first need the cluster extra, and a quiet machine.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row
+from rljax.cluster.coordinator import Coordinator, Limits
+from rljax.cluster.facts import facts
+from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
+from rljax.cluster.weights import Part, digest_of, publish
+from rljax.config import ExperimentConfig, load_config
+from rljax.errors import UserError
+from rljax.requests import DecodeStatistics, Request
+
+_SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
+_TOKENS = 8  # of a piece
+_LENGTH = 64  # of a simulated response
+
+# --- the coordinator -------------------------------------------------------------------------------------
+
+
+def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
+    """Decodes simulated responses. Returns the number of events, and the processor's seconds that the
+    coordinator took.
+
+    Args:
+      workers: number of workers.
+      slots: responses that each decodes at a time.
+      requests: number of responses, eight of each prompt.
+    """
+    coordinator = Coordinator(workers, facts(), Limits(), None)
+    events, spent, now = 0, 0.0, 0.0
+    decoding: dict[str, dict[int, int]] = {}
+
+    def tell(event: Any) -> None:
+        nonlocal events, spent
+        start = time.thread_time()
+        commands = coordinator.on(event, now)
+        spent += time.thread_time() - start
+        events += 1
+        for command in commands:
+            if isinstance(command, Decode):
+                mine = decoding.setdefault(command.worker, {})
+                mine |= {key: len(partial.tokens) for key, _, partial in command.work}
+
+    tell(Tick())
+    for name in coordinator.workers():
+        tell(Arrived(name, facts()))
+        tell(Status(name, None, slots, 0))
+    keys = np.zeros(2, np.uint32)
+    tell(Begin(1, 0, {i: Request((i // 8,), keys, _LENGTH) for i in range(requests)}))
+    for name in coordinator.workers():
+        tell(Status(name, None, slots, 0))
+    logprobs = (-0.5,) * _TOKENS
+    while not coordinator.done:
+        now += _SYNC_SECONDS
+        for name, mine in decoding.items():
+            pieces = []
+            for key in list(mine)[:slots]:
+                begin, end = mine[key], mine[key] + _TOKENS
+                ending = "eos" if end >= _LENGTH else None
+                pieces.append(Piece(key, 0, begin, tuple(range(begin, end)), logprobs, ending))
+                mine[key] = end
+                if ending is not None:
+                    del mine[key]
+            if pieces:
+                tell(Pieces(name, 1, tuple(pieces), DecodeStatistics(), 0.0))
+        tell(Tick())
+    return events, spent
+
+
+def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Row]:
+    rows = []
+    for workers, slots, requests in sizes:
+        rates = []
+        for _ in range(repeats):
+            events, seconds = simulate(workers, slots, requests)
+            rates.append(events / seconds)
+        rate, needed = float(np.median(rates)), workers / _SYNC_SECONDS
+        rows.append(
+            Row(
+                name=f"coordinator/{workers:,} workers of {slots} slots",
+                value=rate,
+                unit="events/s",
+                baseline=f"a host sync every {_SYNC_SECONDS:g} s of each",
+                baseline_value=needed,
+                ratio=rate / needed,
+                details={"events": events, "requests": requests, "tokens_per_second": rate * slots * _TOKENS},
+            )
+        )
+    return rows
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def experiment(*overrides: str) -> Iterator[ExperimentConfig]:
+    """A few steps of the quickstart in a directory of their own."""
+    shared = Path(tempfile.gettempdir()) / "rljax-bench-cluster"
+    with tempfile.TemporaryDirectory() as directory:
+        yield load_config(
+            "configs/quickstart.yaml",
+            [
+                f"run_dir={directory}/run",
+                "training.steps=4",
+                "evaluation.problems=0",
+                "tracking.report=false",
+                "engine.compile=before",
+                f"engine.compilation_cache={shared}/programs",
+                f"warm_start.cache_dir={shared}/warm_start",
+                *overrides,
+            ],
+        )
+
+
+def rate_of(*overrides: str, cores: int | None = None) -> float:
+    """Tokens per second of the rollouts but the first, in this process on so many cores."""
+    from rljax.run_directory import RunDirectory
+    from rljax.training.session import run
+
+    before = os.sched_getaffinity(0)
+    if cores is not None:
+        os.sched_setaffinity(0, sorted(before)[:cores])
+    try:
+        with experiment(*overrides) as config:
+            run(config)
+            lines = [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
+    finally:
+        os.sched_setaffinity(0, before)
+    return sum(line["rollout/tokens"] for line in lines[1:]) / sum(line["time/rollout"] for line in lines[1:])
+
+
+def compared(name: str, ours: Callable[[], float], baseline: str, theirs: Callable[[], float]) -> list[Row]:
+    value, other = ours(), theirs()
+    return [Row(name, value, "tokens/s", baseline, other, value / other)]
+
+
+def overhead_rows() -> list[Row]:
+    return compared(
+        "overhead/one worker", lambda: rate_of("cluster.workers=1"), "no worker", lambda: rate_of()
+    )
+
+
+def core_rows() -> list[Row]:
+    return compared(
+        "cores/two workers, a core each",
+        lambda: rate_of("cluster.workers=2"),
+        "one process, two cores",
+        lambda: rate_of(cores=2),
+    )
+
+
+def recovery_rows() -> list[Row]:
+    from rljax.cluster import ray_fabric
+    from rljax.training.session import run
+
+    killed: dict[str, float] = {}
+    keys: set[int] = set()
+    receive = ray_fabric.RayFabric.receive
+
+    def watch(fabric: Any, seconds: float) -> list[Any]:
+        events = receive(fabric, seconds)
+        for event in events:
+            if not isinstance(event, Pieces) or event.rollout < 2:
+                continue
+            if not killed:
+                keys.update(piece.key for piece in event.pieces if piece.ending is None)
+                os.kill(fabric.facts[event.worker].pid, signal.SIGKILL)
+                killed[event.worker] = time.perf_counter()
+            elif event.worker in killed or "back" in killed:
+                continue
+            elif keys.intersection(piece.key for piece in event.pieces if piece.tokens):
+                killed["back"] = time.perf_counter()
+        return events
+
+    ray_fabric.RayFabric.receive = watch
+    try:
+        with experiment("cluster.workers=2") as config:
+            run(config)
+    finally:
+        ray_fabric.RayFabric.receive = receive
+    if "back" not in killed:
+        raise UserError("recovery: the worker had nothing left when it was killed; raise rollout lengths")
+    (dead, *_), lease = killed, config.cluster.lease_seconds
+    seconds = killed["back"] - killed[dead]
+    return [
+        Row("recovery/kill -9", seconds, "s", "the lease, for a process that hangs", lease, lease / seconds)
+    ]
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+
+
+def weights_rows(megabytes: list[int]) -> list[Row]:
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("weights: needs Ray; pip install 'rljax[cluster]'") from error
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
+
+    @ray.remote
+    class Other:
+        def fetch(self, weights: Any) -> tuple[float, float]:
+            start = time.perf_counter()
+            parts = ray.get(weights.parts)
+            got = time.perf_counter() - start
+            assert digest_of(parts) == weights.digest
+            return got, time.perf_counter() - start
+
+    rows = []
+    try:
+        other = Other.remote()
+        for size in megabytes:
+            data = np.random.default_rng(0).integers(0, 256, size * 2**20 // 8, np.uint8)
+            parts: list[Part] = [(f"layer {i}", "uint8", data.shape, data) for i in range(8)]
+            start = time.perf_counter()
+            copies = [part[3].copy() for part in parts]
+            copy = time.perf_counter() - start
+            del copies
+            start = time.perf_counter()
+            weights = publish(0, parts, digest_of(parts), ray.put)
+            published = time.perf_counter() - start
+            got, fetched = ray.get(other.fetch.remote(dataclasses.replace(weights)))
+            for what, seconds in (("publish", published), ("get", got), ("get and check", fetched)):
+                rows.append(Row(f"weights/{size} MiB/{what}", seconds, "s", "a copy", copy, copy / seconds))
+    finally:
+        ray.shutdown()
+    return rows
+
+
+def plan(sizes: list[tuple[int, int, int]], repeats: int, megabytes: list[int]) -> list[Measurement]:
+    return [
+        Measurement("coordinator", "simulated workers", lambda: coordinator_rows(sizes, repeats)),
+        Measurement("overhead", "the quickstart's policy", overhead_rows),
+        Measurement("cores", "the quickstart's policy", core_rows),
+        Measurement("recovery", "the quickstart's policy", recovery_rows),
+        Measurement("weights", "through the object store", lambda: weights_rows(megabytes)),
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="cluster",
+    description=__doc__.splitlines()[0],
+    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400]),
+    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10]),
+    packages=("ray",),
+    disturbance="processes share the cores, so all rows but the coordinator's suffer",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))

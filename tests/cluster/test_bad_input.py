@@ -1,0 +1,58 @@
+"""What cannot be decoded by workers is one line that names the key, before anything begins."""
+
+import pytest
+
+from drafters.registry import HOST_DRAFTERS
+from rljax.config import load_config
+from rljax.config.changes import config_changes
+from rljax.config.cluster import check_with_workers
+from rljax.errors import ConfigError
+from tests.training.tiny_run import write_config
+
+
+@pytest.fixture
+def config_with(tmp_path):
+    file = write_config(tmp_path)
+    return lambda *overrides: load_config(file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster.workers=-1", "cluster.workers: "),
+        ("cluster.worker=2", "cluster.worker: unknown key; the nearest is cluster.workers"),
+        ("cluster.address=ray://10.0.0.1:10001", "cluster.address: 'ray://10.0.0.1:10001' is a Ray client's"),
+        ("cluster.address=somewhere", "cluster.address: 'somewhere' is not auto or host:port"),
+        ("cluster.lease_seconds=0", "cluster.lease_seconds: "),
+        ("cluster.resources_per_worker={TPU: 0}", "cluster.resources_per_worker.TPU: "),
+    ],
+)
+def test_keys_of_the_cluster(config_with, override, message):
+    with pytest.raises(ConfigError) as error:
+        config_with(override)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["engine.row_invariant=false"], "engine.row_invariant"),
+        (["mesh.data=2"], "mesh"),
+        (["distributed.enabled=on"], "distributed"),
+        (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
+        (["speculation.drafter=eagle"], "speculation.drafter"),
+        (["speculation.drafter=srt", "speculation.args={spill_dir: /nowhere}"], "speculation"),
+    ],
+)
+def test_what_workers_do_not_support(config_with, overrides, key):
+    check_with_workers(config_with(*overrides), HOST_DRAFTERS.keys())
+    with pytest.raises(ConfigError, match=rf"^{key}: .*cluster\.workers") as error:
+        check_with_workers(config_with(*overrides, "cluster.workers=2"), HOST_DRAFTERS.keys())
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_goes_on_with_other_workers(config_with):
+    changes = config_changes(config_with(), config_with("cluster.workers=2", "cluster.address=auto"))
+    assert [change.name for change in changes] == ["cluster.workers", "cluster.address"]
+    assert all(change.harmless for change in changes)

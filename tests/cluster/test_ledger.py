@@ -1,0 +1,86 @@
+"""The ledger takes pieces in any order, and finds bits that differ."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.cluster.ledger import Ledger
+from rljax.cluster.messages import Piece
+from rljax.errors import NumericsError
+
+TOKENS = tuple(range(10, 30))
+LOGPROBS = tuple(-token / 16 for token in TOKENS)
+
+
+def piece(begin, end, version=0, key=1):
+    ending = "eos" if end == len(TOKENS) else None
+    return Piece(key, version, begin, TOKENS[begin:end], LOGPROBS[begin:end], ending)
+
+
+def open_ledger(strict=True):
+    ledger = Ledger(strict)
+    ledger.open([1], 0)
+    return ledger
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tokens_are_neither_lost_nor_doubled_nor_reordered(data):
+    """Pieces of three workers that overlap, in any order, some twice."""
+    cuts = [sorted(data.draw(st.sets(st.integers(1, 19), max_size=6))) for _ in range(3)]
+    pieces = [
+        (worker, piece(begin, end))
+        for worker, inner in enumerate(cuts)
+        for begin, end in zip([0, *inner], [*inner, 20], strict=True)
+    ]
+    pieces += data.draw(st.lists(st.sampled_from(pieces), max_size=5))
+    ledger = open_ledger()
+    grown = sum(ledger.add(f"worker-{worker}", each) for worker, each in data.draw(st.permutations(pieces)))
+    entry = ledger[1]
+    assert (tuple(entry.tokens), tuple(entry.logprobs), entry.ending) == (TOKENS, LOGPROBS, "eos")
+    assert grown == ledger.tokens == len(TOKENS)
+    assert not ledger.has_gap(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (piece(0, 8), dataclasses.replace(piece(4, 12), tokens=(0, *TOKENS[5:12]))),
+        (piece(0, 8), dataclasses.replace(piece(4, 12), logprobs=(0.25, *LOGPROBS[5:12]))),
+        (piece(0, 20), dataclasses.replace(piece(18, 20), ending="stop")),
+        (piece(0, 8), dataclasses.replace(piece(0, 4), ending="eos")),
+        (dataclasses.replace(piece(0, 8), ending="eos"), piece(4, 12)),
+    ],
+    ids=["token", "logprob", "ending", "end before", "behind the end"],
+)
+def test_bits_that_differ_name_both_workers(first, second):
+    ledger = open_ledger()
+    ledger.add("worker-0", first)
+    with pytest.raises(NumericsError, match="workers worker-0 and worker-7 sampled different bits"):
+        ledger.add("worker-7", second)
+    lenient = open_ledger(strict=False)
+    lenient.add("worker-0", first)
+    assert lenient.add("worker-7", second) == 0
+    assert lenient.differences == 1
+    assert tuple(lenient[1].tokens) == first.tokens
+
+
+def test_what_belongs_to_no_open_request_is_left_out():
+    ledger = open_ledger()
+    assert ledger.add("worker-0", piece(0, 8, key=2)) == 0
+    assert ledger.add("worker-0", piece(0, 8, version=1)) == 0
+    assert not ledger[1].tokens
+
+
+def test_the_response_so_far_is_what_another_worker_goes_on_with():
+    ledger = open_ledger()
+    ledger.add("worker-0", piece(0, 8))
+    ledger.add("worker-1", piece(12, 14))
+    partial = ledger[1].partial()
+    assert (partial.tokens, partial.logprobs) == (TOKENS[:8], LOGPROBS[:8])
+    assert ledger.has_gap(1)
+    ledger.add("worker-1", piece(6, 12))
+    assert len(ledger[1].tokens) == 14
+    assert [ledger[1].writer(position) for position in (0, 7, 8, 13)] == ["worker-0"] * 2 + ["worker-1"] * 2

@@ -1,0 +1,161 @@
+"""The tiny run, decoded by two workers in this process, is the run without workers, bit for bit."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.cluster.decoder import ClusterDecoder
+from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.worker import RolloutWorker
+from rljax.errors import ClusterError, NumericsError, PolicyError
+from rljax.training import session
+from tests.cluster.same_run import differences, run
+from tests.tiny_policy import CONFIG, make_params
+
+pytestmark = pytest.mark.slow
+
+DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+
+
+class Turns:
+    """Makes local fabrics in place of Ray's, and lets a test interfere."""
+
+    def __init__(self, interfere=None, network=lambda data: (0,)):
+        self.interfere, self.network, self.fabrics = interfere, network, []
+
+    @contextlib.contextmanager
+    def cluster_of(self, config, say):
+        self.said = []
+        fabric = LocalFabric(RolloutWorker, self.network)
+        fabric.before_turn = self.interfere
+        self.fabrics.append(fabric)
+        with contextlib.closing(ClusterDecoder(fabric, config.cluster, self.said.append)) as cluster:
+            cluster.gather()
+            yield cluster
+
+
+def local_run(world, name, monkeypatch, *overrides, resumes=False, **options):
+    turns = Turns(**options)
+    monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
+    return run(world, name, *overrides, resumes=resumes), turns
+
+
+def test_two_workers_make_the_same_run(world, alone, monkeypatch):
+    clustered, _ = local_run(world, "two", monkeypatch)
+    assert not differences(alone, clustered)
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    assert len(steps) == 2
+    assert all(line["cluster/workers"] == 2 for line in steps)
+    assert all(0 <= line[f"cluster/{name}_share"] <= 1 for line in steps for name in ("busy", "idle"))
+    assert not any(line["cluster/restarts"] or line["cluster/migrations"] for line in steps)
+
+
+def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world, alone, monkeypatch):
+    """Their responses go on elsewhere, from the ledger's tokens."""
+    trouble = []
+
+    def interfere(fabric):
+        """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
+        for name, worker in list(fabric.workers.items()):
+            middle = worker.loop is not None and any(
+                4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
+            )
+            if middle and worker._rollout > len(trouble) and len(trouble) < 2:
+                (fabric.silence if trouble else fabric.kill)(name)
+                trouble.append(name)
+                return
+
+    clustered, turns = local_run(world, "trouble", monkeypatch, *DRAFTS, interfere=interfere)
+    assert len(trouble) == 2
+    assert not differences(alone, clustered)
+    assert [line.split(":")[1].strip() for line in turns.said] == [f"{name} is lost" for name in trouble]
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    assert sum(line["cluster/restarts"] for line in steps) >= 1
+    assert sum(line["cluster/migrations"] for line in steps) >= 1
+
+
+def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
+    """One worker's last bit of a logprob is another, and a piece of its comes from the other one, too."""
+    from rljax.cluster import worker as module
+
+    honest = module.RolloutWorker._piece
+
+    def lies(self, key, response, begin):
+        piece = honest(self, key, response, begin)
+        if self.name == "worker-1" and piece.logprobs:
+            bits = np.float32(piece.logprobs[0]).view(np.uint32) ^ np.uint32(1)
+            return module.dataclasses.replace(
+                piece, logprobs=(float(bits.view(np.float32)), *piece.logprobs[1:])
+            )
+        return piece
+
+    def interfere(fabric):
+        """What worker-1 decodes is decoded by worker-0 as well, from the beginning."""
+        one, zero = (fabric.workers.get(f"worker-{i}") for i in (1, 0))
+        if one is None or one.loop is None or zero.loop is None or one._rollout != zero._rollout:
+            return
+        work = [
+            (key, response.request, module.LiveResponse(response.request).partial())
+            for key, response in one._responses.items()
+            if key not in zero._responses
+        ]
+        if work:
+            zero.receive(module.Decode("worker-0", zero._rollout, zero._version, tuple(work), False))
+
+    monkeypatch.setattr(module.RolloutWorker, "_piece", lies)
+    with pytest.raises(NumericsError, match=r"workers worker-\d and worker-\d sampled different bits"):
+        local_run(world, "lies", monkeypatch, interfere=interfere)
+
+
+def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
+    """All workers go after the first step and none comes: one line, and the same command goes on."""
+
+    def interfere(fabric):
+        if any(worker._version == 1 for worker in fabric.workers.values()):
+            for name in list(fabric.workers):
+                fabric.silence(name)
+            fabric.spawn = lambda name: None
+
+    with pytest.raises(ClusterError, match=r"^cluster.patience_seconds: no worker has been there for 3"):
+        local_run(
+            world,
+            "lost",
+            monkeypatch,
+            "cluster.patience_seconds=3",
+            "checkpoint.every=0",
+            interfere=interfere,
+        )
+    resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
+    assert not differences(alone, resumed)
+
+
+def test_damaged_weights_are_never_used():
+    from rljax.cluster.weights import WeightsError, digest_of, fetch, parts_of, publish
+
+    parts = parts_of(make_params())
+    store = []
+    put = lambda value: store.append([(*rest, data.copy()) for *rest, data in value]) or 0  # noqa: E731
+    weights = publish(3, parts, digest_of(parts), put)
+    fetched = fetch(weights, lambda reference: store[reference], CONFIG)
+    same = jax.tree.map(
+        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), fetched, make_params()
+    )
+    assert all(jax.tree.leaves(same))
+    store[0][1][3][5] ^= 1
+    with pytest.raises(WeightsError, match="version 3 of the weights came damaged"):
+        fetch(weights, lambda reference: store[reference], CONFIG)
+    with pytest.raises(WeightsError, match="did not come: TimeoutError, after 3 seconds"):
+        fetch(weights, lambda reference: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), CONFIG)
+
+
+def test_what_a_worker_raises_for_the_user_ends_the_run(world, monkeypatch):
+    def interfere(fabric):
+        for worker in fabric.workers.values():
+            if worker.loop is not None:
+                worker.loop.step = lambda: (_ for _ in ()).throw(PolicyError("policy: a test's error"))
+
+    with pytest.raises(PolicyError, match=r"^policy: a test's error$"):
+        local_run(world, "policy_error", monkeypatch, interfere=interfere)

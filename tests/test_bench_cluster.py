@@ -1,0 +1,18 @@
+"""scripts/bench_cluster.py: what it simulates is a whole rollout."""
+
+from tests.scripts import load_script
+
+bench = load_script("bench_cluster")
+
+
+def test_simulated_workers_decode_everything():
+    events, seconds = bench.simulate(workers=3, slots=4, requests=64)
+    pieces = 64 * 64 // 8  # of 64 responses of 64 tokens; a host sync has those of four slots
+    assert events > pieces / 4
+    assert seconds > 0
+
+
+def test_rows():
+    rows = bench.coordinator_rows([(2, 4, 32), (5, 4, 32)], repeats=1)
+    assert len({row.name for row in rows}) == 2
+    assert all(row.value > 0 and row.ratio > 0 for row in rows)
