@@ -48,7 +48,9 @@ _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.m
 def landing_page() -> str:
     """Returns the README without the map of folders, which the site's navigation replaces."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"^## Map\n.*?(?=^## )", "", text, flags=re.DOTALL | re.MULTILINE)
+    return "---\nhide: [navigation]\n---\n\n" + re.sub(
+        r"^## Map\n.*?(?=^## )", "", text, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def config_reference() -> str:
@@ -69,32 +71,30 @@ def config_reference() -> str:
         "The keys outside any section.",
         "",
     ]
-    for key in KEYS.values():
-        inner = key.section or key.items
-        if inner is not None:
-            lines += [f"## `{key.name}`", "", " ".join((inner.__doc__ or "").split()), ""]
-            if key.items is not None:
-                lines += [f"A list of sections. {_text(key.field.description)}", ""]
-            if key.optional:
+    sections = [key for key in KEYS.values() if key.section or key.items]
+    for section in [None, *sections]:
+        if section is not None:
+            inner = section.section or section.items
+            lines += [f"## `{section.name}`", "", _text(" ".join((inner.__doc__ or "").split())), ""]
+            if section.items is not None:
+                lines += [f"A list of sections. {_text(section.field.description)}", ""]
+            if section.optional:
                 lines += ["The section may be `null`.", ""]
-            continue
-        lines += [
-            f"### `{key.name}` {{ #{key.name} }}",
-            "",
-            f"{_code(type_name(key.field.annotation))}, default {_code(default_text(key))}",
-            "",
-            _text(key.field.description),
-            "",
-        ]
+        for key in KEYS.values():
+            if key.parent != (section.name if section else "") or key.section or key.items:
+                continue
+            default = "required" if key.field.is_required() else f"default `{default_text(key)}`"
+            lines += [
+                f"### `{key.name}` {{ #{key.name} }}",
+                "",
+                f"`{type_name(key.field.annotation)}`, {default}",
+            ]
+            lines += ["", _text(key.field.description), ""]
     return "\n".join(lines)
 
 
 def _text(description: str | None) -> str:
     return (description or "").replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
 
 
 def api_page(package: str, title: str) -> str:

@@ -139,8 +139,8 @@ def test_commands_exist_and_their_options_parse(page):
 def test_these_checks_can_fail(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A heading\n\n[a](gone.md) [b](#a-heading) `rollout.temprature` `task.args.any`\n"
-        "`training/loop.py`\n\n"
+        "# A heading\n\n[a](gone.md) [b](#a-heading) `rollout.temprature` `task.args.a` `training/loop.py`\n"
+        "\n"
         "```\nrljax train --config x.yaml \\\n    --confg y training.stepz=3 | tee log\n```\n\n"
         "    python scripts/gone.py --only rows  # and so on\n"
     )
