@@ -167,8 +167,8 @@ def test_rl_rows(config, luck):
 
 @pytest.mark.slow
 def test_in_loop_rows(config, luck):
-    rows = in_loop.in_loop_rows(config, SETTINGS, steps=3, learning_rate=1e-2, slices=8)
-    assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(3)]
+    rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, learning_rate=1e-2, slices=8)
+    assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(2)]
     assert rows[0].value == rows[0].baseline_value  # the same head before the first slice
     assert any(row.value != row.baseline_value for row in rows[1:])
     for row in rows:

@@ -84,7 +84,8 @@ def test_bytes_are_those_of_the_arrays(tmp_path):
 
 
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path):
-    config = _config(tmp_path, "policy.shape.num_layers=6", "speculation.drafter=srt")
+    one_shape = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[8]")
+    config = _config(tmp_path, "policy.shape.num_layers=6", "speculation.drafter=srt", *one_shape)
     whole = _plan(config, full_depth=True)
     short = _plan(config, full_depth=False)
     assert (whole.depths, short.depths) == (None, (2, 4))

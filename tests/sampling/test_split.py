@@ -123,7 +123,8 @@ for dtype in ("float32", "bfloat16"):
     for name, params in DISTRIBUTIONS.items():
         draw = jax.jit(sample, static_argnums=(3, 4, 5))
         expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
-        for label, mesh in MESHES.items():
+        for label in ("2", "8", "2 x 4"):
+            mesh = MESHES[label]
             placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
             tokens, logprobs = draw(placed, keys, positions, params, Numerics(), mesh)
             found["sampling"][f"{dtype} {name} {label}"] = {
@@ -195,9 +196,9 @@ def compare(label, meshes, *args, **options):
 
 compare("plain", ["4"], "plain")
 compare("greedy", ["4"], "greedy")
-compare("all", ["2", "4", "8", "2 x 4"], "all")
+compare("all", ["2", "8", "2 x 4"], "all")
 compare("odd vocabulary", ["8"], "all", vocab_size=259)
-compare("bfloat16", ["2", "4", "8"], "all", dtype="bfloat16")
+compare("bfloat16", ["2", "8"], "all", dtype="bfloat16")
 for vocab_size in (264, 259):
     one, _ = decode_drafts("plain", None, rule="rejection", vocab_size=vocab_size)
     four, accepted = decode_drafts("plain", MESHES["4"], rule="rejection", vocab_size=vocab_size)
@@ -255,14 +256,14 @@ def found():
 
 @pytest.mark.slow
 def test_the_same_logits_give_the_same_tokens(found):
-    assert found["devices"] == 8 and len(found["sampling"]) == 2 * len(DISTRIBUTIONS) * 4
+    assert found["devices"] == 8 and len(found["sampling"]) == 2 * len(DISTRIBUTIONS) * 3
     for label, one in found["sampling"].items():
         assert one["same"] and one["logprobs"] < 5e-6 and one["distinct"] > 30, label
 
 
 @pytest.mark.slow
 def test_responses_are_those_of_one_device(found):
-    assert len(found["tokens"]) == 10
+    assert len(found["tokens"]) == 8
     for label, one in found["tokens"].items():
         assert one["tokens"] > 250 and one["accepted"] > 150, label
         assert one["plain"], f"plain decoding: {label}"

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 # How much is drafted follows from measured times; tokens and updates do not.
 _FROM_TIMES = ("speculation/", "rollout/occupancy", "rollout/decode_steps")
-_DEEPER = ("policy.shape.num_layers=3", "speculation.drafter=srt", "speculation.verify_buckets=[8]")
+_DEEPER = ("policy.shape.num_layers=2", "speculation.drafter=srt", "speculation.verify_buckets=[8]")
 
 
 def test_a_run_resumes_with_the_other_setting(tmp_path):
