@@ -86,7 +86,7 @@ def test_the_installation_fits_the_device_and_does_nothing_where_rljax_is(
 ):
     (install,) = tagged(NOTEBOOKS[0], "install")
     # What IPython would run; {names} are filled in as IPython does.
-    commands, said = [], r'\1commands.append(f"""\2""")'
+    commands, said = [], r"\1commands.append(f'''\2''')"
     source = re.sub(r"^( *)[!%](.*)$", said, install, flags=re.M)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
