@@ -60,7 +60,7 @@ def measurements() -> list[Measurement]:
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "95M", lambda: price_rows("95M", POLICIES["95M"], repeats=7, num_sequences=8)),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
-        Measurement("sampling", "25M", lambda: sampling_rows("25M", small, 8, 16, repeats=25)),
+        Measurement("sampling", "25M", lambda: sampling_rows("25M", small, 8, 16, repeats=10)),
     ]
 
 

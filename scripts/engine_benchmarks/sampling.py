@@ -1,5 +1,7 @@
 """The price of sampling settings by request: settings a slot against the same settings in the programs."""
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -49,7 +51,8 @@ def decoding(
 
 
 def sampling_rows(name: str, config: ModelConfig, batch: int, new_tokens: int, repeats: int) -> list[Row]:
-    """Measures tokens per second with settings a slot, against programs with the settings inside.
+    """Measures tokens per second with settings a slot, against programs with the settings inside. The least
+    time of the cores in a round, which other processes hardly change, is in the details.
 
     Args:
       name: name of the policy.
@@ -80,9 +83,22 @@ def sampling_rows(name: str, config: ModelConfig, batch: int, new_tokens: int, r
         tokens = [decode()[:: len(settings)] for decode in sides.values()]
         if not np.array_equal(*tokens):
             raise RuntimeError(f"{mix}: settings a slot sample other tokens than the same settings inside")
-        seconds = interleave(sides, repeats, warmups=0)
+        on_cores: dict[str, list[float]] = {side: [] for side in sides}
+
+        def decode(side: str, sides=sides, on_cores=on_cores) -> None:
+            start = time.process_time()
+            sides[side]()
+            on_cores[side].append(1e3 * (time.process_time() - start) / new_tokens)
+
+        seconds = interleave({side: functools.partial(decode, side) for side in sides}, repeats, warmups=0)
         label = "the same settings inside" if len(settings) == 1 else "temperature 0.7 inside"
-        details = {"rounds": repeats, "params": num_params(config), "vocab_size": config.vocab_size}
+        details = {
+            "rounds": repeats,
+            "params": num_params(config),
+            "vocab_size": config.vocab_size,
+            "core_ms_a_step": min(on_cores["by slot"]),
+            "baseline_core_ms_a_step": min(on_cores["inside"]),
+        }
         timing = compare(seconds["by slot"], seconds["inside"])
         title = f"sampling/{name}/batch {batch}/{mix}"
         rows.append(speed_row(title, batch * new_tokens, timing, label, details))
