@@ -68,7 +68,7 @@ def _join(ray: Any, config: ClusterConfig) -> None:
     except Exception as error:  # ConnectionError, and what Ray raises for versions and tokens
         raise ClusterError(
             f"cluster.address: no Ray cluster at {config.address} that this process can join"
-            f" ({_first_line(error)})"
+            f" ({_first_line(error)}); one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from error
 
 
@@ -85,14 +85,22 @@ def _check_answers(config: ClusterConfig) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", config.address]
     limit = config.connect_seconds + _ASKING
     try:
-        healthy = subprocess.run(command, capture_output=True, timeout=limit).returncode == 0
+        asked = subprocess.run(command, capture_output=True, timeout=limit, text=True)
     except subprocess.TimeoutExpired:
-        healthy = False
-    if not healthy:
+        said = f"it said nothing for {limit:g} seconds"
+    else:
+        if asked.returncode == 0:
+            return
+        said = (asked.stderr.strip().splitlines() or ["it gave no reason"])[-1][:200]
+    if "AuthToken" in said:
         raise ClusterError(
-            f"cluster.address: what answers at {config.address} is no healthy Ray cluster of this version;"
-            " give the address that `ray start --head` printed"
+            f"cluster.address: the Ray cluster at {config.address} asks for its token; set"
+            " RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN_PATH where the file is not Ray's default"
         )
+    raise ClusterError(
+        f"cluster.address: what answers at {config.address} is no Ray cluster that this version can join"
+        f" ({said}); give the address that `ray start --head` printed"
+    )
 
 
 def _need(config: ClusterConfig) -> dict[str, float]:

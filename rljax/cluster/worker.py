@@ -256,6 +256,7 @@ class RolloutWorker:
             response = self._responses.get(key)
             if response is not None and (position < len(response.tokens) or response.ending is not None):
                 self._pieces.append(self._piece(key, response, min(position, len(response.tokens))))
+                self._sent[key] = len(response.tokens)
         return [Missing(self.name, order.rollout, missing)] if missing else []
 
     # -- what is sampled -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.worker import RolloutWorker
 from rljax.errors import ClusterError, NumericsError, PolicyError
+from rljax.speculation.managers import selection
 from rljax.training import session
 from tests.cluster.same_run import differences, run
 from tests.tiny_policy import CONFIG, make_params
@@ -54,11 +55,16 @@ def test_two_workers_make_the_same_run(world, alone, monkeypatch):
 
 
 def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world, alone, monkeypatch):
-    """Their responses go on elsewhere, from the ledger's tokens."""
-    trouble = []
+    """Responses go on elsewhere from the ledger's tokens, and what drafters learned is there as well."""
+    trouble, workers = [], {}
+
+    def verify_always(candidates, buckets, times, batch, length):
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+        return sizes[-1]
 
     def interfere(fabric):
         """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
+        workers.update(fabric.workers)
         for name, worker in list(fabric.workers.items()):
             middle = worker.loop is not None and any(
                 4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
@@ -68,6 +74,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
                 trouble.append(name)
                 return
 
+    monkeypatch.setattr(selection, "best_rows", verify_always)
     clustered, turns = local_run(world, "trouble", monkeypatch, *DRAFTS, interfere=interfere)
     assert len(trouble) == 2
     assert not differences(alone, clustered)
@@ -75,6 +82,12 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
     steps = [line for line in clustered.metrics if "cluster/workers" in line]
     assert sum(line["cluster/restarts"] for line in steps) >= 1
     assert sum(line["cluster/migrations"] for line in steps) >= 1
+    assert all(line["speculation/drafted"] > 0 for line in steps)
+    last = max(worker._version for worker in workers.values() if worker._version is not None)
+    current = [worker for worker in workers.values() if worker._version == last]
+    learned = [worker._scheduler.speculator.drafters["srt"].metrics() for worker in current]
+    assert any(worker.name not in ("worker-0", "worker-1") for worker in current)
+    assert {each["history_tokens"] for each in learned} == {steps[-1]["speculation/history_tokens"]}
 
 
 def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
