@@ -154,9 +154,7 @@ class Evaluator:
         self.progress.message(numerics_line(config, invariance))
         drafters = make_drafters(config.speculation)
         sampling = evaluation_sampling(config)
-        scheduler = make_scheduler(
-            config, policy, drafters, numerics, pool, mesh, per_slot_sampling=sampling is not None
-        )
+        scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh)
         collector = Collector(
             self.task,
             policy.tokenizer,

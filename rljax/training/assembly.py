@@ -164,7 +164,8 @@ def make_scheduler(
       numerics: from `make_numerics`.
       pool: pool of compiled programs.
       mesh: from `rljax.sharding.make_mesh`.
-      per_slot_sampling: whether requests may have their own temperature and filters.
+      per_slot_sampling: whether requests may have their own temperature and filters; in any case where
+        evaluations have others than rollouts.
 
     Raises:
       UserError: a drafter does not fit the policy, or the drafters do not fit the manager.
@@ -181,7 +182,7 @@ def make_scheduler(
         mesh,
         config.engine.verification,
         states_read(drafters, policy.config, policy.tokenizer),
-        per_slot_sampling,
+        per_slot_sampling or evaluation_sampling(config) is not None,
     )
     speculator = None
     if drafters:

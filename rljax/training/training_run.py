@@ -117,10 +117,7 @@ class TrainingRun:
 
         # What rolls out.
         self.evaluation_sampling = evaluation_sampling(config)
-        alike = self.evaluation_sampling is None
-        scheduler = make_scheduler(
-            config, policy, drafters, self.numerics, self.pool, mesh, per_slot_sampling=not alike
-        )
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self._scheduler = scheduler
