@@ -86,6 +86,24 @@ def test_responses_move_between_loops_while_others_go_on(engine, params, request
     assert not any(loop.slots or loop.state for loop in loops)
 
 
+def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expected):
+    """And compacts once nothing more is expected."""
+    loop = make_loop(engine, params, drafts=False)
+    loop.expects_more = True
+    chosen = [0, 3, 6, 15]  # the last one is the longest
+    responses = [LiveResponse(requests[i]) for i in chosen]
+    loop.submit(responses)
+    while len(loop.running) != 1:
+        loop.step()
+    loop.step()
+    assert loop.state.batch == SLOTS
+    loop.expects_more = False
+    loop.step()
+    assert loop.state.batch == 2
+    finish(loop)
+    assert_same([response.completion(False) for response in responses], [expected[i] for i in chosen])
+
+
 def test_resuming_compiles_nothing_after_warm_up(requests):
     engine = make_engine(PENALTIES)
     params = engine.load_params(make_params())
