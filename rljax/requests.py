@@ -74,6 +74,8 @@ class Completion:
         logprobs of 0. None without tools: every token was sampled.
       versions: (position in the response, version of the weights) where each version began; one pair unless
         the weights were swapped while it was decoded.
+      accepted_spans: (begin, end) of tokens that were accepted drafts, for reports; those before a response
+        was resumed are not in it.
     """
 
     response_ids: np.ndarray
@@ -83,6 +85,7 @@ class Completion:
     accepted: int = 0
     sampled_mask: np.ndarray | None = None
     versions: tuple[tuple[int, int], ...] = ()
+    accepted_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampled_tokens(self) -> int:

@@ -92,7 +92,7 @@ def _rollout(lengths: np.ndarray, seconds: float, response: str, step: int) -> d
     ends = np.sort(lengths) / lengths.max() * seconds
     for i, end in enumerate(ends):
         running._add(float(end), min(64, len(ends) - i))
-    best = SAMPLE | {"response": response, "problem": f"train/{step}"}
+    best = SAMPLE | {"response": response, "problem": f"train/{step}", "drafted": [[3, 9], [12, 17]]}
     worst = SAMPLE | {
         "response": "a5+47=53#53",
         "rewards": {"reward": 0.0, "correct": 0.0, "format": 1.0},

@@ -130,8 +130,12 @@ def undone(monkeypatch, folder):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     settings = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
-    with mock.patch.dict(os.environ), mock.patch.dict(sys.modules):
+    with mock.patch.dict(os.environ):
         yield
+    # Modules that a notebook wrote. All others stay: an extension that is loaded twice may crash.
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
     for name, value in settings.items():
         jax.config.update(name, value)
 

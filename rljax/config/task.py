@@ -115,6 +115,18 @@ class TaskConfig(Section):
         description="Number of training problems, repeated epoch after epoch; 0 never repeats a problem."
         " Set it to measure the worth of history to a drafter.",
     )
+    curriculum: Literal["none", "failures", "uncertain"] = Field(
+        "none",
+        description="Problems that are passed over when they come back, by the pass rate of their last"
+        " responses: failures asks those more often that fail, uncertain those that sometimes pass. Set"
+        " uncertain where many groups are all right or all wrong.",
+    )
+    curriculum_floor: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Least probability of asking a problem again. Raise it where pass rates change fast.",
+    )
     mixture: Annotated[tuple[MixtureConfig, ...], Field(strict=False)] = Field(
         (),
         description="Tasks whose problems are mixed, with task.name: mixture; the list replaces task.args."

@@ -1,5 +1,7 @@
 """The metrics of the evaluations inside a run."""
 
+from collections.abc import Sequence
+
 from rljax.config import EvaluationConfig
 from rljax.errors import UserError
 from rljax.evaluation.metrics import (
@@ -13,7 +15,7 @@ from rljax.evaluation.metrics import (
 from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.collector import Group
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Split, Task
+from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import judge
 
 
@@ -50,6 +52,15 @@ def group_metrics(
             part_means = means([metrics[index] for index in part.members])
             added |= {f"difficulty_{part.name}/{name}": value for name, value in part_means.items()}
     return added
+
+
+def pass_shares(groups: Sequence[Group], success: str | None) -> list[tuple[Problem, float]]:
+    """Returns the problem of each group, and the share of its responses that pass (`success_part`)."""
+    parts = [success_part(list(group.rewards[0]), success) for group in groups]
+    return [
+        (group.problem, sum(rewards[part] for rewards in group.rewards) / len(group.rewards))
+        for group, part in zip(groups, parts, strict=True)
+    ]
 
 
 def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:

@@ -7,7 +7,7 @@ of responses is untrusted.
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ def report_html(runs: Sequence[RunData]) -> str:
         lstrip_blocks=True,
     )
     environment.globals["svg"] = _svg
+    environment.globals["pieces"] = _pieces
     summary = [_summary(run) for run in runs]
+    samples = [(run, list(_sampled_steps(run))) for run in runs]
     sections = {
         "Learning": list(learning_panels(runs)),
         "Rollouts": list(rollout_panels(runs)),
@@ -77,7 +79,8 @@ def report_html(runs: Sequence[RunData]) -> str:
         summary=summary,
         facts=list(dict.fromkeys(name for facts in summary for name in facts)),
         sections={name: panels for name, panels in sections.items() if panels},
-        samples=[(run, list(_sampled_steps(run))) for run in runs],
+        samples=samples,
+        drafted=any("drafted" in each for _, lines in samples for line in lines for each in line["best"]),
         metrics=_metrics(runs),
         differing=differing_keys(runs),
         colors=[f"var(--s{COLORS.index(color)})" for color in (colors_of(runs)[run.name] for run in runs)],
@@ -120,6 +123,16 @@ def _sampled_steps(run: RunData) -> Iterator[dict[str, Any]]:
         chosen = np.unique(np.linspace(0, len(lines) - 1, _MOST_SAMPLED_STEPS).round().astype(int))
         for i in reversed(chosen):
             yield lines[i]
+
+
+def _pieces(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yields a sample's response in parts, each with whether it was an accepted draft."""
+    text, at = sample["response"], 0
+    for begin, end in sample.get("drafted", ()):
+        yield text[at:begin], False
+        yield text[begin:end], True
+        at = end
+    yield text[at:], False
 
 
 @dataclasses.dataclass(frozen=True)

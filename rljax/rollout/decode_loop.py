@@ -514,6 +514,8 @@ class DecodeLoop:
                     stopped.append(slot)
             count = len(response.tokens) - known
             kept.append(count)
+            if result.steps == 1 and (accepted := min(count, len(sampled) - 1)) > 0:  # verified drafts
+                response.accepted_spans.append((known, known + accepted))
             if response.ahead:
                 statistics.ahead_tokens += count
             else:

@@ -26,6 +26,7 @@ class LiveResponse:
       versions: (position in the response, version of the weights) where each version began.
       drafted: number of draft nodes verified for it, without those under its present `number`.
       accepted: number of tokens from these nodes, likewise.
+      accepted_spans: see `Completion`.
       slot: slot in which it is decoded; None before and after.
       number: index under which drafters know it; None before it is registered.
       ending: reason of its end; None before.
@@ -41,6 +42,7 @@ class LiveResponse:
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    accepted_spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     slot: int | None = None
     number: int | None = None
     ending: Ending | None = None
@@ -125,4 +127,5 @@ class LiveResponse:
             accepted=self.accepted,
             sampled_mask=self.sampled if with_mask else None,
             versions=tuple(self.versions),
+            accepted_spans=tuple(self.accepted_spans),
         )

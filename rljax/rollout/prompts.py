@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.curriculum import Curriculum
 from rljax.tasks.wrapper import finite_problems
 
 _TRIED = 10_000  # positions in a row without a prompt that fits; a task of such prompts is a mistake
@@ -19,11 +20,19 @@ class Prompts:
       longest: `rollout.max_prompt_length`, the largest number of tokens in a prompt.
       leave_out: whether problems with a longer prompt are left out (`rollout.long_prompts: leave_out`);
         otherwise such a prompt is an error.
+      curriculum: passes over training problems by their pass rates; None asks all of them.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, longest: int, leave_out: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        longest: int,
+        leave_out: bool = False,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self._longest, self._leave_out = longest, leave_out
+        self._longest, self._leave_out, self._curriculum = longest, leave_out, curriculum
 
     def tokens(self, problem: Problem) -> tuple[int, ...]:
         """Returns the token ids of a problem's prompt; raises a UserError if there are too many."""
@@ -43,18 +52,23 @@ class Prompts:
           position: index of the first problem to consider.
           count: number of problems.
 
+        Passed over are problems that are too long, if these are left out, or that the curriculum does not
+        ask.
+
         Raises:
           UserError: prompts that are too long are left out, and no other is left.
         """
-        if not self._leave_out:
+        curriculum = self._curriculum if split == "train" else None
+        if not self._leave_out and curriculum is None:
             return list(range(position, position + count)), position + count
         indices: list[int] = []
         too_long = 0
         while len(indices) < count:
             problem = self._task.problem(split, position)
-            if self._fits(problem):
-                indices.append(position)
+            if not self._leave_out or self._fits(problem):
                 too_long = 0
+                if curriculum is None or curriculum.asks(problem, position):
+                    indices.append(position)
             elif (too_long := too_long + 1) == _TRIED:
                 raise UserError(
                     f"rollout.max_prompt_length: {self._longest}, and {_TRIED:,} {split} prompts in a row,"

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from rljax.requests import Completion
 from rljax.rollout.collector import Group
 
 _MOST_BINS = 64
 _HEAD, _TAIL = 1200, 600  # characters of a text that are kept
+_NOTE = "\n[... {:,} characters left out ...]\n"
 
 
 def summarize_rollout(
@@ -59,21 +61,50 @@ def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, in
 
 def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, Any]:
     completion = group.completions[column]
+    response = decode(completion.response_ids.tolist())
+    drafted = _in_text(completion, response, decode)
     return {
         "problem": group.problem.id,
         "prompt": _shortened(decode(group.prompt_ids, skip_special_tokens=False)),
-        "response": _shortened(decode(completion.response_ids.tolist())),
+        "response": _shortened(response),
+        **({"drafted": _shortened_spans(drafted, len(response))} if drafted else {}),
         "rewards": {name: _finite(value) for name, value in group.rewards[column].items()},
         "tokens": len(completion.response_ids),
         "finish_reason": completion.finish_reason,
     }
 
 
+def _in_text(completion: Completion, text: str, decode: Callable[..., str]) -> list[tuple[int, int]]:
+    """Returns the accepted drafts of a response as (begin, end) in its text; none where a draft ends within a
+    character, whose place in the text is then unknown.
+    """
+    spans, at, length = [], 0, 0
+    tokens, parts = completion.response_ids.tolist(), []
+    for begin, end in (*completion.accepted_spans, (len(tokens), len(tokens))):
+        parts += [decode(tokens[at:begin]), decode(tokens[begin:end])]
+        begins = length + len(parts[-2])
+        length = begins + len(parts[-1])
+        spans.append((begins, length))
+        at = end
+    return spans[:-1] if "".join(parts) == text else []
+
+
+def _shortened_spans(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """Returns spans of a text of this length as spans of what `_shortened` leaves of it."""
+    left_out = length - _HEAD - _TAIL
+    if left_out <= 0:
+        return list(spans)
+    kept = [(begin, min(end, _HEAD)) for begin, end in spans if begin < _HEAD]
+    shift = len(_NOTE.format(left_out)) - left_out
+    tail = [(max(begin, length - _TAIL) + shift, end + shift) for begin, end in spans if end > length - _TAIL]
+    return kept + tail
+
+
 def _shortened(text: str) -> str:
     left_out = len(text) - _HEAD - _TAIL
     if left_out <= 0:
         return text
-    return f"{text[:_HEAD]}\n[... {left_out:,} characters left out ...]\n{text[-_TAIL:]}"
+    return f"{text[:_HEAD]}{_NOTE.format(left_out)}{text[-_TAIL:]}"
 
 
 def _finite(value: float) -> float | None:

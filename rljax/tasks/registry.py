@@ -8,6 +8,7 @@ from rljax.config import ExperimentConfig, RewardConfig, TaskConfig
 from rljax.errors import ConfigError, known_names
 from rljax.tasks.base import Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
+from rljax.tasks.curriculum import Curriculum
 from rljax.tasks.dataset import Dataset
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.mixture import Mixture
@@ -15,6 +16,7 @@ from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards.combined import RewardedTask
 from rljax.tasks.tool_arithmetic import ToolArithmetic
 from rljax.tasks.worded_arithmetic import WordedArithmetic
+from rljax.tasks.wrapper import finite_problems
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
@@ -80,6 +82,23 @@ def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
     for split in splits:
         task.problem(split, 0)
     return task
+
+
+def make_curriculum(config: ExperimentConfig, task: Task) -> Curriculum | None:
+    """Returns the curriculum of an experiment; None without one.
+
+    Raises:
+      ConfigError: no problem of the task comes back.
+    """
+    section = config.task
+    if section.curriculum == "none":
+        return None
+    if not section.problems and not finite_problems(task):
+        raise ConfigError(
+            f"task.curriculum: {section.curriculum} needs problems that come back, and {section.name} makes"
+            " new ones all the time; set task.problems"
+        )
+    return Curriculum(section.curriculum, section.curriculum_floor, config.seed)
 
 
 def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
-from rljax.evaluation.judging import group_metrics
+from rljax.evaluation.judging import group_metrics, pass_shares
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcomes
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
@@ -27,14 +27,19 @@ from rljax.training.training_run import TrainingRun
 
 def training_step(run: TrainingRun) -> dict[str, Any]:
     """One RL step: `run.state` is replaced by the updated one. Returns the metrics of the step."""
-    start = time.perf_counter()
+    start, position = time.perf_counter(), run.data_position
 
     # ROLL OUT AND REWARD
     with failures.during_rollout(run):
         rollout = roll_out(run)
 
-    # LEARN: advantages, losses, updates
+    # LEARN: advantages, losses, updates; the curriculum learns pass rates
     update_metrics = learn(run, rollout.groups)
+    if run.curriculum is not None:
+        success = run.config.evaluation.success
+        update_metrics |= run.curriculum.learn(pass_shares(rollout.sampled, success))
+        passed_over = run.data_position - position - len(rollout.sampled)
+        update_metrics["curriculum/passed_over"] = passed_over
     end = time.perf_counter()
 
     # RECORD

@@ -53,6 +53,8 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     # Restore the state on the host.
     run.data_position = host_state["data_position"]
     run.owes_evaluation = host_state.get("owes_evaluation", False)
+    if run.curriculum is not None:
+        run.curriculum.load_state(host_state.get("curriculum", {}))
     drafter_state = run.checkpoints.host_arrays(run.step)
     if run.speculator is None:
         run.drafter_state = drafter_state

@@ -66,6 +66,8 @@ def save(run: TrainingRun, score: float | None) -> None:
         "seed": run.config.seed,
         "data": run.data_digests,
     }
+    if run.curriculum is not None:
+        host_state["curriculum"] = run.curriculum.state()
     if run.owes_evaluation:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:

@@ -16,7 +16,7 @@ from rljax.rollout.collector import TRAINING, Collector
 from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
-from rljax.tasks.registry import checked_task
+from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
 from rljax.training.assembly import (
@@ -58,6 +58,7 @@ class TrainingRun:
       data_position: index of the next training problem.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
       prompts: the task's prompts in tokens.
+      curriculum: pass rates of the training problems; None without a curriculum.
       evaluation_sampling: the distribution that evaluations sample from; None for that of rollouts.
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
@@ -96,7 +97,9 @@ class TrainingRun:
         drafters = make_drafters(config.speculation)
         policy = make_policy(config, task, directory.path / "tokenizer")
         leave_out = rollout.long_prompts == "leave_out"
-        self.prompts = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out)
+        self.curriculum = make_curriculum(config, task)
+        longest = rollout.max_prompt_length
+        self.prompts = Prompts(task, policy.tokenizer, longest, leave_out, self.curriculum)
         self.prompts.check(progress.message)
         self.heldout = list(self.prompts.fitting(heldout, progress.message))
         progress.message(f"policy: {num_params(policy.config):,} parameters")

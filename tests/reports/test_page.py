@@ -119,6 +119,7 @@ def test_tick_labels_are_whole(tmp_path):
 def test_samples_sessions_and_config_are_there(one_page):
     text = Elements(one_page).text
     assert "<|im_start|>user\n47a5b8c9=<|im_end|>" in text
+    assert "<mark>" in one_page and re.search(r"<mark>[^<]{6}</mark>", one_page)
     assert "hidden_size: 192" in text and "0123456789ab" in text and "cpu: A processor" in text
     assert re.search(r"worst.*reward 0\.0 · 11 tokens, eos", text)
 

@@ -55,6 +55,28 @@ def test_a_sample_holds_the_whole_prompt_and_what_the_reward_saw():
     }
 
 
+def test_accepted_drafts_are_marked_in_the_text():
+    completion = Completion(
+        np.arange(6, dtype=np.int32), np.zeros(6, np.float32), "eos", accepted_spans=((1, 3), (4, 5))
+    )
+    problem = Problem("a", ({"role": "user", "content": "q"},), "a", 1)
+    one = [Group(problem, (1,), [completion], [{"reward": 1.0}])]
+
+    def letters(ids, skip_special_tokens=True):
+        return "".join("abcdef"[i] * 2 for i in ids)
+
+    (best,) = summarize_rollout(one, (), 384, 1, letters)["best"]
+    assert best["response"] == "aabbccddeeff" and best["drafted"] == [(2, 6), (8, 10)]
+    # Tokens that share a character: their places are unknown.
+    (best,) = summarize_rollout(one, (), 384, 1, lambda ids, **_: "é" * (len(ids) // 2))["best"]
+    assert "drafted" not in best
+    # A long text loses its middle; what is marked stays what was marked.
+    long = lambda ids, **_: "".join("abcdef"[i] * 500 for i in ids)  # noqa: E731
+    (best,) = summarize_rollout(one, (), 384, 1, long)["best"]
+    marked = [best["response"][begin:end] for begin, end in best["drafted"]]
+    assert marked == ["b" * 500 + "c" * 200, "e" * 100]
+
+
 def test_every_bin_counts_its_responses():
     """384 tokens in 64 bins of 6: 6 is in the first one, 7 in the second, 384 in the last."""
     lengths = summarize([group("a", [0.0, 1.0, 0.0, 0.0], [1, 6, 7, 384])])["lengths"]

@@ -296,13 +296,17 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     check_statistics(completions, statistics)
     assert statistics.verified == statistics.steps == statistics.host_syncs == len(trees)
     assert statistics.tokens == statistics.verified_slots + statistics.accepted
+    assert statistics.accepted == sum(e - b for each in completions for b, e in each.accepted_spans)
     assert statistics.drafted == sum(tree.valid.sum() for tree in trees)
     # All that was drafted came, but for the very last token of a response: it comes by itself.
     assert statistics.drafted - len(requests) <= statistics.accepted < statistics.drafted
     assert not any(refused)  # that token was foretold all the same
     wrong = Knowing(expected, 1)
-    _, statistics, _ = speculate(engine, params, requests, wrong, FavouriteRows([rows]), overlap=overlap)
+    completions, statistics, _ = speculate(
+        engine, params, requests, wrong, FavouriteRows([rows]), overlap=overlap
+    )
     assert statistics.accepted == 0 < statistics.drafted
+    assert not any(each.accepted_spans for each in completions)
     assert statistics.tokens == statistics.verified_slots
 
 
