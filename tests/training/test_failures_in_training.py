@@ -58,7 +58,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, {"w": jnp.zeros(2)}
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
-    run.invariance = None
+    run.invariance = run.curriculum = run.evaluation_sampling = None
     run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
     run.compile = quiet
 
@@ -158,7 +158,7 @@ def test_an_evaluation_asks_each_problem_once(tmp_path):
 
 
 def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):
-    def stopped(config, directory, checkpoints, progress, start, stop):
+    def stopped(config, directory, checkpoints, progress, start, stop, cluster):
         with stop.finish_first("this step"):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
