@@ -75,6 +75,7 @@ def train(mesh):
     batches = [build_batch(sequences, packing, rows) for rows in cut]
     state = trainer.init(params)
     trainer.warm_up(state, reference=True)
+    trainer.warm_up_reference(state.params)
     compiled = trainer.pool.compilations
     logprobs = trainer.score(state.params, batches)
     args = (state.params, trainer._put(batches[0]), None, trainer._rope)

@@ -11,7 +11,7 @@ import zlib
 import jax
 import pytest
 
-import rljax.training.learner
+import rljax.training.reference
 from rljax.algorithms.dynamic_sampling import DynamicSamplingError
 from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
@@ -191,7 +191,7 @@ def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
     # The first update starts from the reference itself; the second step's does not.
     assert lines[2]["loss/kl"] > 0.0
     assert lines[2]["mismatch/logprob_abs_max"] == 0.0
-    monkeypatch.setattr(rljax.training.learner, "weights_digest", lambda params: "another")
+    monkeypatch.setattr(rljax.training.reference, "weights_digest", lambda params: "another")
     monkeypatch.setattr(ChainArithmetic, "fingerprint", lambda self: {"a.jsonl": "2", "new.jsonl": "3"})
     says = r"^a\.jsonl holds other data than .*; the reference of the KL penalty.*--allow-changes"
     with pytest.raises(CheckpointError, match=says):
