@@ -80,7 +80,12 @@ def report_html(runs: Sequence[RunData]) -> str:
         facts=list(dict.fromkeys(name for facts in summary for name in facts)),
         sections={name: panels for name, panels in sections.items() if panels},
         samples=samples,
-        drafted=any("drafted" in each for _, lines in samples for line in lines for each in line["best"]),
+        drafted=any(
+            "drafted" in each
+            for _, lines in samples
+            for line in lines
+            for each in (*line["best"], *line["worst"])
+        ),
         metrics=_metrics(runs),
         differing=differing_keys(runs),
         colors=[f"var(--s{COLORS.index(color)})" for color in (colors_of(runs)[run.name] for run in runs)],

@@ -1,7 +1,6 @@
 """A task with the rewards of `task.rewards`: parts with weights, some computed in workers."""
 
 import concurrent.futures
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered
 from rljax.tasks.rewards.endpoints import checked
 from rljax.tasks.rewards.extraction import last_code_block
-from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, shown
 from rljax.tasks.rewards.pool import CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
@@ -24,7 +23,6 @@ from rljax.tasks.wrapper import Wrapper
 
 _REPORTED = 10  # errors shown one by one; further ones are only counted
 _PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
-_SHOWN = 160  # characters of a prompt or response in an error
 
 Parts = dict[str, float]
 
@@ -214,8 +212,8 @@ class RewardedTask(Wrapper):
         problem, text = answered
         asked = next((m["content"] for m in reversed(problem.messages) if m["role"] == "user"), "")
         message = (
-            f"{reward.key} ({reward.metric}): {what}; problem {problem.id}, prompt {_shown(asked)},"
-            f" response {_shown(text)}"
+            f"{reward.key} ({reward.metric}): {what}; problem {problem.id}, prompt {shown(asked)},"
+            f" response {shown(text)}"
         )
         key = f"reward_{kind}"
         if getattr(self._config, key) == "stop":
@@ -235,10 +233,3 @@ def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:
         return parse_tests(problem.data[column])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{problem.id}: {column!r}: {error}") from error
-
-
-def _shown(text: str) -> str:
-    """Returns a text in quotes on one line; a long one without its middle."""
-    if len(text) > _SHOWN:
-        text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
-    return json.dumps(text, ensure_ascii=False)

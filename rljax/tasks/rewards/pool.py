@@ -67,20 +67,17 @@ class CheckerPool:
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
         if finished.ending == "timeout":
             self._drop(reward.place)
-            raise self._timeout()
+            raise CheckerTimeout(self._seconds)
         try:
             answer = json.loads(finished.output)
             if set(answer) == {"timeout"}:
-                raise self._timeout()
+                raise CheckerTimeout(self._seconds)
             if "error" not in answer:
                 return float(answer["value"])
         except (ValueError, TypeError, KeyError, RecursionError):
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
         raise CheckerError(str(answer["error"]))
-
-    def _timeout(self) -> CheckerTimeout:
-        return CheckerTimeout(f"took more than {self._seconds:g} seconds (task.reward_timeout)")
 
     def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
         """Returns the answers that the reward cannot judge by (`check_answer`) or takes too long to parse."""
