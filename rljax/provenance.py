@@ -1,5 +1,7 @@
 """Provenance of figures: the machine, the commit and the command that made them."""
 
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,7 +14,19 @@ from typing import Any
 
 import jax
 
+_PACKAGES = ("rljax", "drafters")
 _REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def source_digest() -> str:
+    """Returns a digest of the source of `rljax` and `drafters`, as this process has it."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        root = _REPOSITORY / package
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(_REPOSITORY).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def num_cores() -> int:

@@ -165,9 +165,7 @@ class ClusterDecoder:
         completions = [coordinator.ledger[first + place].completion() for place in range(len(requests))]
         statistics = self._count(completions, seconds)
         statistics.running.append(running.points())
-        if self._scheduler.speculator is None:
-            for request, completion in zip(requests, completions, strict=True):
-                lengths.learn(request.prompt_ids, len(completion.response_ids))
+        self._scheduler.learn_lengths(requests, completions)
         return completions, statistics
 
     def _tell(self, told: int, first: Key, on_finished: OnFinished | None) -> int:

@@ -47,13 +47,6 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.training.assembly import make_numerics, make_scheduler, warm_up
 from rljax.training.policy import Policy
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
@@ -74,8 +67,7 @@ class Blueprint:
 
 def make_blueprint(config: ExperimentConfig, policy: Policy) -> Blueprint:
     """Returns the blueprint of the workers of a run."""
-    files = [policy.tokenizer_directory / name for name in _TOKENIZER_FILES]
-    contents = {file.name: file.read_bytes() for file in files if file.is_file()}
+    contents = {file.name: file.read_bytes() for file in Tokenizer.files(policy.tokenizer_directory)}
     return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents)
 
 

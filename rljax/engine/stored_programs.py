@@ -24,8 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-import drafters
-import rljax
+from rljax.provenance import source_digest
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
@@ -106,19 +105,13 @@ def _prune(directory: Path) -> None:
 @functools.cache
 def _surroundings() -> str:
     """A digest of what every program depends on, beside its key."""
-    digest = hashlib.sha256()
-    for package in (rljax, drafters):
-        root = Path(package.__file__).parent
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     device = jax.devices()[0]
     facts = [platform.python_version(), platform.machine(), processor(), device.platform]
     facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]
     facts += [os.cpu_count()]  # a CPU's loops are split for as many cores
     facts += [f"{library} {version(library)}" for library in _LIBRARIES]
     facts += [f"{name} {getattr(jax.config, name, None)}" for name in _SETTINGS]
-    digest.update(repr(facts).encode())
-    return digest.hexdigest()[:24]
+    return hashlib.sha256(repr([source_digest(), *facts]).encode()).hexdigest()[:24]
 
 
 def processor() -> str:

@@ -32,6 +32,7 @@ CHAT_DATE = datetime.date(2024, 7, 26)
 """The date for chat templates that ask for it; the default of Llama 3's template. With the real date, the
 prompts of a run would change from day to day."""
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -64,6 +65,12 @@ class Tokenizer:
                     f"{directory}: {name} is {token!r}, which tokenizer.json does not contain; "
                     "add it there, or name a token that it has"
                 )
+
+    @staticmethod
+    def files(directory: str | Path) -> list[Path]:
+        """Returns those files of a directory that `load` reads."""
+        paths = [Path(directory) / name for name in _FILES]
+        return [path for path in paths if path.is_file()]
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":

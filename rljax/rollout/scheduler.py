@@ -116,10 +116,14 @@ class Scheduler:
             taken.get(place) or response.completion(self.tools is not None)
             for place, response in enumerate(responses)
         ]
+        self.learn_lengths(requests, completions)
+        return completions, loop.statistics
+
+    def learn_lengths(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Learns how long responses are; with drafts, `Speculator.learn` does."""
         if self.speculator is None:
             for request, completion in zip(requests, completions, strict=True):
                 self.lengths.learn(request.prompt_ids, len(completion.response_ids))
-        return completions, loop.statistics
 
     def _sampled_before(self, run_ahead: RunAhead, requests: Sequence[Request]) -> dict[int, Completion]:
         """Returns the responses that were sampled ahead to their end with the present weights, by the place

@@ -22,6 +22,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params, save_model
+from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
@@ -36,12 +37,6 @@ from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
 _SAVED_EVERY = 100  # updates
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 
 
 def warm_start(
@@ -206,7 +201,7 @@ def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
     if config.tools is not None:
         parts["tools"] = config.tools.model_dump()
     if config.policy.path is not None:
-        files = [policy.tokenizer_directory / name for name in _TOKENIZER_FILES]
-        texts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+        files = Tokenizer.files(policy.tokenizer_directory)
+        texts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         parts["start"] = [weights_digest(policy.params), policy.eos_token_ids[0], *texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
