@@ -12,9 +12,8 @@ worker that is silent for longer than its lease is given up, and its requests go
 in the ledger. A lost worker's name is never used again.
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import (
@@ -34,18 +33,19 @@ from rljax.cluster.messages import (
     Key,
     Load,
     Missing,
+    Piece,
     Pieces,
     Say,
     Spawn,
     Status,
     Stop,
     Tick,
+    Withdraw,
 )
+from rljax.cluster.router import Board, Router, Seat, SharedQueue
 from rljax.errors import NumericsError
 from rljax.requests import DecodeStatistics, Request
 
-_BACKLOG_SHARE = 4  # a worker holds a quarter more requests than slots, so that none waits for a message
-_REFILL_SHARE = 8  # and is sent new ones when an eighth of its slots has come free
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
 _MOST_FETCHES = 3  # failed fetches of one version, after which a worker is given up
 
@@ -116,6 +116,8 @@ class Coordinator:
       fingerprint: of the driver's numerics; None where it is not measured. It may be set until the first
         `Build` is answered.
       strict: refuses workers with another fingerprint; False admits them and counts differing tokens.
+      router: decides which worker decodes what.
+      ledger: keeps what has been sampled; a simulation's only counts it.
 
     Attributes:
       ledger: what has been sampled.
@@ -133,10 +135,13 @@ class Coordinator:
         limits: Limits = Limits(),
         fingerprint: str | None = None,
         strict: bool = True,
+        router: Router | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.wish, self.facts, self.limits = wish, facts, limits
         self.fingerprint, self.strict = fingerprint, strict
-        self.ledger, self.counts = Ledger(strict), Counts()
+        self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
+        self.router: Router = SharedQueue() if router is None else router
         self.statistics: dict[str, tuple[DecodeStatistics, float]] = {}
         self.building = False
         self.ready = 0
@@ -149,8 +154,9 @@ class Coordinator:
         self._life: float | None = None  # when any worker was last heard
         self._rollout, self._version = 0, None
         self._requests: dict[Key, Request] = {}
-        self._queue: collections.deque[list[Key]] = collections.deque()  # groups that nobody decodes
-        self._holder: dict[Key, str] = {}
+        self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
+        self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
+        self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
         self._moved: set[Key] = set()
         self._unfinished = 0
 
@@ -296,11 +302,16 @@ class Coordinator:
             ]
         if self._useless:
             self._next_start = max(self._next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
-        keys = [key for key in worker.holds if self.ledger[key].ending is None]
+        keys = []
+        for key in worker.holds:
+            holders = self._holders[key]
+            holders.remove(name)
+            if not holders:
+                del self._holders[key]
+                keys.append(key)
         self._moved.update(keys)
-        for key in keys:
-            self._holder.pop(key, None)
-        self._queue.extendleft(reversed(self._groups(keys)))
+        self.router.leave(name)
+        self.router.put_back(keys)
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
         return commands + self._start(now) + self._fill(list(self._workers), now)
 
@@ -320,8 +331,9 @@ class Coordinator:
         self._rollout, self._version = event.rollout, event.version
         self._requests, self._unfinished = dict(event.requests), len(event.requests)
         self.ledger.open(event.requests, event.version)
-        self.statistics, self.ended, self._holder, self._moved = {}, [], {}, set()
-        self._queue = collections.deque(self._groups(event.requests))
+        self.statistics, self.ended, self._moved = {}, [], set()
+        self._holders, self._reached, self._drafts = {}, {}, {}
+        self.router.begin(self._requests)
         self._life = now
         commands: list[Command] = []
         current = []
@@ -362,26 +374,32 @@ class Coordinator:
                 worker.holds[piece.key] = now
                 if self.ledger.has_gap(piece.key):
                     gaps.append((piece.key, len(entry.tokens)))
+            if piece.drafted:
+                self._drafts[piece.key] = piece.drafted, piece.accepted
             if begun and entry.ending is not None:
-                self._finish(piece.key)
+                commands += self._finish(piece.key, event.worker)
                 ended = True
+            elif holds and len(self._holders[piece.key]) > 1:
+                commands += self._catch_up(event.worker, piece, now)
         if gaps:
-            commands.append(Ask(event.worker, self._rollout, tuple(gaps), bool(self._queue)))
+            commands.append(Ask(event.worker, self._rollout, tuple(gaps), self.router.waiting(event.worker)))
         if ended and worker is not None:
             commands += self._fill([event.worker], now)
+            if not worker.holds:
+                commands += self._rearrange(now)
         return commands
 
-    def _finish(self, key: Key) -> None:
+    def _finish(self, key: Key, by: str) -> list[Command]:
+        """A request has ended: copies of it are of no more use."""
         self._unfinished -= 1
         self.ended.append(key)
-        holder = self._workers.get(self._holder.pop(key, ""))
-        if holder is not None:
-            del holder.holds[key]
-            return
-        for group in self._queue:  # a lost worker's last piece came late
-            if key in group:
-                group.remove(key)
-        self._queue = collections.deque(group for group in self._queue if group)
+        holders = self._holders.pop(key, [])
+        if not holders:  # a lost worker's last piece came late
+            self.router.discard(key)
+        for name in holders:
+            del self._workers[name].holds[key]
+            self._reached.pop((key, name), None)
+        return [Withdraw(name, self._rollout, (key,)) for name in holders if name != by]
 
     def _missing(self, event: Missing, worker: _Worker, now: float) -> list[Command]:
         if event.rollout != self._rollout or worker.version != self._version:
@@ -391,55 +409,82 @@ class Coordinator:
 
     # -- who decodes what ----------------------------------------------------------------------------------
 
-    def _groups(self, keys: Iterable[Key]) -> list[list[Key]]:
-        """Keys by prompt, in order: those of one prompt share a prefill where one worker has them."""
-        groups: dict[tuple[int, ...], list[Key]] = {}
-        for key in keys:
-            groups.setdefault(self._requests[key].prompt_ids, []).append(key)
-        return list(groups.values())
-
     def _fill(self, names: Sequence[str], now: float) -> list[Command]:
-        """Gives waiting requests to these workers, as far as they have the weights and room: no more than
-        slots and a backlog, and no more than their share of what is left.
-        """
-        if not self._queue:
-            return []
+        """Gives waiting requests to these workers, as far as they have the weights and room."""
         commands: list[Command] = []
         for name in names:
             worker = self._workers.get(name)
             if worker is None or not worker.slots or worker.version != self._version:
                 continue
             share = -(-self._unfinished // self.ready)
-            limit = min(worker.slots + worker.slots // _BACKLOG_SHARE, share)
-            room = limit - len(worker.holds)
-            if room <= 0 or (worker.holds and room < worker.slots // _REFILL_SHARE):
-                continue
-            keys: list[Key] = []
-            while self._queue and room > len(keys):
-                group = self._queue[0]
-                taken = group[: room - len(keys)]
-                keys += taken
-                del group[: len(taken)]
-                if not group:
-                    self._queue.popleft()
-            for key in keys:
-                self._holder[key] = name
-            moved = self._moved.intersection(keys)
-            self.counts.migrations += len(moved)
-            self._moved -= moved
-            commands.append(self._decode(name, worker, keys, now))
-        if not self._queue:
+            keys = self.router.take(Seat(name, worker.slots, len(worker.holds)), share)
+            if keys:
+                moved = self._moved.intersection(keys)
+                self.counts.migrations += len(moved)
+                self._moved -= moved
+                commands.append(self._decode(name, worker, keys, now))
+        if commands:
             told = {command.worker for command in commands}
             for name, worker in self._workers.items():
-                if worker.more and name not in told:
+                if worker.more and name not in told and not self.router.waiting(name):
                     commands.append(self._decode(name, worker, [], now))
         return commands
 
-    def _decode(self, name: str, worker: _Worker, keys: Sequence[Key], now: float) -> Decode:
+    def _decode(
+        self, name: str, worker: _Worker, keys: Sequence[Key], now: float, drafter: str | None = None
+    ) -> Decode:
         worker.holds.update(dict.fromkeys(keys, now))
-        worker.more = bool(self._queue)
+        for key in keys:
+            holders = self._holders.setdefault(key, [])
+            if name not in holders:
+                holders.append(name)
+        worker.more = self.router.waiting(name)
         work = tuple((key, self._requests[key], self.ledger[key].partial()) for key in keys)
-        return Decode(name, self._rollout, self._version, work, worker.more)
+        return Decode(name, self._rollout, self._version, work, worker.more, drafter)
+
+    def _rearrange(self, now: float) -> list[Command]:
+        """Lets the router move requests to other workers, and copy them."""
+        if not self.router.mobile:
+            return []
+        seats = [
+            Seat(name, worker.slots, len(worker.holds))
+            for name, worker in self._workers.items()
+            if worker.slots and worker.version == self._version
+        ]
+        board = Board(seats, self._holders, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        taken: dict[str, list[Key]] = {}
+        given: dict[tuple[str, str | None], list[Key]] = {}
+        for move in self.router.moves(board):
+            holders = self._holders.get(move.key)
+            if holders is None or move.worker in holders or move.worker not in self._workers:
+                continue
+            if not move.copies:
+                self.counts.migrations += 1
+                for name in holders:
+                    taken.setdefault(name, []).append(move.key)
+                    del self._workers[name].holds[move.key]
+                holders.clear()
+            given.setdefault((move.worker, move.drafter), []).append(move.key)
+        commands: list[Command] = [Withdraw(name, self._rollout, tuple(keys)) for name, keys in taken.items()]
+        for (name, drafter), keys in given.items():
+            commands.append(self._decode(name, self._workers[name], keys, now, drafter))
+        return commands
+
+    def _acceptance(self, key: Key) -> float:
+        drafted, accepted = self._drafts.get(key, (0, 0))
+        return accepted / drafted if drafted else 1.0
+
+    def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
+        """The longest copy counts: those that are far behind go on from there."""
+        key, known = piece.key, len(self.ledger[piece.key].tokens)
+        self._reached[key, name] = piece.begin + len(piece.tokens)
+        commands: list[Command] = []
+        for other in self._holders[key]:
+            behind = known - self._reached.setdefault((key, other), known)
+            if behind >= self.router.catch_up:
+                self._reached[key, other] = known
+                commands.append(self._decode(other, self._workers[other], [key], now))
+        return commands
 
     # -- time ----------------------------------------------------------------------------------------------
 
@@ -473,4 +518,5 @@ class Coordinator:
                 worker.holds.update(dict.fromkeys(quiet, now))
                 positions = tuple((key, len(self.ledger[key].tokens)) for key in quiet)
                 commands.append(Ask(name, self._rollout, positions, worker.more))
-        return commands + self._fill(list(self._workers), now)
+        commands += self._fill(list(self._workers), now)
+        return commands + self._rearrange(now)

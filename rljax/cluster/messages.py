@@ -46,8 +46,7 @@ class Piece:
       tokens: token ids.
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
-      drafted, accepted: draft nodes verified for the response on this worker, and tokens from them; set with
-        `ending`.
+      drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
     """
 
     key: Key
@@ -205,13 +204,14 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """Decode requests on a worker; those that it decodes already are left as they are.
+    """Decode requests on a worker. One that it decodes already is left as it is, unless this has more of it.
 
     Attributes:
       worker: the worker.
       rollout, version: of all these requests.
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
+      drafter: name of the drafter to use from now on; None leaves it to the worker.
     """
 
     worker: str
@@ -219,6 +219,18 @@ class Decode:
     version: int
     work: tuple[tuple[Key, Request, PartialResponse], ...]
     more: bool
+    drafter: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Withdraw:
+    """Decode these requests no longer: they have ended, or go on elsewhere. One that comes late or never
+    costs time alone.
+    """
+
+    worker: str
+    rollout: int
+    keys: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +258,7 @@ class Say:
     message: str
 
 
-Command = Spawn | Stop | Build | Load | Decode | Ask | Fail | Say
+Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | Fail | Say
 
 # -- what the driver adds to commands for workers ------------------------------------------------------------
 
@@ -290,5 +302,5 @@ class Plan:
     blueprint: Any
 
 
-Order = Plan | Delivery | Decode | Ask
+Order = Plan | Delivery | Decode | Withdraw | Ask
 """What a worker receives."""
