@@ -150,17 +150,36 @@ class Died:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The driver begins a rollout.
+    """The driver begins a rollout, or adds requests to one that is `renewed`. Others may be under way.
 
     Attributes:
       rollout: its number, ascending.
-      version: version of the weights that all its tokens are sampled with.
+      version: version of the weights that its tokens are sampled with.
       requests: by key, those of one prompt together, in the order in which they should begin.
+      renewed: whether its responses go on under newer weights once there are some (`Renew`).
+      partials: what is known of some responses already, by key.
     """
 
     rollout: int
     version: int
     requests: Mapping[Key, Request]
+    renewed: bool = False
+    partials: Mapping[Key, PartialResponse] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The driver has taken responses of a rollout that have ended: they may be forgotten."""
+
+    rollout: int
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Renew:
+    """There are newer weights: responses of rollouts that are `renewed` go on under them."""
+
+    version: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +187,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Tick
+Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | End | Renew | Tick
 
 # -- commands ----------------------------------------------------------------------------------------------
 
@@ -196,10 +215,17 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Fetch weights on a worker."""
+    """Fetch weights on a worker.
+
+    Attributes:
+      worker: the worker.
+      version: the version to load.
+      carry: whether its responses go on under that version; False forgets them.
+    """
 
     worker: str
     version: int
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +296,13 @@ class Weights:
     Attributes:
       version: its number.
       digest: of names, shapes, types and bytes.
-      parts: references to the arrays in the fabric's store.
+      where: where they are, for the channel that published them (`rljax/cluster/weights`).
       nbytes: size.
     """
 
     version: int
     digest: str
-    parts: Any
+    where: Any
     nbytes: int
 
 
@@ -288,11 +314,13 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
+      carry: see `Load`.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

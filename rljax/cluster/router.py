@@ -13,6 +13,7 @@ so `take` must give every waiting request to somebody as long as somebody asks.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copied
 from typing import Protocol
 
 from rljax.cluster.messages import Key
@@ -103,7 +104,12 @@ class Router(Protocol):
     catch_up: int
 
     def begin(self, requests: Mapping[Key, Request]) -> None:
-        """A rollout begins with these requests, those of one prompt together; the last one is forgotten."""
+        """A rollout begins with these requests, those of one prompt together. Rollouts under way have copies
+        of the router that go on apart: nothing of an earlier rollout's may be changed in place.
+        """
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        """Further requests of the same rollout, which wait behind the others."""
 
     def put_back(self, keys: Iterable[Key]) -> None:
         """Requests of a lost worker, which wait first."""
@@ -183,6 +189,10 @@ class SharedQueue:
         self._requests, self._queue = requests, GroupQueue()
         self._queue.add(by_prompt(requests, requests))
 
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self._requests = {**self._requests, **requests}
+        self._queue.add(by_prompt(requests, requests))
+
     def put_back(self, keys: Iterable[Key]) -> None:
         self._queue.add(by_prompt(keys, self._requests), first=True)
 
@@ -260,6 +270,10 @@ class RankedQueues:
             self._queues[number].add([prompts[place] for place in reversed(group)])
             self.group_of |= {key: number for place in group for key in prompts[place]}
 
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self._requests = {**self._requests, **requests}
+        self._shared.add(by_prompt(requests, requests))
+
     def put_back(self, keys: Iterable[Key]) -> None:
         self._shared.add(by_prompt(keys, self._requests), first=True)
 
@@ -316,8 +330,16 @@ class _Around:
     def __init__(self, inner: Router) -> None:
         self.inner, self.mobile, self.catch_up = inner, True, inner.catch_up
 
+    def __copy__(self) -> "_Around":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, inner=copied(self.inner))
+        return new
+
     def begin(self, requests: Mapping[Key, Request]) -> None:
         self.inner.begin(requests)
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self.inner.add(requests)
 
     def put_back(self, keys: Iterable[Key]) -> None:
         self.inner.put_back(keys)
