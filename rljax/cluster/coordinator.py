@@ -151,7 +151,7 @@ class Coordinator:
         self.building = False
         self.ready = 0
         self._workers: dict[str, _Worker] = {}
-        self._started = 0
+        self._started = self._orders = 0
         self._next_start = 0.0
         self._useless = 0  # workers lost in a row without a token
         self._last_reason = ""
@@ -362,7 +362,7 @@ class Coordinator:
         for piece in event.pieces:
             entry = self.ledger.entries.get(piece.key)
             holds = worker is not None and piece.key in worker.holds
-            if entry is None or (entry.renewed and not holds):
+            if entry is None or not entry.takes(piece):
                 self.counts.late += 1
                 continue
             begun = entry.ending is None
@@ -387,7 +387,7 @@ class Coordinator:
             elif holds and len(self._holders[piece.key]) > 1:
                 commands += self._catch_up(event.worker, piece, now)
         if gaps:
-            commands.append(Ask(event.worker, worker.rollout, tuple(gaps), worker.more))
+            commands.append(self._ask(event.worker, worker, tuple(gaps)))
         if ended and worker is not None:
             commands += self._direct([event.worker], now)
             if not worker.holds:
@@ -424,7 +424,8 @@ class Coordinator:
             if worker is None or not worker.slots:
                 continue
             if worker.holds:
-                candidates = [self.rollouts.open[worker.rollout]]
+                # It gets no more while an earlier rollout waits for a worker.
+                candidates = [] if self._lonely(name, worker) else [self.rollouts.open[worker.rollout]]
             else:
                 candidates = self.rollouts.for_free(name)
             for rollout in candidates:
@@ -448,6 +449,19 @@ class Coordinator:
                 commands.append(self._decode(name, worker, [], now))
         return commands
 
+    def _ask(self, name: str, worker: _Worker, positions: tuple[tuple[Key, int], ...]) -> Ask:
+        entries = {key: self.ledger[key] for key, _ in positions}
+        orders = {key: entry.order for key, entry in entries.items() if entry.renewed}
+        return Ask(name, worker.rollout, positions, worker.more, orders)
+
+    def _lonely(self, name: str, worker: _Worker) -> bool:
+        """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
+        tended = {each.rollout for each in self._workers.values() if each.slots}
+        return any(
+            rollout.number < worker.rollout and rollout.number not in tended
+            for rollout in self.rollouts.for_free(name)
+        )
+
     def _more(self, name: str, worker: _Worker) -> bool:
         """Whether further requests may follow in the rollout that a worker works on."""
         rollout = self.rollouts.open.get(worker.rollout)
@@ -462,8 +476,11 @@ class Coordinator:
             if name not in holders:
                 holders.append(name)
         worker.more = self._more(name, worker)
+        self._orders += 1
+        for key in keys:
+            self.ledger[key].ordered(self._orders)
         work = tuple((key, self.rollouts.of(key).requests[key], self.ledger[key].partial()) for key in keys)
-        return Decode(name, worker.rollout, worker.version, work, worker.more, drafter)
+        return Decode(name, worker.rollout, worker.version, work, worker.more, drafter, self._orders)
 
     def _rearrange(self, now: float) -> list[Command]:
         """Lets routers move requests to other workers, and copy them."""
@@ -546,6 +563,6 @@ class Coordinator:
             if quiet:
                 worker.holds.update(dict.fromkeys(quiet, now))
                 positions = tuple((key, len(self.ledger[key].tokens)) for key in quiet)
-                commands.append(Ask(name, worker.rollout, positions, worker.more))
+                commands.append(self._ask(name, worker, positions))
         commands += self._direct(list(self._workers), now)
         return commands + self._rearrange(now)

@@ -4,8 +4,8 @@ A token is a function of the run's seed, its request, its position, the tokens b
 pieces of responses may come twice, late, in any order and from any worker: what is known already must be the
 same bits, and what is new is appended. Whoever goes on with a response begins behind what the ledger has.
 
-A response that is `renewed` goes on under newer weights at a position that timing decides. So it has one
-writer at a time, and whoever adds its pieces takes only those of the worker that holds it.
+A response that is `renewed` goes on under newer weights at a position that timing decides. So only pieces of
+the last order to decode it are taken: what came of an earlier one may have gone on otherwise.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Entry:
     Attributes:
       version: version of the weights that it began with.
       renewed: whether it goes on under newer ones.
+      order: number of the last order to decode it.
       tokens, logprobs: so far.
       versions: (position, version) where each version began.
       writers: (position, worker) where each worker's tokens begin.
@@ -36,6 +37,7 @@ class Entry:
 
     version: int
     renewed: bool = False
+    order: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -51,8 +53,14 @@ class Entry:
         return next(worker for begin, worker in reversed(self.writers) if begin <= position)
 
     def takes(self, piece: Piece) -> bool:
-        """Whether a piece is of a version that this may be sampled with."""
-        return piece.version >= self.version if self.renewed else piece.version == self.version
+        """Whether a piece is of the version that this is sampled with, or of the last order to do so."""
+        return piece.order == self.order if self.renewed else piece.version == self.version
+
+    def ordered(self, number: int) -> None:
+        """A worker is told to go on with what is known."""
+        self.order = number
+        if self.renewed:
+            self.early.clear()
 
     def partial(self) -> PartialResponse:
         """The response so far, for a worker to go on with."""
@@ -125,7 +133,7 @@ class Ledger:
 
         Returns:
           The number of tokens by which the response has grown; 0 for what was known already, for a piece
-          whose predecessor is missing (kept until that comes), and for one of another rollout or version.
+          whose predecessor is missing (kept until that comes), and for one of another rollout or order.
 
         Raises:
           NumericsError: it differs from what is known.

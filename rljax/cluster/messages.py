@@ -47,6 +47,7 @@ class Piece:
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
+      order: number of the `Decode` by which the worker decodes it.
     """
 
     key: Key
@@ -57,6 +58,7 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
+    order: int = 0
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ class Decode:
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
       drafter: name of the drafter to use from now on; None leaves it to the worker.
+      number: of this order, ascending; pieces say by which one they came about.
     """
 
     worker: str
@@ -246,6 +249,7 @@ class Decode:
     work: tuple[tuple[Key, Request, PartialResponse], ...]
     more: bool
     drafter: str | None = None
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,12 +265,22 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Send again what a worker has of these requests, from a position on."""
+    """Send again what a worker has of these requests, from a position on.
+
+    Attributes:
+      worker: the worker.
+      rollout: of the requests.
+      positions: (key, position) of each.
+      more: see `Decode`.
+      orders: numbers of the orders by which they are decoded, as far as it matters: one that the worker has by
+        an earlier order is missing.
+    """
 
     worker: str
     rollout: int
     positions: tuple[tuple[Key, int], ...]
     more: bool
+    orders: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

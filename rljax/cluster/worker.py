@@ -101,6 +101,7 @@ class RolloutWorker:
         self._responses: dict[Key, LiveResponse] = {}
         self._keys: dict[LiveResponse, Key] = {}
         self._sent: dict[Key, int] = {}  # tokens, by request
+        self._order_of: dict[Key, int] = {}  # the order by which it is decoded
         self._ended: list[Key] = []  # with earlier weights, in a rollout that is renewed
         self._pieces: list[Piece] = []
         self._busy_seconds = 0.0
@@ -186,7 +187,8 @@ class RolloutWorker:
 
     def _load(self, delivery: Delivery) -> list[Event]:
         weights, speculator = delivery.weights, self._scheduler.speculator
-        if weights.version == self._version:
+        late = delivery.carry and weights.version < (self._version or 0)
+        if weights.version == self._version or late:
             return [self._status()]
         start = time.perf_counter()
         try:
@@ -210,7 +212,7 @@ class RolloutWorker:
                 speculator.learn(lesson)
         if carried:
             self._start()
-            self._take(carried)
+            self._submit(carried)
         self._fetch_seconds = time.perf_counter() - start
         return [self._status()]
 
@@ -242,7 +244,7 @@ class RolloutWorker:
                 self._responses, self._keys, self._sent, self._pieces, self._ended = {}, {}, {}, [], []
             self._start()
         self.loop.expects_more = order.more
-        self._take(order.work)
+        self._take(order)
         return []
 
     def _start(self) -> None:
@@ -258,23 +260,35 @@ class RolloutWorker:
             version=self._version,
         )
 
-    def _take(self, work: Sequence[tuple[Key, Request, PartialResponse]]) -> None:
+    def _take(self, order: Decode) -> None:
         """Decodes requests; one that it decodes already only if this has more of it."""
         new = []
-        for key, request, partial in work:
+        for key, request, partial in order.work:
             known = self._responses.get(key)
-            if known is not None and known in self.loop.live:
-                if len(partial.tokens) <= len(known.tokens):
-                    continue
-                self.loop.cancel([known])
-            elif known is not None and known.ending is not None:
+            if known is None:
+                new.append((key, request, partial))
+            elif order.number < self._order_of[key]:  # it comes late
                 continue
+            elif known in self.loop.live and len(partial.tokens) > len(known.tokens):
+                self.loop.cancel([known])
+                new.append((key, request, partial))
+            elif order.number > self._order_of[key]:  # what was sent by the last order may have been dropped
+                self._sent[key] = min(len(partial.tokens), self._sent[key])
+                if known.ending is not None:
+                    self._pieces += self._pieces_of(key, known, self._sent[key], order.number)
+                    self._sent[key] = len(known.tokens)
+            self._order_of[key] = order.number
+        self._submit(new)
+
+    def _submit(self, work: Sequence[tuple[Key, Request, PartialResponse]]) -> None:
+        responses = []
+        for key, request, partial in work:
             response = LiveResponse.resume(request, partial, self._scheduler.stop_strings)
             self._responses[key], self._keys[response] = response, key
             self._sent[key] = len(response.tokens)
-            new.append(response)
-        if new:
-            self.loop.submit(new)
+            responses.append(response)
+        if responses:
+            self.loop.submit(responses)
 
     def _withdraw(self, order: Withdraw) -> list[Event]:
         if order.rollout == self._rollout and self.loop is not None:
@@ -286,12 +300,15 @@ class RolloutWorker:
         if order.rollout != self._rollout or self.loop is None:
             return [Missing(self.name, order.rollout, tuple(key for key, _ in order.positions))]
         self.loop.expects_more = order.more
-        missing = tuple(key for key, _ in order.positions if key not in self._responses)
+        missing = tuple(
+            key
+            for key, _ in order.positions
+            if key not in self._responses or self._order_of[key] < order.orders.get(key, 0)
+        )
         for key, position in order.positions:
-            response = self._responses.get(key)
+            response = None if key in missing else self._responses[key]
             if response is not None and (position < len(response.tokens) or response.ending is not None):
                 self._say(key, response, min(position, len(response.tokens)))
-                self._sent[key] = len(response.tokens)
         return [Missing(self.name, order.rollout, missing)] if missing else []
 
     # -- what is sampled -----------------------------------------------------------------------------------
@@ -301,28 +318,31 @@ class RolloutWorker:
             key = self._keys[response]
             if self._responses.get(key) is response and response.ending != "cancelled":
                 self._say(key, response, self._sent[key])
-                self._sent[key] = len(response.tokens)
 
     def _say(self, key: Key, response: LiveResponse, begin: int) -> None:
-        """Keeps a response's tokens from a position on to be sent: a piece for each version."""
-        end = len(response.tokens)
-        cuts = [at for at, _ in response.versions if begin < at < end]
-        for first, last in itertools.pairwise([begin, *cuts, end]):
-            self._pieces.append(self._piece(key, response, first, last))
+        """Keeps a response's tokens from a position on to be sent."""
+        self._pieces += self._pieces_of(key, response, begin, self._order_of[key])
+        self._sent[key] = len(response.tokens)
 
-    def _piece(self, key: Key, response: LiveResponse, begin: int, end: int) -> Piece:
-        logprobs = np.asarray(response.logprobs[begin:end], np.float32).tolist()
-        ended = response.ending is not None and end == len(response.tokens)
-        counts = (response.drafted, response.accepted) if ended else (0, 0)
-        return Piece(
-            key,
-            next((version for at, version in reversed(response.versions) if at <= begin), self._version),
-            begin,
-            tuple(response.tokens[begin:end]),
-            tuple(logprobs),
-            response.ending if ended else None,
-            *counts,
-        )
+    def _pieces_of(self, key: Key, response: LiveResponse, begin: int, order: int) -> list[Piece]:
+        """Returns a response's tokens from a position on: a piece for each version of the weights."""
+        length, pieces = len(response.tokens), []
+        cuts = [at for at, _ in response.versions if begin < at < length]
+        for first, end in itertools.pairwise([begin, *cuts, length]):
+            ended = response.ending is not None and end == length
+            piece = Piece(
+                key,
+                next((version for at, version in reversed(response.versions) if at <= first), self._version),
+                first,
+                tuple(response.tokens[first:end]),
+                tuple(np.asarray(response.logprobs[first:end], np.float32).tolist()),
+                response.ending if ended else None,
+                response.drafted if ended else 0,
+                response.accepted if ended else 0,
+                order,
+            )
+            pieces.append(piece)
+        return pieces
 
     def _report(self, pieces: tuple[Piece, ...]) -> Pieces:
         statistics = dataclasses.replace(self._counted)

@@ -5,10 +5,10 @@ on under newer weights as soon as there are some. Two rules bound the lag to k s
 arXiv 2505.24298, section 5.1):
 
 1. At step s no more than (s + k + 1) P groups have been created, P being those of a batch.
-2. The batch of step s has every group that was created at step s - k or before, and is waited for until they
-   have ended.
+2. A batch has so many old groups that all the others can still be in a batch in time, the one k steps after
+   the group was created. Where too few of them have ended, the update waits.
 
-By the first there are at most P of the second. Who arrives first is decided by time, so such a run cannot be
+By the first, the order of creation would do. Who arrives first is decided by time, so such a run cannot be
 repeated by its config, but by its schedule (`schedule.py`).
 """
 
@@ -75,12 +75,17 @@ class Arrivals:
           step: the step.
           arrived: numbers of the open groups that have ended, in their order.
         """
-        due = [number for number, each in self.open.items() if each.version <= step - self.lag]
-        if len(arrived) < self.size or not set(due) <= set(arrived):
-            return None
-        first = due + [number for number in arrived if number not in set(due)]
-        chosen = set(first[: self.size])
-        return [number for number in arrived if number in chosen]
+        chosen: set[int] = set()
+        for last in range(step, step + self.lag + 1):
+            due = {number for number, each in self.open.items() if each.version + self.lag <= last}
+            needed = len(due) - (last - step) * self.size - len(chosen & due)
+            ended = [number for number in arrived if number in due and number not in chosen]
+            if len(ended) < needed:
+                return None
+            chosen.update(ended[: max(needed, 0)])
+        others = [number for number in arrived if number not in chosen]
+        chosen.update(others[: self.size - len(chosen)])
+        return [number for number in arrived if number in chosen] if len(chosen) == self.size else None
 
     def take(self, batch: Sequence[int]) -> None:
         """A batch has been formed."""

@@ -1,6 +1,6 @@
 """The schedule of a run with `rollout.max_staleness`: its batches, and their repetition (`cluster.replay`).
 
-A line of schedule.jsonl is a batch: its groups, and where in each response which version of the weights began.
+A line of schedule.jsonl is a batch: its groups, and where in each response each version of the weights began.
 Every token is a function of its request, the tokens before it and its version. So the same batches, sampled
 under the same versions, are the same bits, whoever decodes them and when.
 """

@@ -67,7 +67,7 @@ class ScriptedWorker:
     def __init__(self, name, get=None, slots=2, facts=FACTS, fingerprint=NUMERICS):
         self.name, self.slots, self.facts, self.fingerprint = name, slots, facts, fingerprint
         self.orders, self.built, self.version, self.rollout = [], False, None, -1
-        self.at = {}
+        self.at, self.orders_of = {}, {}
         self.counts = DecodeStatistics()
 
     def receive(self, order):
@@ -85,7 +85,8 @@ class ScriptedWorker:
             elif isinstance(order, Load):
                 if order.version != self.version and not order.carry:
                     self.at = {}
-                self.version = order.version
+                if not order.carry or order.version >= (self.version or 0):
+                    self.version = order.version
                 events.append(self.status())
             elif isinstance(order, Decode):
                 events += self.decode(order)
@@ -118,7 +119,10 @@ class ScriptedWorker:
         for first, end in itertools.pairwise([begin, *cuts, len(versions)]):
             ending = "eos" if end == length_of(key) else None
             version = versions[min(first, len(versions) - 1)]
-            pieces.append(Piece(key, version, first, tokens[first:end], logprobs[first:end], ending))
+            order = self.orders_of[key]
+            pieces.append(
+                Piece(key, version, first, tokens[first:end], logprobs[first:end], ending, order=order)
+            )
         return pieces
 
     def decode(self, order):
@@ -126,6 +130,7 @@ class ScriptedWorker:
             return [self.status()]
         if order.rollout != self.rollout:
             self.rollout, self.at = order.rollout, {}
+        again = []
         for key, _, partial in order.work:
             begins = [at for at, _ in partial.versions] + [len(partial.tokens)]
             versions = [
@@ -137,12 +142,23 @@ class ScriptedWorker:
             ]
             assert partial.tokens == response_under(key, versions)[0]
             assert len(partial.tokens) < length_of(key)
-            if len(self.at.get(key, ())) < len(versions) or key not in self.at:
+            known = self.at.get(key)
+            if known is not None and order.number <= self.orders_of[key]:
+                continue
+            self.orders_of[key] = order.number
+            if known is None or len(known) < len(versions):
                 self.at[key] = versions
-        return []
+            elif known:  # what the last order brought may have been dropped
+                pieces = tuple(self.pieces(key, min(len(versions), len(known))))
+                again.append(Pieces(self.name, self.rollout, pieces))
+        return again
 
     def answer(self, order):
-        missing = tuple(key for key, _ in order.positions if key not in self.at)
+        missing = tuple(
+            key
+            for key, _ in order.positions
+            if key not in self.at or self.orders_of[key] < order.orders.get(key, 0)
+        )
         if order.rollout != self.rollout:
             missing = tuple(key for key, _ in order.positions)
         pieces = []

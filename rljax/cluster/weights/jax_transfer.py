@@ -8,11 +8,11 @@ Two traps of it are guarded:
   number of its own, and a pull has a time limit.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import socket
+import time
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from rljax.cluster.weights.channel import Published
 from rljax.errors import ClusterError
 from rljax.models.host_params import Part, part_of
 from rljax.models.transformer import Params
+
+_LOOK = 0.002  # seconds between two looks whether arrays have come
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +105,12 @@ def pull(weights: TransferWeights, seconds: float) -> list[Part]:
     sharding = SingleDeviceSharding(jax.local_devices()[0])
     specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for _, dtype, shape in weights.layout]
 
-    def pulled() -> list[jax.Array]:
-        return jax.block_until_ready(_connection(weights.address).pull(weights.number, specs))
-
-    # The thread of a pull that does not come back is left behind: nothing can end it.
-    executor = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        arrays = executor.submit(pulled).result(seconds)
-    except concurrent.futures.TimeoutError as error:
-        raise TimeoutError(f"nothing came within {seconds:g} seconds") from error
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+    arrays = _connection(weights.address).pull(weights.number, specs)
+    end = time.monotonic() + seconds  # a time limit of `pull` itself is not kept
+    while not all(array.is_ready() for array in arrays):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing came within {seconds:g} seconds")
+        time.sleep(_LOOK)
     parts = [part_of(name, array) for (name, *_), array in zip(weights.layout, arrays, strict=True)]
     if tuple((name, dtype, tuple(shape)) for name, dtype, shape, _ in parts) != weights.layout:
         raise ValueError("the arrays came in another layout")
