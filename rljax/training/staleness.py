@@ -120,9 +120,8 @@ def restore(run: "TrainingRun", host_state: Mapping[str, Any], arrays: dict[str,
     if not oldest_lag(run):  # by --allow-changes: the problems that were begun are passed over
         return
     for version, layout in host_state.get("sampled_by", {}).items():
-        parts = [
-            (name, dtype, tuple(shape), held[f"{SAMPLED_BY}{version}/{name}"]) for name, dtype, shape in layout
-        ]
+        begin = f"{SAMPLED_BY}{version}/"
+        parts = [(name, dtype, tuple(shape), held[begin + name]) for name, dtype, shape in layout]
         params = params_of(parts, run.engine.config)
         if params is None:
             raise CheckpointError(f"checkpoint: version {version} of the weights is of another policy")
