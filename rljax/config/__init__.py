@@ -6,6 +6,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
 
     schema.py        the experiment: its sections, and keys that exclude each other; read this one first
     policy.py        keys of the policy and its warm start
+    lora.py          keys of LoRA
     tools.py         keys of tools
     decoding.py      keys of sampling, the engine, kernels and speculation
     task.py          keys of the task, its rewards and their sandbox
@@ -27,6 +28,7 @@ from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, Sp
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.loading import load_config, make_config, read_mapping, to_yaml
+from rljax.config.lora import LoraConfig
 from rljax.config.policy import GrowthConfig, PolicyConfig, ShapeConfig, WarmStartConfig
 from rljax.config.schema import (
     CheckpointConfig,
@@ -51,6 +53,7 @@ __all__ = [
     "ExperimentConfig",
     "GrowthConfig",
     "KernelsConfig",
+    "LoraConfig",
     "MeshConfig",
     "MixtureConfig",
     "OptimizerConfig",

@@ -227,6 +227,12 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.teacher: {algorithm.name} needs one; give the directory of a model with the policy's"
             " tokenizer, or of a run"
         )
+    lora = config.policy.lora
+    if lora is not None and lora.path is not None and config.warm_start is not None:
+        yield (
+            "policy.lora.path: an adapter belongs to the base that it was trained on, but warm_start trains"
+            " that further; leave warm_start out (null)"
+        )
     if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"

@@ -75,7 +75,8 @@ class Learner:
       numerics: numerics of the engine.
       trainer: trainer of the policy.
       pool: pool of compiled programs.
-      policy_params: weights that the run starts from; copied if they are the reference.
+      policy_params: weights that the run starts from; copied if they are the reference of a run that trains
+        all weights. Under LoRA they are the base.
       teacher: the reference in their place, from `reference.load_teacher`.
 
     Attributes:
@@ -108,9 +109,14 @@ class Learner:
         return self._reference is not None and self._algorithm.kl_in == "loss"
 
     def init(self, policy_params: Params) -> TrainState:
-        """Returns the state before the first step, including the critic's. `policy_params` stay valid."""
+        """Returns the state before the first step, including the critic's. `policy_params` are those of
+        `Learner`, and stay valid.
+        """
         critic = None if self._critic is None else self._critic.init(policy_params)
-        return self._trainer.init(policy_params).replace(critic=critic)
+        state = self._trainer.init(policy_params)
+        if self._reference is not None:
+            self._reference.share(state)
+        return state.replace(critic=critic)
 
     def warm_up(self, state: TrainState) -> None:
         """Compiles every program that `learn` needs, without running any."""

@@ -1,5 +1,6 @@
 """Everything a training run holds between steps, built from a config."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,9 @@ from rljax.engine.executables import ExecutablePool
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
+from rljax.models.digest import base_digest
 from rljax.models.transformer import num_params
+from rljax.numerics.rows import cast_matrices
 from rljax.progress import Progress
 from rljax.rollout.collector import TRAINING, Collector
 from rljax.rollout.prompts import Prompts
@@ -19,6 +22,7 @@ from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
+from rljax.training.adapter import adapter_line, make_adapter
 from rljax.training.assembly import (
     evaluation_sampling,
     make_numerics,
@@ -58,10 +62,12 @@ class TrainingRun:
       data_position: index of the next training problem.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
       prompts: the task's prompts in tokens.
+      tokenizer_directory: directory of the tokenizer's files.
       curriculum: pass rates of the training problems; None without a curriculum.
       evaluation_sampling: the distribution that evaluations sample from; None for that of rollouts.
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
+      base_digest: under LoRA the name of the weights that the adapter is merged with; else None.
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
       speculator: the speculative part of the scheduler, or None.
       run_ahead: the speculator's run-ahead, or None.
@@ -102,9 +108,11 @@ class TrainingRun:
         self.prompts = Prompts(task, policy.tokenizer, longest, leave_out, self.curriculum)
         self.prompts.check(progress.message)
         self.heldout = list(self.prompts.fitting(heldout, progress.message))
+        self.tokenizer_directory = policy.tokenizer_directory
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         progress.message(f"algorithm: {config.algorithm.describe(rollout.max_response_length)}")
         check_policy(config, policy)
+        adapter = make_adapter(config, policy.config, policy.params)
         teacher = load_teacher(config, policy)
         if teacher is not None:
             progress.message(teacher_line(config.algorithm.teacher, teacher))
@@ -116,6 +124,13 @@ class TrainingRun:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
             self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
+        self.base_digest: str | None = None
+        if adapter is not None:
+            if config.policy.growth is not None:
+                adapter = make_adapter(config, policy.config)
+            policy = dataclasses.replace(policy, params=cast_matrices(policy.params, self.numerics.dtype))
+            self.base_digest = base_digest(policy.params)
+            progress.message(adapter_line(config, adapter))
         progress.message(numerics_line(config, self.invariance))
 
         # What rolls out.
@@ -149,6 +164,7 @@ class TrainingRun:
             optimizer,
             self.pool,
             mesh,
+            adapter,
         )
         shared = (self.numerics, self.trainer, self.pool)
         self.learner = Learner(config, policy.config, *shared, policy.params, teacher)
