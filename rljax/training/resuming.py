@@ -31,7 +31,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     """Restores the newest checkpoint, if there is one, and removes later lines from the run's files.
 
     Raises:
-      CheckpointError: the checkpoint is unreadable or not a training run's, or its adapter is of another base;
+      CheckpointError: the checkpoint is unreadable or not a training run's, or its adapter has another base;
         or the KL penalty's reference or the task's data have changed since, and `allow_changes` is False.
     """
     newest = processes.from_first(run.checkpoints.latest_step)

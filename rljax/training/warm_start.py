@@ -186,7 +186,7 @@ def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
     parts = {
         "version": _CACHE_VERSION,
         "seed": config.seed,
-        "policy": config.policy.model_dump(exclude={"growth"}),
+        "policy": config.policy.model_dump(exclude={"growth", "lora"}),
         "task": config.task.model_dump(
             include={"name", "args", *(["mixture"] if config.task.mixture else [])}
         ),
