@@ -5,6 +5,7 @@
 again, it goes on where it was stopped. `docs/lora.md` shows the results.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 

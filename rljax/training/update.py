@@ -11,6 +11,7 @@ only the factors are trained, and are float32 (`factor_updates.py`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -394,31 +395,28 @@ class Trainer:
     def _unfiltered_scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
         return self._unfiltered_score(params, batch=batch, rope=rope)[0]
 
-    def _policy_step(
+    def _policy_step(self, trained: Params, *inputs: Any) -> Sums:
+        return self._gradients(self._score, self._objective, trained, *inputs)
+
+    def _supervised_step(self, trained: Params, *inputs: Any) -> Sums:
+        return self._gradients(self._supervised_score, supervised_objective, trained, *inputs)
+
+    def _gradients(
         self,
+        score: Callable[..., tuple[Array, Array]],
+        objective: Objective,
         trained: Params,
         batch: PackedBatch,
         reference: Array | None,
         rope: Array,
         merged: Params | None = None,
     ) -> Sums:
-        def score(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            return self._score(self._weights(trained, merged), batch=batch, rope=rope)
+        """As `gradients`. `merged` are the policy's weights where `trained` are factors."""
 
-        return gradients(trained, batch, reference, score, self._objective)
+        def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
+            return score(self._weights(trained, merged), batch=batch, rope=rope)
 
-    def _supervised_step(
-        self,
-        trained: Params,
-        batch: PackedBatch,
-        reference: Array | None,
-        rope: Array,
-        merged: Params | None = None,
-    ) -> Sums:
-        def score(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            return self._supervised_score(self._weights(trained, merged), batch=batch, rope=rope)
-
-        return gradients(trained, batch, reference, score, supervised_objective)
+        return gradients(trained, batch, reference, score_trained, objective)
 
     def _weights(self, trained: Params, merged: Params | None) -> Params:
         """The policy to differentiate: the trained weights or, with the merged ones, the trained factors'."""
