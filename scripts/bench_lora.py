@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = _benchmark(40).parser()
     parser.add_argument("--steps", type=int, default=40, help="of each run that learns (default: 40)")
-    parser.add_argument(
-        "--updates", nargs=2, metavar=("POLICY", "WHAT"), help="one of a fresh process's jobs"
-    )
+    parser.add_argument("--updates", nargs=2, metavar=("POLICY", "WHAT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.updates:
         policy, what = arguments.updates

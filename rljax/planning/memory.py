@@ -17,7 +17,8 @@ class Memory:
     """Bytes on one device. Arrays are counted without padding, programs by their compiler.
 
     Attributes:
-      weights: float32 weights of policy and critic; under LoRA the policy's are merged weights, base and factors.
+      weights: float32 weights of policy and critic; under LoRA the policy's are merged weights, base and
+        factors.
       moments: the optimizer's.
       reference: weights of the reference of a KL penalty.
       gradients: sums of gradients in an update.

@@ -130,7 +130,8 @@ class Roofline:
         head = _whole(params["embed"] if self._model.tie_embeddings else params["lm_head"])  # on every device
         forward = 2.0 * tokens * whole + self._attention_flops(tokens, training.pack_length)
         head_flops = 2.0 * tokens * head
-        # The backward pass has two products for each of the forward pass; under LoRA no gradient of the matrix.
+        # The backward pass has two products for each of the forward pass; under LoRA one, as no gradient of a
+        # matrix is computed.
         products = 2 if state.factors is None else 1
         passes = 1 if not backward else 1 + products + training.remat
         # Logits are computed again in the backward pass, a chunk at a time.
@@ -150,8 +151,8 @@ class Roofline:
         return Work(flops, read, passes * self._layer_sums(tokens), travelling)
 
     def optimizer(self) -> Work:
-        """Returns the work of applying the gradients: weights and two moments are read and written. Under LoRA those
-        of the factors, and matrices are merged.
+        """Returns the work of applying the gradients: weights and two moments are read and written. Under LoRA
+        those of the factors, and matrices are merged.
         """
         state = self._run.train_state
         trained = state.params if state.factors is None else state.factors
