@@ -151,8 +151,8 @@ class Roofline:
         return Work(flops, read, passes * self._layer_sums(tokens), travelling)
 
     def optimizer(self) -> Work:
-        """Returns the work of applying the gradients: weights and two moments are read and written. Under LoRA
-        those of the factors, and matrices are merged.
+        """Returns the work of applying the gradients: weights and two moments are read and written.
+        Under LoRA those of the factors, and matrices are merged.
         """
         state = self._run.train_state
         trained = state.params if state.factors is None else state.factors
