@@ -49,8 +49,8 @@ def adapter(*targets, rank=2, alpha=3.0):
     return Adapter(lora, stirred)
 
 
-def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL):
-    training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=4, remat=remat)
+def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL, rows=4):
+    training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat)
     numerics = Numerics(compute_dtype=dtype, outline_layers=outline)
     arguments = (SamplingParams(), ALGORITHM, training, optimizer(1e-2), pool, None, adapter)
     return Trainer(MODEL, numerics, *arguments)
@@ -61,8 +61,14 @@ def factor_gradients(update, state, batch):
     return jax.device_get(step(state.factors, batch, None, update._rope, state.params)[0])
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")], ids=" ".join)
-@pytest.mark.parametrize("form", [{}, {"remat": True}, {"outline": True}, {"outline": True, "remat": True}])
+@pytest.mark.parametrize(
+    ("targets", "form"),
+    [
+        (("all-linear",), {}),
+        (("q_proj", "down_proj"), {"remat": True}),
+        (("all-linear",), {"outline": True, "remat": True}),
+    ],
+)
 def test_gradients_are_those_of_plain_autodiff(params, sequences, targets, form):  # noqa: F811
     """The reference multiplies out W + scale B A, and autodiff forms the whole gradient of W on the way."""
     chosen = adapter(*targets)
@@ -160,18 +166,18 @@ def test_what_a_checkpoint_keeps_is_enough(params, sequences):  # noqa: F811
 
 def test_nothing_compiles_after_warm_up(params, sequences):  # noqa: F811
     pool = ExecutablePool()
-    update = trainer(adapter(), pool=pool)
+    update = trainer(adapter("q_proj"), pool=pool, rows=1)
     state = update.init(params)
     update.warm_up(state)
     count = pool.compilations
-    for rows in (4, 2, 1):
-        state, _ = update.update(state, microbatches(sequences, rows))
+    for _ in range(2):
+        state, _ = update.update(state, microbatches(sequences, 1))
     assert pool.compilations == count
 
 
 def test_a_new_adapter_is_random_by_the_seed_and_of_pefts_size():
     model = dataclasses.replace(MODEL, hidden_size=512)
-    lora = Lora.of(LoraConfig(rank=16), model)
+    lora = Lora.of(LoraConfig(rank=16, targets=("q_proj",)), model)
     kaiming, again, other = (init_factors(model, lora, "kaiming", seed) for seed in (0, 0, 1))
     a, b = (kaiming["layers"][0]["q"][factor] for factor in "ab")
     assert (a.shape, b.shape) == ((16, 512), (16, 16)) and not b.any()
