@@ -1,8 +1,8 @@
 """LoRA against training all weights: `python scripts/bench_lora.py [--only SECTIONS] [--steps N]`.
 
 `memory`: arrays that are held, temporaries of the compiled update, and the peak of a process that updates.
-`learning`: the quickstart's run, both ways from one warm start. The runs stay in `runs/bench_lora`: started
-again, it goes on where it was stopped. `docs/lora.md` shows the results.
+`learning`: configs/bench_algorithms.yaml, both ways from one warm start. The runs stay in `runs/bench_lora`:
+started again, it goes on where it was stopped. `docs/lora.md` shows the results.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from rljax.errors import UserError
 from training_benchmarks.lora_learning import learning_rows
 from training_benchmarks.lora_memory import UPDATES, memory_rows, peak_of_updates
 from training_benchmarks.policies import POLICIES
+
+_STEPS = 25  # those of the algorithms' curves
 
 
 def _benchmark(steps: int) -> Benchmark:
@@ -45,8 +47,8 @@ def _prepare(sections: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(40).parser()
-    parser.add_argument("--steps", type=int, default=40, help="of each run that learns (default: 40)")
+    parser = _benchmark(_STEPS).parser()
+    parser.add_argument("--steps", type=int, default=_STEPS, help="of each run that learns (default: 25)")
     parser.add_argument("--updates", nargs=2, metavar=("POLICY", "WHAT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.updates:

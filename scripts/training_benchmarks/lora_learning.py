@@ -1,4 +1,4 @@
-"""The quickstart's run with LoRA and with all weights, from the same warm start."""
+"""A run of the quickstart's task with LoRA and with all weights, from the same warm start."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rljax.config import load_config
 from rljax.reports.runs import RunData, read_run
 from rljax.training.session import run
 
-_CONFIG = "configs/quickstart.yaml"
+_CONFIG = "configs/bench_algorithms.yaml"
 # A rate about ten times that of all weights, as adapters want.
 _RUNS = {
     "all weights": ("optimizer.learning_rate=1e-4",),
@@ -33,7 +33,7 @@ def learning_rows(steps: int, overrides: Sequence[str] = ()) -> list[Row]:
     before, after = (_row_ends(found[what]) for what in _RUNS)
     return [
         Row(
-            name="learning/quickstart/LoRA",
+            name="learning/0.8M/LoRA",
             value=after[1],
             unit="reward",
             baseline="all weights",
