@@ -7,6 +7,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     schema.py        the experiment: its sections, and keys that exclude each other; read this one first
     policy.py        keys of the policy and its warm start
     tools.py         keys of tools
+    environment.py   keys of environments of several turns
     decoding.py      keys of sampling, the engine, kernels and speculation
     task.py          keys of the task, its rewards and their sandbox
     algorithm.py     keys of the algorithm and its critic
@@ -24,6 +25,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
 from rljax.config.algorithm import AlgorithmConfig, CriticConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
+from rljax.config.environment import EnvironmentConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.loading import load_config, make_config, read_mapping, to_yaml
@@ -47,6 +49,7 @@ __all__ = [
     "ClusterConfig",
     "CriticConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "ExperimentConfig",
     "GrowthConfig",

@@ -17,6 +17,7 @@ from rljax.config.decoding import (
     SpeculationConfig,
 )
 from rljax.config.distributed import DistributedConfig
+from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
@@ -176,6 +177,7 @@ class ExperimentConfig(Section):
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     tools: ToolsConfig | None = None
+    environment: EnvironmentConfig = EnvironmentConfig()
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()

@@ -8,9 +8,11 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax import processes
+from rljax.environments.task import environment_of
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
@@ -62,6 +64,9 @@ class Collector:
       seed: the run's seed.
       prompts: the task's prompts in tokens.
       max_response_length: largest number of tokens in a response.
+
+    Attributes:
+      has_turns: whether the task is an environment.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Collector:
         max_response_length: int,
     ) -> None:
         self.task = task
+        self.has_turns = environment_of(task) is not None
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.seed = seed
@@ -113,12 +119,7 @@ class Collector:
         completions, statistics = self.scheduler.run(params, requests, on_progress)
         timing.decode = time.perf_counter() - start
         start = time.perf_counter()
-        answered = [
-            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
-            for i, completion in enumerate(completions)
-        ]
-        # A reward may run code under a time limit: one process decides.
-        rewards = processes.from_first(lambda: judge(self.task, answered))
+        rewards = episode_rewards(completions) if self.has_turns else self._judged(problems, completions)
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
@@ -126,6 +127,17 @@ class Collector:
             groups.append(Group(problem, prompt_ids, completions[members], rewards[members]))
         timing.reward = time.perf_counter() - start
         return groups, statistics, timing
+
+    def _judged(
+        self, problems: Sequence[Problem], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
+        samples = len(completions) // len(problems)
+        answered = [
+            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
+            for i, completion in enumerate(completions)
+        ]
+        # A reward may run code under a time limit: one process decides.
+        return processes.from_first(lambda: judge(self.task, answered))
 
     def requests(
         self,
@@ -158,8 +170,9 @@ class Collector:
                 purpose == TRAINING,
                 step,
                 sampling,
+                problem if self.has_turns else None,
             )
-            for prompt, index in zip(prompts, indices, strict=True)
+            for problem, prompt, index in zip(problems, prompts, indices, strict=True)
             for sample in range(samples)
         ]
 

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafters.registry import make_drafters
+from rljax import processes
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
+from rljax.environments.use import check_environment
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
@@ -90,6 +92,7 @@ class TrainingRun:
         mesh = make_mesh(config.mesh)
         self.pool = ExecutablePool(bool(engine.row_invariant), engine.compilation_cache)
         task = checked_task(config, progress.message)
+        check_environment(config, task, processes.count())
         check_success(task, "heldout", config.evaluation)
         heldout = distinct_problems(task, "heldout", config.evaluation.problems, progress.message)
 
@@ -120,7 +123,7 @@ class TrainingRun:
 
         # What rolls out.
         self.evaluation_sampling = evaluation_sampling(config)
-        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh, task=task)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self._scheduler = scheduler

@@ -2,18 +2,19 @@
 
 A factory takes the arguments of a reward and returns its checker. The worker calls it; a ValueError is about
 an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number. A checker that cannot judge by every reference answer has a function
+"data"}, and returns a number (that of an environment takes and returns other mappings). A checker that cannot judge by every reference answer has a function
 `check_answer`, which raises a ValueError for an answer that it cannot use.
 """
 
-import importlib
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Checker = Callable[[Mapping[str, Any]], float]
+from rljax.importing import load
+
+Checker = Callable[[Mapping[str, Any]], Any]
 
 
 def format(pattern: str, whole: bool = True) -> Checker:
@@ -89,15 +90,7 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     Raises:
       ValueError: the function cannot be imported, or cannot be called with these arguments.
     """
-    module, _, name = path.partition(":")
-    try:
-        target = importlib.import_module(module)
-    except Exception as error:
-        raise ValueError(f"name: {path}: importing {module} raised {error!r}") from error
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise ValueError(f"name: {path}: {module} has no {name}")
-        target = getattr(target, part)
+    target = load(path, "name")
     if not callable(target):
         raise ValueError(f"name: {path}: is a {type(target).__name__}, not a function")
     available = ("response", "answer", "messages", "data")
@@ -120,6 +113,19 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     return check
 
 
+def environment(path: str, args: Mapping[str, Any]) -> Checker:
+    """Answers requests about the episodes of an environment, `module:Class` (`rljax/environments`): its
+    answers are mappings, not numbers.
+
+    Raises:
+      ValueError: the environment cannot be made.
+    """
+    from rljax.environments.episodes import Episodes
+    from rljax.environments.loading import make_environment
+
+    return Episodes(make_environment(path, args)).answer
+
+
 def _number(value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"it returned {json.dumps(str(value)[:60])}, not a number")
@@ -130,5 +136,5 @@ def _number(value: Any) -> float:
 
 
 CHECKERS: dict[str, Callable[..., Checker]] = {
-    checker.__name__: checker for checker in (format, math, reasoning_gym, function)
+    checker.__name__: checker for checker in (format, math, reasoning_gym, function, environment)
 }

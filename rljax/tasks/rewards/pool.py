@@ -6,9 +6,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rljax
 from rljax.errors import ConfigError
@@ -18,9 +18,10 @@ from rljax.tasks.rewards.registry import Reward
 
 _START_SECONDS = 120.0  # a user's module may import many packages
 _GRACE_SECONDS = 5.0  # on top of the time limit, which a sandboxed worker enforces itself
-_MAX_ANSWER = 1 << 16
+_MAX_ANSWER = 1 << 20
 _CHECKED_TOGETHER = 32  # answers per request: starting a child takes as long as parsing a few answers
 _WORKER = "rljax.tasks.rewards.worker"
+_Value = TypeVar("_Value")
 
 
 class CheckerPool:
@@ -54,7 +55,17 @@ class CheckerPool:
                 self.executor.submit(self._worker, place).result()
 
     def compute(self, reward: Reward, request: Mapping[str, Any]) -> float:
-        """Computes one reward of one response, in the calling thread's worker; call it within `executor`.
+        """Computes one reward of one response; see `ask`."""
+        return self.ask(reward, request, float)
+
+    def ask(self, reward: Reward, request: Mapping[str, Any], kind: Callable[[Any], _Value]) -> _Value:
+        """Returns a reward's answer to a request, from the calling thread's worker; call it within
+        `executor`.
+
+        Args:
+          reward: the reward.
+          request: JSON values.
+          kind: type of the answer.
 
         Raises:
           CheckerTimeout: the reward took too long.
@@ -73,7 +84,7 @@ class CheckerPool:
             if set(answer) == {"timeout"}:
                 raise CheckerTimeout(self._seconds)
             if "error" not in answer:
-                return float(answer["value"])
+                return kind(answer["value"])
         except (ValueError, TypeError, KeyError, RecursionError):
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
