@@ -103,6 +103,7 @@ class Completion:
       accepted_spans: (begin, end) of tokens that were accepted drafts, for reports; those before a response
         was resumed are not in it.
       episode: what an environment made of it; None without an environment.
+      prompt_ids: its prompt, where the responses of a group have different ones (those of agents).
     """
 
     response_ids: np.ndarray
@@ -114,6 +115,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...] = ()
     accepted_spans: tuple[tuple[int, int], ...] = ()
     episode: Episode | None = None
+    prompt_ids: tuple[int, ...] | None = None
 
     @property
     def sampled_tokens(self) -> int:

@@ -10,8 +10,8 @@ class EnvironmentConfig(Section):
 
     max_turns: Count = Field(
         8,
-        description="Most turns of the policy in an episode; one that is not done by then is cut off. Raise it"
-        " for problems of many steps, lower it where an episode should be short.",
+        description="Most turns of the policy in an episode; one that is not done by then is cut off. Raise"
+        " it for problems of many steps, lower it where an episode should be short.",
     )
     max_observation_length: Count = Field(
         2048,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
+from rljax.config.agents import AgentsConfig, contradictions
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import (
@@ -178,6 +179,7 @@ class ExperimentConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     tools: ToolsConfig | None = None
     environment: EnvironmentConfig = EnvironmentConfig()
+    agents: AgentsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -280,6 +282,8 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
                     f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
                 )
         yield from mistaken_answers(config.tools, config.task)
+    if config.agents is not None:
+        yield from contradictions(config)
     drafters = config.speculation.kinds.values()
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -1,9 +1,9 @@
 """The protocol of environments: problems that take several turns.
 
-    problem = environment.problem("train", 0)    # problem.messages is what the policy reads first
-    state = environment.reset(problem)           # an episode begins
-    step = environment.step("17", state)         # the policy's turn, and what it gets for it
-    step.observation                             # "higher": what the policy reads next
+problem = environment.problem("train", 0)    # problem.messages is what the policy reads first
+state = environment.reset(problem)           # an episode begins
+step = environment.step("17", state)         # the policy's turn, and what it gets for it
+step.observation                             # "higher": what the policy reads next
 """
 
 from collections.abc import Mapping, Sequence

@@ -110,7 +110,7 @@ class EnvironmentTask:
 
 
 def environment_of(task: Task) -> EnvironmentTask | None:
-    """Returns the environment of a task, also where its problems come back in epochs; None for other tasks."""
+    """Returns the environment of a task, also where its problems come back in epochs; else None."""
     while isinstance(task, Wrapper) and len(task.inner) == 1:
         (task,) = task.inner
     return task if isinstance(task, EnvironmentTask) else None

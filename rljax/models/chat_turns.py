@@ -48,6 +48,38 @@ class ChatTurns:
             ids += self._tokenizer.encode_plain(message["content"]) + self._tokenizer.encode(part)
         return ids
 
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], sampled: Mapping[int, Sequence[int]]
+    ) -> list[int]:
+        """Returns the tokens of a conversation up to the beginning of the policy's next turn.
+
+        Args:
+          messages: the messages.
+          sampled: tokens that the policy has sampled for some of them, by their places. Where there are none,
+            or the template does not write these messages once and in order, all is the tokenized text of the
+            template.
+
+        Raises:
+          TokenizerError: the template refuses the messages.
+        """
+        places = sorted(sampled)
+        marks = [f"@@{place}of{len(messages)}@@" for place in places]
+        marked = [dict(message) for message in messages]
+        for place, mark in zip(places, marks, strict=True):
+            marked[place]["content"] = mark
+        parts = _split(self._tokenizer.apply_chat_template(marked), marks) if places else None
+        if parts is None:
+            return self._tokenizer.encode_chat(messages)
+        ids = self._tokenizer.encode(parts[0])
+        for place, part in zip(places, parts[1:], strict=True):
+            ids += self._behind(sampled[place], part)
+        return ids
+
+    def _behind(self, sampled: Sequence[int], text: str) -> list[int]:
+        """Returns sampled tokens and the template's text behind them, which may begin with their last one."""
+        ids = self._tokenizer.encode(text)
+        return [*sampled, *(ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids)]
+
     def _parts(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns the template's text behind the assistant's turn, and behind each message."""
         shapes = tuple(
@@ -60,17 +92,25 @@ class ChatTurns:
             conversation += [
                 {**message, "content": mark} for message, mark in zip(messages, marks[2:], strict=True)
             ]
-            text, parts = self._tokenizer.apply_chat_template(conversation), []
-            for mark in marks:
-                before, found, text = text.partition(mark)
-                if not found or mark in text:
-                    raise TokenizerError(
-                        f"{self._tokenizer.directory}: the chat template does not write every message of a"
-                        " conversation once, in order, so further turns cannot be appended to it"
-                    )
-                parts.append(before)
-            self._between[shapes] = [*parts[2:], text]
+            parts = _split(self._tokenizer.apply_chat_template(conversation), marks)
+            if parts is None:
+                raise TokenizerError(
+                    f"{self._tokenizer.directory}: the chat template does not write every message of a"
+                    " conversation once, in order, so further turns cannot be appended to it"
+                )
+            self._between[shapes] = parts[2:]
         return self._between[shapes]
+
+
+def _split(text: str, marks: Sequence[str]) -> list[str] | None:
+    """Returns the text before, between and behind marks; None where one is missing, repeated or misplaced."""
+    parts = []
+    for mark in marks:
+        before, found, text = text.partition(mark)
+        if not found or mark in text:
+            return None
+        parts.append(before)
+    return [*parts, text]
 
 
 def shortened(text: str, longest: int) -> str:

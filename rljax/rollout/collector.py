@@ -31,19 +31,35 @@ class Group:
     Attributes:
       problem: the problem.
       prompt_ids: token ids of the prompt.
-      completions: G responses.
-      rewards: reward of each response by the task, with its named parts.
+      completions: G responses; of agents the sequences of G episodes, any number of each.
+      rewards: reward of each response by the task, with its named parts; of agents of each episode.
+      episodes: of agents the index of each sequence's episode in `rewards`; None otherwise.
     """
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     completions: list[Completion]
     rewards: list[dict[str, float]]
+    episodes: tuple[int, ...] | None = None
 
     @property
     def reward(self) -> np.ndarray:
-        """Rewards of the responses, float64 [G]."""
+        """Rewards of the responses, or of episodes, float64 [G]."""
         return np.asarray([reward["reward"] for reward in self.rewards])
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Place of each completion's reward in `rewards`."""
+        return range(len(self.completions)) if self.episodes is None else self.episodes
+
+    def prompt_of(self, completion: Completion) -> tuple[int, ...]:
+        """Returns the prompt of one of the completions."""
+        return self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+
+    def last_of(self, place: int) -> Completion | None:
+        """Returns the response of a reward, of an episode the last sequence; None where it has none."""
+        found = [each for each, own in zip(self.completions, self.places, strict=True) if own == place]
+        return found[-1] if found else None
 
 
 @dataclasses.dataclass
@@ -180,7 +196,7 @@ class Collector:
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:
     """Returns rewarded responses in the form that drafters learn from."""
     return [
-        Outcome(group.prompt_ids, completion.response_ids, float(reward))
+        Outcome(group.prompt_of(completion), completion.response_ids, float(group.reward[place]))
         for group in groups
-        for completion, reward in zip(group.completions, group.reward, strict=True)
+        for completion, place in zip(group.completions, group.places, strict=True)
     ]

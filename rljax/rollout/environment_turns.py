@@ -73,7 +73,10 @@ class EnvironmentTurns(Pauses):
             outcome = Outcome(**json.loads(answer.text))
         episode = response.episode or Episode()
         response.episode = Episode(
-            (*episode.rewards, outcome.reward), outcome.done, {**episode.info, **outcome.info}, outcome.failure
+            (*episode.rewards, outcome.reward),
+            outcome.done,
+            {**episode.info, **outcome.info},
+            outcome.failure,
         )
         if outcome.done or outcome.failure is not None:
             return Answered(response, [], "eos")

@@ -26,9 +26,7 @@ def episode_rewards(completions: Sequence[Completion]) -> list[dict[str, float]]
     ]
 
 
-def environment_metrics(
-    completions: Sequence[Completion], statistics: DecodeStatistics
-) -> dict[str, float]:
+def environment_metrics(completions: Sequence[Completion], statistics: DecodeStatistics) -> dict[str, float]:
     """Returns metrics of the episodes of a step, for the metrics line.
 
     Args:

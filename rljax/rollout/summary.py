@@ -60,16 +60,25 @@ def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, in
 
 
 def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, Any]:
-    completion = group.completions[column]
+    completion = group.last_of(column)
+    if completion is None:  # an agent that asked for nothing
+        return {
+            "problem": group.problem.id,
+            "prompt": "",
+            "response": "",
+            "rewards": {name: _finite(value) for name, value in group.rewards[column].items()},
+            "tokens": 0,
+            "finish_reason": "nothing was sampled",
+        }
     response, read = decode(completion.response_ids.tolist()), []
-    if completion.episode is not None:  # with the markers of turns
+    if completion.episode is not None or completion.prompt_ids is not None:  # with the markers of turns
         decode = functools.partial(decode, skip_special_tokens=False)
         response = decode(completion.response_ids.tolist())
         read = _in_text(completion.response_ids, _runs(~completion.sampled_mask), response, decode)
     drafted = _in_text(completion.response_ids, completion.accepted_spans, response, decode)
     return {
         "problem": group.problem.id,
-        "prompt": _shortened(decode(group.prompt_ids, skip_special_tokens=False)),
+        "prompt": _shortened(decode(group.prompt_of(completion), skip_special_tokens=False)),
         "response": _shortened(response),
         **({"drafted": _shortened_spans(drafted, len(response))} if drafted else {}),
         **({"read": _shortened_spans(read, len(response))} if read else {}),

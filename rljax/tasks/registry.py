@@ -42,20 +42,28 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
     """
     if name not in TASKS:
-        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, [*TASKS, *ENVIRONMENTS, *ADAPTERS, 'mixture'])}")
+        known = [*TASKS, *ENVIRONMENTS, *ADAPTERS, "mixture"]
+        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, known)}")
     check_arguments(name, TASKS[name], args)
     return TASKS[name](seed=seed, **args)
 
 
-def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Task:
+def configured_task(config: TaskConfig, seed: int, report: Report = print, judged: bool = True) -> Task:
     """Returns the task of a config with its rewards, as a mixture or in epochs where the config says so.
 
     Args:
       config: the section.
       seed: the run seed.
       report: called with a line for each reward that fails without stopping the run.
+      judged: whether its rewards are needed; False where agents judge.
     """
-    if config.mixture:
+    if not judged and is_environment(config.name):
+        raise ConfigError(
+            f"task.name: {config.name} is an environment, which agents cannot play; take a task"
+        )
+    if not judged and not config.mixture:
+        task = make_task(config.name, seed, **config.args)
+    elif config.mixture:
         task = Mixture(
             seed, [(item, _part(config, number, seed, report)) for number, item in enumerate(config.mixture)]
         )
@@ -68,7 +76,7 @@ def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Ta
 
 def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
     """Returns the task of an experiment, after making a first problem of every split that it uses."""
-    task = configured_task(config.task, config.seed, report)
+    task = configured_task(config.task, config.seed, report, judged=config.agents is None)
     splits = ["train"]
     splits += ["heldout"] if config.evaluation.problems else []
     splits += ["warm_start"] if config.warm_start is not None else []

@@ -203,7 +203,9 @@ def make_scheduler(
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
     tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
     environment = None if task is None else make_environment_use(config, task, policy.tokenizer)
-    return Scheduler(engine, config.engine.max_slots, stop, speculator, speculation.overlap, environment or tools)
+    return Scheduler(
+        engine, config.engine.max_slots, stop, speculator, speculation.overlap, environment or tools
+    )
 
 
 def warm_up(

@@ -51,6 +51,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **({} if run.speculator is None else run.speculator.metrics(rollout.statistics)),
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
         **(environment_metrics(completions, rollout.statistics) if run.collector.has_turns else {}),
+        **({} if run.agents is None else run.agents.metrics()),
         **update_metrics,
         **run.compilation_metrics,
         **({} if run.cluster is None else run.cluster.metrics()),

@@ -1,4 +1,4 @@
-"""Environments as a user may write them, well and badly, and stand-ins with the interfaces of other libraries."""
+"""Environments as a user may write them, well and badly, and stand-ins with other libraries' interfaces."""
 
 import dataclasses
 import time
@@ -141,7 +141,13 @@ class Walk:
         assert action in (0, 1)
         self.place += 2 * action - 1
         self.steps += 1
-        return f"at {self.place}", float(self.place == 3), self.place == 3, self.steps == 9, {"steps": self.steps}
+        return (
+            f"at {self.place}",
+            float(self.place == 3),
+            self.place == 3,
+            self.steps == 9,
+            {"steps": self.steps},
+        )
 
 
 class Forgetful(Walk):

@@ -51,14 +51,17 @@ def test_openenv(name):
     assert problem.messages[0]["content"].startswith("say something")
     closed = stand_ins.EchoClient.closed, stand_ins.EchoServer.closed
     steps = play(environment, problem, ["ab", "1", "xyz"])
-    assert (stand_ins.EchoClient.closed, stand_ins.EchoServer.closed) != closed  # its resources are given back
+    assert (
+        stand_ins.EchoClient.closed,
+        stand_ins.EchoServer.closed,
+    ) != closed  # its resources are given back
     assert rewards(steps) == [2.0, 0.0, 3.0]
     assert contents(steps)[:2] == [["AB"], ["letters"]] and steps[2]["done"]
 
 
 def test_observations_without_a_text_are_refused():
     environment = OpenEnv(0, stand_ins.EchoClient, observation="absent")
-    with pytest.raises(TypeError, match="name the field that is one with task.args.observation"):
+    with pytest.raises(TypeError, match=r"name the field that is one with task\.args\.observation"):
         environment.problem("train", 0)
 
 

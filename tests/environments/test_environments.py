@@ -106,7 +106,9 @@ def test_a_mistake_is_one_line_that_names_the_key(section, says):
 
 def test_an_environment_that_raises_stops_the_run_by_default():
     task = make("guess_number")
-    with pytest.raises(UserError, match=r"task.name \(guess_number\): raised .*; problem train/0, turn 1") as e:
+    with pytest.raises(
+        UserError, match=r"task.name \(guess_number\): raised .*; problem train/0, turn 1"
+    ) as e:
         task.step("a", Problem("train/0", (), "7", 0), ["7"], False)
     assert "task.reward_errors: zero" in str(e.value)
     with pytest.raises(UserError, match="rewards turns and not a text"):
@@ -119,7 +121,7 @@ def test_an_environment_in_epochs():
     assert task.problem("train", 4) == task.problem("train", 1)
 
 
-# -- the environment of this package ---------------------------------------------------------------------------
+# -- the environment of this package -------------------------------------------------------------------------
 
 
 def test_a_known_problem_never_changes():
@@ -161,6 +163,6 @@ def found_within(turns, **args):
 
 
 def test_demonstrations_find_the_number_sooner_or_later():
-    """Of sixteen numbers, four guesses in the middle find 15; guesses anywhere 58 per cent (by simulation)."""
+    """Of sixteen numbers, four guesses in the middle find 15; guesses anywhere 58 per cent, by simulation."""
     assert found_within(4, demonstrated_middles=1.0) == pytest.approx(15 / 16, abs=0.04)
     assert found_within(4, demonstrated_mistakes=0.0) == pytest.approx(0.58, abs=0.08)

@@ -86,7 +86,8 @@ def encode(text):
 
 
 def following(messages, last_token):
-    return [2, last_token % 40 + 2 if last_token % 40 + 2 not in EOS else 3] + encode(messages[0]["content"])
+    number = last_token % 40 + 2
+    return [2, 3 if number in EOS else number, *encode(messages[0]["content"])]
 
 
 def make_use(task, time_limit=30.0, most=8):
@@ -215,7 +216,9 @@ def test_stop_strings_end_turns(engine, params, requests):
     assert any(
         spell([token]) == "d" and not own
         for completion in completions
-        for token, own in zip(completion.response_ids.tolist(), completion.sampled_mask[1:].tolist(), strict=False)
+        for token, own in zip(
+            completion.response_ids.tolist(), completion.sampled_mask[1:].tolist(), strict=False
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole run whose problems take several turns: what it learns from, that it repeats, and what is said of it."""
+"""A run whose problems take several turns: what it learns from, that it repeats, and what it reports."""
 
 import jax
 import pytest
@@ -76,6 +76,8 @@ def test_what_does_not_go_with_an_environment_is_one_line(tmp_path):
 
 
 def test_a_demonstration_that_is_missing_is_one_line(tmp_path):
-    walk = "task={name: gymnasium, reward_workers: 1, args: {environment: 'tests.environments.stand_ins:Walk'}}"
+    walk = (
+        "task={name: gymnasium, reward_workers: 1, args: {environment: 'tests.environments.stand_ins:Walk'}}"
+    )
     with pytest.raises(UserError, match="warm_start: environment gymnasium demonstrates no episodes"):
         run(load_config(write_config(tmp_path), (walk,)))

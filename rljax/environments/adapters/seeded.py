@@ -2,9 +2,9 @@
 
     task: {name: gymnasium, args: {environment: "my_module:make_environment", system: "Answer up or down."}}
 
-Every episode has an environment of its own, made by a call of the user's function. The number of a problem is
-the seed of its `reset`, whose observation is the policy's first prompt. So `reset` with the same seed must give
-the same observation, which is checked.
+Every episode has an environment of its own, made by a call of the user's function. The number of a problem
+is the seed of its `reset`, whose observation is the policy's first prompt. So `reset` with the same seed must
+give the same observation, which is checked.
 """
 
 import abc
@@ -142,8 +142,8 @@ class Seeded(abc.ABC):
 
 class Gymnasium(Seeded):
     """Environments with Gymnasium's interface: `reset(seed=...) -> (observation, info)` and `step(action) ->
-    (observation, reward, terminated, truncated, info)`. Observations are texts. An action is the policy's text;
-    where `action_space` is discrete, the whole number that it is. Arguments as for `Seeded`.
+    (observation, reward, terminated, truncated, info)`. Observations are texts. An action is the policy's
+    text; where `action_space` is discrete, the whole number that it is. Arguments as for `Seeded`.
     """
 
     def _reset(self, environment: Any, seed: int) -> Any:

@@ -4,9 +4,9 @@
 
 Of the object are used: its dataset (`get_dataset()` or `dataset`, and the same of `eval_dataset` for held-out
 problems) with rows of `prompt` (messages, or a text) or `question`, and `answer`, `info` and `task`;
-`setup_state(state)`, `env_response(messages, state)`, `is_completed(messages, state)` or `is_completed(state)`,
-synchronous or not; and `rubric` with reward functions and their weights. `verifiers` samples from a client of
-its own: here the run samples, and the object is asked what comes next.
+`setup_state(state)`, `env_response(messages, state)`, `is_completed(messages, state)` or
+`is_completed(state)`, synchronous or not; and `rubric` with reward functions and their weights. `verifiers`
+samples from a client of its own: here the run samples, and the object is asked what comes next.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Verifiers:
 
     Args:
       seed: the run seed; it orders the problems of every epoch.
-      environment: `module:name` of a class, or of a function such as `load_environment`; or the object itself.
+      environment: `module:name` of a class, or of a function such as `load_environment`; or the object.
       args: its arguments.
     """
 
@@ -57,7 +57,9 @@ class Verifiers:
     def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of a split; see `Task.problem`. Every epoch has an order of its own."""
         rows = self._splits[split]
-        epoch, place = (index // len(rows), index % len(rows)) if split != "heldout" else (0, index % len(rows))
+        epoch, place = (
+            (index // len(rows), index % len(rows)) if split != "heldout" else (0, index % len(rows))
+        )
         source = problem_random(self.seed, split, epoch)
         keys = [source.random() for _ in rows]
         number = sorted(range(len(rows)), key=keys.__getitem__)[place]
@@ -118,9 +120,10 @@ class Verifiers:
 
     def _scored(self, state: dict[str, Any]) -> Step:
         """Returns the last step of an episode: the weighted sum of the rewards, and each by its name."""
-        available = {
-            name: state[name] for name in ("prompt", "completion", "answer", "task", "info")
-        } | {"state": state, "parser": getattr(self._environment, "parser", None)}
+        available = {name: state[name] for name in ("prompt", "completion", "answer", "task", "info")} | {
+            "state": state,
+            "parser": getattr(self._environment, "parser", None),
+        }
         total, parts = 0.0, {}
         for function, weight in self._rewards:
             parameters = inspect.signature(function).parameters

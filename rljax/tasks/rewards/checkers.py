@@ -2,14 +2,17 @@
 
 A factory takes the arguments of a reward and returns its checker. The worker calls it; a ValueError is about
 an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number (that of an environment takes and returns other mappings). A checker that cannot judge by every reference answer has a function
-`check_answer`, which raises a ValueError for an answer that it cannot use.
+"data"}, and returns a number; those of environments and agents take and return other mappings. A checker
+that cannot judge by every reference answer has a function `check_answer`, which raises a ValueError for an
+answer that it cannot use.
 """
 
+import asyncio
 import inspect
 import json
+import math as mathematics
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rljax.importing import load
@@ -91,19 +94,7 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
       ValueError: the function cannot be imported, or cannot be called with these arguments.
     """
     target = load(path, "name")
-    if not callable(target):
-        raise ValueError(f"name: {path}: is a {type(target).__name__}, not a function")
-    available = ("response", "answer", "messages", "data")
-    try:
-        signature = inspect.signature(target)
-        kinds = [parameter.kind for parameter in signature.parameters.values()]
-        any_name = inspect.Parameter.VAR_KEYWORD in kinds
-        keywords = [name for name in available if any_name or name in signature.parameters]
-        signature.bind(**dict.fromkeys(keywords), **args)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"name: {path}: cannot be called with its args and keywords among {', '.join(available)}: {error}"
-        ) from error
+    keywords = _keywords(target, path, args, ("response", "answer", "messages", "data"), "name")
     if "response" not in keywords:
         raise ValueError(f"name: {path}: takes no keyword `response`")
 
@@ -126,6 +117,63 @@ def environment(path: str, args: Mapping[str, Any]) -> Checker:
     return Episodes(make_environment(path, args)).answer
 
 
+def agent(path: str, args: Mapping[str, Any]) -> Checker:
+    """Runs an agent of the user's (`rljax/agents`), a function or coroutine function by its import path.
+
+    It gets `args`, and the keywords among `base_url`, `model`, `api_key` and `problem` that its signature
+    names; it returns the reward, or None where it has reported one itself. The answer is {"reward"}.
+
+    Raises:
+      ValueError: the function cannot be imported, or cannot be called with these arguments.
+    """
+    target = load(path, "agent")
+    keywords = _keywords(target, path, args, ("base_url", "model", "api_key", "problem"), "agent")
+    if "base_url" not in keywords:
+        raise ValueError(f"agent: {path}: takes no keyword `base_url`")
+
+    def play(request: Mapping[str, Any]) -> dict[str, float | None]:
+        reward = target(**{name: request[name] for name in keywords}, **args)
+        if inspect.isawaitable(reward):
+            reward = asyncio.run(_awaited(reward))
+        return {"reward": None if reward is None else _finite(_number(reward))}
+
+    return play
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _finite(value: float) -> float:
+    if not mathematics.isfinite(value):
+        raise ValueError(f"it returned {value}, no finite number")
+    return value
+
+
+def _keywords(
+    target: Any, path: str, args: Mapping[str, Any], available: Sequence[str], where: str
+) -> list[str]:
+    """Returns the keywords among those available that a function takes beside its arguments.
+
+    Raises:
+      ValueError: it is no function, or cannot be called with them; the message begins with `where`.
+    """
+    if not callable(target):
+        raise ValueError(f"{where}: {path}: is a {type(target).__name__}, not a function")
+    try:
+        signature = inspect.signature(target)
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        any_name = inspect.Parameter.VAR_KEYWORD in kinds
+        keywords = [name for name in available if any_name or name in signature.parameters]
+        signature.bind(**dict.fromkeys(keywords), **args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: {path}: cannot be called with its args and keywords among {', '.join(available)}:"
+            f" {error}"
+        ) from error
+    return keywords
+
+
 def _number(value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"it returned {json.dumps(str(value)[:60])}, not a number")
@@ -136,5 +184,5 @@ def _number(value: Any) -> float:
 
 
 CHECKERS: dict[str, Callable[..., Checker]] = {
-    checker.__name__: checker for checker in (format, math, reasoning_gym, function, environment)
+    checker.__name__: checker for checker in (format, math, reasoning_gym, function, environment, agent)
 }

@@ -16,10 +16,10 @@ class CheckerError(Exception):
 
 
 class CheckerTimeout(CheckerError):
-    """A reward took longer than `task.reward_timeout`, so many seconds, over a response."""
+    """A reward took longer than its limit, so many seconds by a config key, over a response."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"took more than {seconds:g} seconds (task.reward_timeout)")
+    def __init__(self, seconds: float, key: str = "task.reward_timeout") -> None:
+        super().__init__(f"took more than {seconds:g} seconds ({key})")
 
 
 class Failures:

@@ -32,14 +32,22 @@ class CheckerPool:
       sandbox: sandbox of the rewards of the place "sandbox".
       seconds: time limit of one reward of one response.
       threads: number of threads.
+      key: config key of the time limit, for errors.
 
     Attributes:
       executor: the threads.
       close: ends all workers; also called when the pool is garbage-collected.
     """
 
-    def __init__(self, rewards: Sequence[Reward], sandbox: Sandbox, seconds: float, threads: int) -> None:
-        self._rewards = list(rewards)
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        sandbox: Sandbox,
+        seconds: float,
+        threads: int,
+        key: str = "task.reward_timeout",
+    ) -> None:
+        self._rewards, self._key = list(rewards), key
         self._sandbox = sandbox
         self._seconds = seconds
         self.executor = concurrent.futures.ThreadPoolExecutor(threads, "rljax-reward")
@@ -78,11 +86,11 @@ class CheckerPool:
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
         if finished.ending == "timeout":
             self._drop(reward.place)
-            raise CheckerTimeout(self._seconds)
+            raise CheckerTimeout(self._seconds, self._key)
         try:
             answer = json.loads(finished.output)
             if set(answer) == {"timeout"}:
-                raise CheckerTimeout(self._seconds)
+                raise CheckerTimeout(self._seconds, self._key)
             if "error" not in answer:
                 return kind(answer["value"])
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -155,9 +163,10 @@ class CheckerPool:
         except ValueError:
             process.close()
             output = finished.output[:200] or b"nothing"
+            names = ", ".join(reward.metric for reward in rewards)
             raise ConfigError(
-                f"task.rewards: a worker for {', '.join(reward.metric for reward in rewards)} did not start"
-                f" ({finished.ending}; it said {output!r})"
+                f"{rewards[0].key}: a worker for {names} did not start ({finished.ending}; it said"
+                f" {output!r})"
             ) from None
         if "error" in answer:
             process.close()
