@@ -19,6 +19,7 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
+from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
@@ -131,6 +132,7 @@ class EngineWorker:
       learns: whether drafters learn from finished responses, and end with the worker; False where a training
         run has the drafters.
       version: number of the weights.
+      environment: environment whose episodes the jobs are; None for none.
 
     Attributes:
       loop: the decode loop, used by the thread alone.
@@ -149,13 +151,21 @@ class EngineWorker:
         learned_together: Mapping[tuple[int, ...], int] | None = None,
         learns: bool = True,
         version: int = 0,
+        environment: EnvironmentUse | None = None,
     ) -> None:
         self.engine, self.speculator = engine, speculator
         self.max_slots, self.max_waiting = max_slots, max_waiting
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
         deliver = self._deliver
         self.loop = DecodeLoop(
-            engine, params, max_slots, speculator, policy=policy, on_sync=deliver, version=version
+            engine,
+            params,
+            max_slots,
+            speculator,
+            tools=environment,
+            policy=policy,
+            on_sync=deliver,
+            version=version,
         )
         self._learns = learns and speculator is not None
         self.endings: collections.Counter[Ending] = collections.Counter()

@@ -37,7 +37,7 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path):
         (tmp_path / name).mkdir()
     plain = train(tmp_path / "plain", *GUESS)
     for line in plain[1:]:
-        assert 1.0 < line["environment/turns"] <= 3.0 and 0.0 <= line["environment/cut_off"] < 1.0
+        assert 1.0 < line["environment/turns"] <= 3.0 and 0.0 <= line["environment/cut_off"] <= 1.0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["reward/solved"] == 1.0 - line["environment/cut_off"]
         assert line["environment/tokens"] > 0 and line["reward/timeouts"] == 0.0
@@ -54,7 +54,7 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path):
     sample = RunDirectory(directory).read_rollouts()[-1]["best"][0]
     read = [sample["response"][begin:end] for begin, end in sample["read"]]
     assert all(text.endswith("<|im_start|>assistant\n") for text in read)
-    assert len(sample["turn_rewards"]) == len(read) + 1
+    assert len(sample["turn_rewards"]) - len(read) in (0, 1)  # 0 where a turn was cut off
     write_report_of_run(directory, lambda line: None)
     assert "reward of each turn: " in (directory / "report.html").read_text()
 
