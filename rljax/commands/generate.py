@@ -156,9 +156,8 @@ def _generate(arguments: argparse.Namespace) -> None:
             endings.append(ending)
             if plays:
                 episode = jobs[sample].response.episode or Episode()
-                say(
-                    f"reward {episode.reward:g}, of each turn {', '.join(f'{each:g}' for each in episode.rewards)}"
-                )
+                turns = ", ".join(f"{reward:g}" for reward in episode.rewards)
+                say(f"reward {episode.reward:g}, of each turn {turns}")
     finally:  # the interpreter must not end while the thread is inside the device's code
         served.worker.close(drain=False)
     seconds = time.perf_counter() - start

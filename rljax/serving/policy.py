@@ -108,8 +108,8 @@ class ServedPolicy:
         sampling: SamplingParams | None = None,
         problem: Problem | None = None,
     ) -> Request:
-        """Returns a request with the noise of (seed, sample), and with `sampling` in place of the server's; of
-        an episode with its problem. Seeds are taken modulo 2^64, so negative ones are valid.
+        """Returns a request with the noise of (seed, sample), and with `sampling` in place of the server's;
+        that of an episode with its problem. Seeds are taken modulo 2^64, so negative ones are valid.
         """
         key = request_key(seed % 2**64, SERVING, sample)
         return Request(tuple(prompt_ids), key, max_tokens, training=False, sampling=sampling, problem=problem)

@@ -185,6 +185,9 @@ class DoubleCheck:
         self.eval_dataset, self.max_turns = None, max_turns
         self.rubric = Rubric([found, brevity], [1.0, 0.5])
 
+    def get_eval_dataset(self):
+        return self.dataset  # as the library does where there is none
+
     async def setup_state(self, state, **kwargs):
         state["asked"] = 0
         return state

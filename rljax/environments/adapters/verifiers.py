@@ -45,7 +45,8 @@ class Verifiers:
         if not self._rewards:
             raise ConfigError("args.environment: its rubric has no reward function")
         train, heldout = (_rows(environment, name) for name in ("dataset", "eval_dataset"))
-        if not heldout:  # one of eight, by its prompt
+        if not heldout or heldout == train:  # without one, some versions return the other
+            # One of eight, by its prompt.
             held = [is_heldout(json.dumps(self._messages(row), sort_keys=True)) for row in train]
             heldout = [row for row, is_held in zip(train, held, strict=True) if is_held]
             train = [row for row, is_held in zip(train, held, strict=True) if not is_held]
