@@ -80,14 +80,13 @@ def make_environment_use(config: ExperimentConfig, task: Task, tokenizer: Tokeni
         return None
     section = config.environment
     running = config.task.reward_workers or len(os.sched_getaffinity(0))
-    limit = config.task.reward_timeout if environment.is_here else _NO_LIMIT
     return EnvironmentUse(
         environment,
         tokenizer,
         ChatTurns(tokenizer),
         section.max_turns,
         section.max_observation_length,
-        ToolWorkers(running, limit, f"task.name ({config.task.name})", "task.reward_timeout"),
+        ToolWorkers(running, _NO_LIMIT, f"task.name ({config.task.name})", "task.reward_timeout"),
     )
 
 

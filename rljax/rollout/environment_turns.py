@@ -1,13 +1,14 @@
 """Responses that are episodes of an environment: turns of the policy, and the environment's between them.
 
 A turn of the policy ends with EOS or a stop string. Its response then pauses as for a tool: it keeps its slot
-and its KV cache, the environment takes the turn in a thread or a process, and the other slots decode. The
-tokens up to the policy's next turn (`rljax/models/chat_turns.py`) are appended, and the response continues.
-What the policy has sampled is never tokenized again.
+and its KV cache, the environment takes the turn in a worker, and the other slots decode. The tokens up to the
+policy's next turn (`rljax/models/chat_turns.py`) are appended, and the response continues. What the policy
+has sampled is never tokenized again.
 """
 
 import dataclasses
 import json
+import time
 from collections.abc import Collection
 
 from rljax.environments.task import Outcome
@@ -50,6 +51,7 @@ class EnvironmentTurns(Pauses):
     ) -> None:
         super().__init__(use.workers, statistics)
         self._use, self._eos = use, frozenset(eos_token_ids)
+        self._taken: list[tuple[LiveResponse, ToolAnswer]] = []  # steps of an environment in this process
 
     def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
         """Returns the turn of the policy that ends behind the first `known` tokens, or None."""
@@ -60,9 +62,26 @@ class EnvironmentTurns(Pauses):
         return ToolCall(end, "step", text)
 
     def call(self, response: LiveResponse, call: ToolCall) -> None:
-        """Pauses a response, and begins the step."""
+        """Pauses a response, and begins the step. An environment in this process takes it at once."""
         response.actions.append(call.text)
-        self._pause(response, call.name, _Step(self._use, response), call.text)
+        step = _Step(self._use, response)
+        if not self._use.task.is_here:
+            self._pause(response, call.name, step, call.text)
+            return
+        start = time.perf_counter()
+        answer = ToolAnswer(0, step.call(call.text), False, time.perf_counter() - start)
+        self.paused.add(response)
+        self._taken.append((response, answer))
+
+    def answers(self, alone: bool, most_seconds: float | None = None) -> list[Answered]:
+        if not self._use.task.is_here:
+            return super().answers(alone, most_seconds)
+        taken, self._taken = self._taken, []
+        self._statistics.tool_calls += len(taken)
+        self._statistics.tool_seconds += sum(answer.seconds for _, answer in taken)
+        waiting = [(response, answer) for response, answer in taken if response in self.paused]  # not dropped
+        self.paused.clear()
+        return [self._answered(response, answer) for response, answer in waiting]
 
     def _answered(self, response: LiveResponse, answer: ToolAnswer) -> Answered:
         if answer.failed:

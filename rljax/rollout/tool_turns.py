@@ -18,7 +18,10 @@ from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolAnswer, ToolWorkers
 
 _PATIENCE = 0.002
-"""Seconds that decoding waits for the answer to a new call: most tools are faster than a host sync."""
+"""Seconds that decoding waits for the next answer to new calls: most tools are faster than a host sync. It
+goes on while answers come, up to the time of a host sync: a pass for the first of many would be nearly
+empty.
+"""
 
 
 class Answered(NamedTuple):
@@ -93,6 +96,12 @@ class Pauses(abc.ABC):
         answered, statistics = [], self._statistics
         start = time.perf_counter()
         answers = self._workers.answers(most_seconds if alone else _PATIENCE if self._new else 0.0)
+        longest = max(statistics.device_seconds / max(statistics.host_syncs, 1), _PATIENCE)
+        while answers and self._workers.pending and time.perf_counter() - start < longest:
+            more = self._workers.answers(_PATIENCE)
+            answers += more
+            if not more:
+                break
         statistics.tool_waiting_seconds += time.perf_counter() - start
         self._new = False
         for answer in answers:

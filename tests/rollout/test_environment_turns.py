@@ -4,7 +4,6 @@ of everything that stood before gives, bit for bit.
 
 import itertools
 import threading
-import time
 import types
 
 import numpy as np
@@ -52,19 +51,18 @@ def requests():
 
 
 class Echo:
-    """An environment that answers with what it was told, and then some; may take its time, or fail."""
+    """An environment that answers with what it was told, and then some; may fail."""
 
-    is_here, config = True, types.SimpleNamespace(name="echo")
+    config = types.SimpleNamespace(name="echo")
 
-    def __init__(self, seconds=lambda text: 0.0, fails=lambda problem: None):
-        self.seconds, self.fails = seconds, fails
+    def __init__(self, fails=lambda problem: None, is_here=False):
+        self.fails, self.is_here = fails, is_here
         self.begun, self.done = [], []
 
     def step(self, key, problem, actions, last):
         assert last == (len(actions) == MAX_TURNS)
         text = actions[-1]
         self.begun.append((problem.id, len(actions)))
-        time.sleep(self.seconds(text))
         self.done.append((problem.id, len(actions)))
         if (failure := self.fails(problem)) is not None:
             return self.failed("failed", failure, problem, actions)
@@ -72,6 +70,23 @@ class Echo:
 
     def failed(self, what, failure, problem, actions):
         return Outcome((), 0.0, False, {}, failure)
+
+
+class SecondFirst(Echo):
+    """Its first step ends after the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.over = itertools.count(), threading.Event()
+
+    def step(self, *arguments):
+        number = next(self.numbers)
+        if number == 0:
+            assert self.over.wait(30)
+        outcome = super().step(*arguments)
+        if number == 1:
+            self.over.set()
+        return outcome
 
 
 def answer(text):
@@ -154,9 +169,9 @@ def test_the_requests_say_something(expected):
     assert any(own.own[-1] and own.ids[-1] in EOS and len(own.rewards) < MAX_TURNS for own in expected)
 
 
-@pytest.mark.parametrize("max_slots", [1, 4])
-def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots):
-    scheduler = Scheduler(engine, max_slots, tools=make_use(Echo()))
+@pytest.mark.parametrize(("max_slots", "is_here"), [(1, True), (4, False), (4, True)])
+def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots, is_here):
+    scheduler = Scheduler(engine, max_slots, tools=make_use(Echo(is_here=is_here)))
     completions, statistics = scheduler.run(params, requests)
     assert_as_expected(completions, expected)
     assert statistics.tokens == sum(completion.sampled_tokens for completion in completions)
@@ -176,9 +191,8 @@ def test_same_bits_with_drafts_and_with_steps_that_end_in_another_order(
 ):
     times = FavouriteRows(ALL_ROWS)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times, strategies=times.choice)
-    turns = itertools.count()
     for _ in range(2):  # the second time with what the first one taught
-        task = Echo(lambda text: next(turns) % 2 * 0.03)
+        task = SecondFirst()
         scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(task))
         completions, statistics = scheduler.run(params, requests)
         assert_as_expected(completions, expected)
