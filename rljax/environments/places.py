@@ -1,8 +1,8 @@
 """Where an environment runs: in this process, or in worker processes that can be ended.
 
-The environments of this package run here, within the decode loop: a step takes microseconds. Those of users,
-and those that an adapter wraps, run in the processes that rewards use (`rljax/tasks/rewards/pool.py`), each of
-which keeps the episodes that began in it.
+The environments of this package run here, in the decode loop: a step takes microseconds. Those of users,
+and those that adapters wrap, run in the processes of rewards (`rljax/tasks/rewards/pool.py`), each of which
+keeps the episodes that began in it.
 """
 
 import zlib

@@ -196,7 +196,7 @@ def test_same_bits_with_drafts_and_with_steps_that_end_in_another_order(
         scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(task))
         completions, statistics = scheduler.run(params, requests)
         assert_as_expected(completions, expected)
-        assert task.done != task.begun
+        assert task.over.is_set()
         speculator.learn(
             [
                 Learned(request.prompt_ids, completion.response_ids, 1.0)
