@@ -8,7 +8,7 @@ from rljax.config import TaskConfig
 from rljax.errors import UserError
 
 _SHOWN = 160  # characters of a prompt, response or answer in an error
-_REPORTED = 10  # failures that are shown; the others are counted only
+REPORTED = 10  # failures that are shown; the others are counted only
 
 
 class CheckerError(Exception):
@@ -40,9 +40,9 @@ class Failures:
         if getattr(self._config, key) == "stop":
             raise UserError(f"{message}. task.{key}: zero counts such a reward as 0")
         self._reported += 1
-        if self._reported <= _REPORTED:
+        if self._reported <= REPORTED:
             self._report(message)
-        if self._reported == _REPORTED:
+        if self._reported == REPORTED:
             self._report("further rewards that fail are only counted: see reward/errors and reward/timeouts")
 
 
