@@ -6,7 +6,7 @@ import threading
 import time
 
 from rljax.config.agents import AgentsConfig
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, UserError
 
 _START_SECONDS = 30.0
 
@@ -49,14 +49,13 @@ class AgentServer:
         self._server = self._thread = None
 
     def start(self, app) -> None:
-        """Serves an ASGI application."""
+        """Serves an ASGI application, in a thread: signals stay the run's."""
         import uvicorn
 
         self._listener.listen(1024)
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         )
-        self._server.install_signal_handlers = lambda: None  # the run takes them
         self._thread = threading.Thread(
             target=self._server.run, args=([self._listener],), name="agents", daemon=True
         )
@@ -64,6 +63,8 @@ class AgentServer:
         end = time.monotonic() + _START_SECONDS
         while not self._server.started and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
+        if not self._server.started:
+            raise UserError(f"agents: the server at {self.address} did not start")
 
     def close(self) -> None:
         """Ends the server."""

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from rljax.commands.generate import main as generate
 from rljax.config import load_config
 from rljax.errors import ConfigError, UserError
 from rljax.evaluation.evaluator import Evaluator
@@ -32,7 +33,7 @@ def _production_promotion():
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path):
+def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, capsys):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()
     plain = train(tmp_path / "plain", *GUESS)
@@ -63,6 +64,14 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path):
     with Progress() as progress:
         results = Evaluator(load_saved_policy(directory), config, "heldout", tmp_path / "e", progress).run()
     assert results["overall"]["reward"]["value"] == pytest.approx(plain[-1]["evaluation/reward"])
+
+    # And plays an episode for whoever asks.
+    capsys.readouterr()
+    assert generate([str(directory), "--episode", "1"]) == 0
+    printed, said = capsys.readouterr()
+    assert "<|im_start|>user" in printed and "guess " in said and "of each turn " in said
+    assert generate([str(directory), "12", "--episode", "1"]) == 2
+    assert "--episode: the problem is the prompt" in capsys.readouterr().err
 
 
 def test_what_does_not_go_with_an_environment_is_one_line(tmp_path):
