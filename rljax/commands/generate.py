@@ -114,7 +114,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)
-    problem = served.task.problem("heldout", arguments.episode) if plays else None
+    problem = None if served.task is None else served.task.problem("heldout", arguments.episode)
     if problem is not None:
         prompt_ids = chat_ids(served, problem.messages)
         say(" ".join(message["content"] for message in problem.messages))

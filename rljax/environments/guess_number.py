@@ -8,8 +8,8 @@
     assistant  33                  (found: the episode ends)
 
 A guess in the middle of what is left halves it. The warm start demonstrates guesses anywhere in what is left,
-which find a number of eight to sixteen within four turns in about seven of ten episodes; guesses in the middle
-do in nearly all. RL has to discover that.
+which find one of eight to sixteen numbers within four turns in about seven of ten episodes; guesses in the
+middle do in nearly all. RL has to discover that.
 """
 
 import dataclasses

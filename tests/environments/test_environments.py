@@ -146,7 +146,9 @@ def test_the_secret_is_in_the_range_and_the_splits_are_disjoint(split):
 
 def test_hints_lead_to_the_number():
     environment = GuessNumber(0, numbers=16)
-    problem = Problem("train/0", ({"role": "user", "content": "guess 20-35"},), "33", 0, None, {"low": 20, "high": 35})
+    problem = Problem(
+        "train/0", ({"role": "user", "content": "guess 20-35"},), "33", 0, None, {"low": 20, "high": 35}
+    )
     state = environment.reset(problem)
     said = [environment.step(guess, state) for guess in ("28", "27", "x", "34", "33")]
     assert [step.observation for step in said] == ["higher", "higher", "number?", "lower", ""]
