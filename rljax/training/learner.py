@@ -195,6 +195,7 @@ class Learner:
         completions = completions_of(groups)
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
         rewards = algorithm.reward_coefficient * rewards
+        owners = _owners(groups)
         if algorithm.overlong_buffer:
             rewards = rewards + soft_overlong_punishment(
                 lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
@@ -229,6 +230,7 @@ class Learner:
             algorithm.gae_lambda,
             None if penalties is None else jnp.asarray(penalties),
             None if values is None else jnp.asarray(values),
+            None if owners is None else jnp.asarray(owners),
         )
         advantages, kept = np.asarray(estimate.advantages), mask
         if algorithm.corrects_rollout:
@@ -346,6 +348,16 @@ class Learner:
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
         averaged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
+
+
+def _owners(groups: Sequence[Group]) -> np.ndarray | None:
+    """Returns the index of each completion's reward among those of the step; None where it is its own."""
+    if all(group.episodes is None for group in groups):
+        return None
+    size = len(groups[0].rewards)
+    return np.asarray(
+        [place + number * size for number, group in enumerate(groups) for place in group.places]
+    )
 
 
 def _check_gradient(model: str, metrics: dict[str, float], key: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rljax import processes
 from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig, ShapeConfig
+from rljax.environments.use import training_texts
 from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
@@ -65,8 +66,7 @@ def _make_tokenizer(task: Task, directory: Path) -> None:
     if (directory / "tokenizer.json").exists():
         return
     problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
-    texts = [problem.messages[-1]["content"] for problem in problems]
-    texts += [problem.solution for problem in problems if problem.solution is not None]
+    texts = [text for problem in problems for text in training_texts(task, problem)]
     try:
         train_tokenizer(texts, TOKENIZER_VOCAB, directory)
     except OSError as error:
