@@ -40,6 +40,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Wish,
 )
 from rljax.errors import NumericsError
 from rljax.requests import DecodeStatistics, Request
@@ -124,6 +125,8 @@ class Coordinator:
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
       ended: requests of the rollout that have ended, in the order in which they did.
+      only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
+        tool that is asked again, elsewhere, may answer something else.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Coordinator:
         self.fingerprint, self.strict = fingerprint, strict
         self.ledger, self.counts = Ledger(strict), Counts()
         self.statistics: dict[str, tuple[DecodeStatistics, float]] = {}
-        self.building = False
+        self.building = self.only_holders = False
         self.ready = 0
         self.ended: list[Key] = []
         self._workers: dict[str, _Worker] = {}
@@ -180,6 +183,18 @@ class Coordinator:
         """Names of the workers that are not lost."""
         return list(self._workers)
 
+    def states(self) -> dict[str, str]:
+        """What each of them does: a state of `timeline.py`."""
+        states = {}
+        for name, worker in self._workers.items():
+            if not worker.slots:
+                states[name] = "starting"
+            elif self._version is not None and worker.version != self._version:
+                states[name] = "loading"
+            else:
+                states[name] = "decoding" if worker.holds else "idle"
+        return states
+
     # -- the machine ---------------------------------------------------------------------------------------
 
     def on(self, event: Event, now: float) -> list[Command]:
@@ -190,6 +205,8 @@ class Coordinator:
             return self._begin(event, now)
         if isinstance(event, Tick):
             return self._tick(now)
+        if isinstance(event, Wish):
+            return self._wish(event.workers, now)
         worker = self._workers.get(event.worker)
         if isinstance(event, Pieces):
             return self._pieces(event, worker, now)
@@ -240,7 +257,8 @@ class Coordinator:
 
     def _status(self, event: Status, worker: _Worker, now: float) -> list[Command]:
         worker.arrived = True
-        if not worker.slots and event.fingerprint != self.fingerprint:
+        measured = None not in (event.fingerprint, self.fingerprint)  # on a mesh they are not
+        if not worker.slots and measured and event.fingerprint != self.fingerprint:
             if self.strict:
                 return self._refuse(event)
             self.counts.other_numerics += 1
@@ -296,12 +314,30 @@ class Coordinator:
             ]
         if self._useless:
             self._next_start = max(self._next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
+        commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
+        self._take_back(worker)
+        return commands + self._start(now) + self._fill(list(self._workers), now)
+
+    def _take_back(self, worker: _Worker) -> None:
+        """The requests of a worker that is gone wait first."""
         keys = [key for key in worker.holds if self.ledger[key].ending is None]
         self._moved.update(keys)
         for key in keys:
             self._holder.pop(key, None)
         self._queue.extendleft(reversed(self._groups(keys)))
-        commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
+
+    def _wish(self, workers: int, now: float) -> list[Command]:
+        """Keeps another number of workers: starts some, or lets go of those that have done least, the newest
+        first.
+        """
+        self.wish, commands = workers, []
+        newest_first = list(self._workers)[::-1]
+        least = sorted(newest_first, key=lambda name: bool(self._workers[name].slots))
+        for name in least[: max(len(self._workers) - workers, 0)]:
+            worker = self._workers.pop(name)
+            self.ready -= worker.slots > 0
+            self._take_back(worker)
+            commands += [Stop(name), Say(f"cluster: {name} is let go")]
         return commands + self._start(now) + self._fill(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
@@ -345,7 +381,8 @@ class Coordinator:
         gaps, ended = [], False
         for piece in event.pieces:
             entry = self.ledger.entries.get(piece.key)
-            if entry is None:
+            holds = worker is not None and piece.key in worker.holds
+            if entry is None or (self.only_holders and not holds):
                 self.counts.late += 1
                 continue
             begun = entry.ending is None
@@ -353,7 +390,6 @@ class Coordinator:
                 grown = self.ledger.add(event.worker, piece)
             except NumericsError as error:
                 return [Fail("NumericsError", str(error))]
-            holds = worker is not None and piece.key in worker.holds
             if not grown and not self.ledger.has_gap(piece.key) and begun == (entry.ending is None):
                 self.counts.late += bool(piece.tokens)
             if grown and worker is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from drafters.base import Outcome
 from rljax import errors
+from rljax.cluster.blueprint import check_shared, make_blueprint
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -34,9 +35,11 @@ from rljax.cluster.messages import (
     Stop,
     Tick,
     Weights,
+    Wish,
 )
+from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import digest_of, parts_of, publish
-from rljax.cluster.worker import make_blueprint
+from rljax.cluster.wish import WishFile
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
@@ -69,12 +72,19 @@ class ClusterDecoder:
       fabric: carries messages; `close` closes it.
       config: keys of the cluster.
       say: shows a line to the user.
+      wish: says that another number of workers is wished for than `cluster.workers`; None for never.
 
     Raises:
       ClusterError: of what is known at once.
     """
 
-    def __init__(self, fabric: Fabric, config: ClusterConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        config: ClusterConfig,
+        say: Callable[[str], None],
+        wish: WishFile | None = None,
+    ) -> None:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
         strict = config.numerics == "refuse"
@@ -83,10 +93,12 @@ class ClusterDecoder:
         self._blueprint: Any = None
         self._versions: dict[int, Weights] = {}
         self._rollout = self._next_key = 0
+        self._drafters: Any = None  # reference to the newest weights of those that are trained here
         self._lessons: dict[int, Any] = {}  # references, by number
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
+        self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -98,7 +110,7 @@ class ClusterDecoder:
         Raises:
           ClusterError: one has another code or JAX, or none comes within `cluster.patience_seconds`.
         """
-        while self.coordinator.arrived < self.coordinator.wish:
+        while self.coordinator.arrived < min(self.coordinator.wish, max(self._fabric.room(), 1)):
             self._listen()
 
     def build(
@@ -111,7 +123,12 @@ class ClusterDecoder:
           config: the experiment.
           policy: the policy; workers get its weights later.
           invariance: of the driver's numerics; None where it is not measured.
+
+        Raises:
+          ConfigError: a drafter cannot be trained for workers.
         """
+        check_shared(scheduler.speculator)
+        self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
         self._do(self.coordinator.build(self._fabric.now()))
@@ -153,6 +170,7 @@ class ClusterDecoder:
         )
         by_key = {first + place: requests[place] for place in longest_first}
         self._rollout += 1
+        self._decodes = True
         running, told = RunningRequests(), 0
         self._do(coordinator.on(Begin(self._rollout, version, by_key), self._fabric.now()))
         while not coordinator.done:
@@ -161,11 +179,21 @@ class ClusterDecoder:
             told = self._tell(told, first, on_finished)
             if on_progress is not None:
                 on_progress(coordinator.ledger.tokens, len(coordinator.ended))
+        self._decodes = False
+        self._observe()
+        self._timeline.count(coordinator.ledger)
         seconds = time.perf_counter() - start
-        completions = [coordinator.ledger[first + place].completion() for place in range(len(requests))]
+        completions = [self._completion(first + place) for place in range(len(requests))]
         statistics = self._count(completions, seconds)
         statistics.running.append(running.points())
         self._scheduler.learn_lengths(requests, completions)
+        trained_on = [
+            (request.prompt_ids, completion.response_ids)
+            for request, completion in zip(requests, completions, strict=True)
+            if request.training
+        ]
+        if self._scheduler.speculator is not None and trained_on:
+            self._scheduler.speculator.read(params, trained_on, seconds)
         return completions, statistics
 
     def _tell(self, told: int, first: Key, on_finished: OnFinished | None) -> int:
@@ -173,8 +201,11 @@ class ClusterDecoder:
         ended = self.coordinator.ended[told:]
         for key in ended:
             if on_finished is not None:
-                on_finished(key - first, self.coordinator.ledger[key].completion())
+                on_finished(key - first, self._completion(key))
         return told + len(ended)
+
+    def _completion(self, key: Key) -> Completion:
+        return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)
 
     def _count(self, completions: Sequence[Completion], seconds: float) -> DecodeStatistics:
         """Returns the counts of all workers. A token that two of them sampled is one."""
@@ -195,9 +226,27 @@ class ClusterDecoder:
             return
         self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
         self._num_lessons += 1
+        self._drafters = None  # they have learned
         known = [self._taught[name] for name in self.coordinator.workers() if name in self._taught]
         for number in [number for number in self._lessons if number < min(known, default=0)]:
             del self._lessons[number]
+
+    @property
+    def doing(self) -> str:
+        """A phrase on what the workers do, for the display."""
+        return described(self.coordinator.states())
+
+    def timeline(self) -> dict[str, Any]:
+        """Returns what everyone has done since the last call; see `Timeline.take`."""
+        self._observe()
+        return self._timeline.take(self._fabric.now())
+
+    def _observe(self) -> None:
+        states = self.coordinator.states()
+        if not self._decodes:  # nobody listens
+            states = {name: "idle" if state == "loading" else state for name, state in states.items()}
+        states[TRAINER] = "waiting" if self._decodes else "training"
+        self._timeline.observe(states, self._fabric.now())
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call; see docs/cluster.md."""
@@ -242,9 +291,12 @@ class ClusterDecoder:
             return sent[0]
         state, known = None, self._taught.get(name, self._num_lessons)
         if self._scheduler.speculator is not None and name not in self._taught:
-            state = self._fabric.put(self._scheduler.speculator.state())
+            state = self._fabric.put(self._scheduler.speculator.state(to_share=True))
+        if self._scheduler.speculator is not None and self._drafters is None:
+            drafters = self._scheduler.speculator.weights()
+            self._drafters = self._fabric.put(drafters) if drafters else None
         lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        delivery = Delivery(self._versions[version], state, lessons)
+        delivery = Delivery(self._versions[version], state, lessons, self._drafters)
         self._sent[name] = delivery, self._num_lessons
         return delivery
 
@@ -258,7 +310,11 @@ class ClusterDecoder:
                 if event.version == delivery.weights.version:
                     self._taught[event.worker] = lessons
             self._do(self.coordinator.on(event, self._fabric.now()))
+        wished = None if self._wish is None else self._wish.changed(self._fabric.now())
+        if wished is not None:
+            self._do(self.coordinator.on(Wish(wished), self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
+        self._observe()
 
     def _do(self, commands: Sequence[Command]) -> None:
         for command in commands:

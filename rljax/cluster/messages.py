@@ -48,6 +48,7 @@ class Piece:
       ending: reason of the response's end behind these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker, and tokens from them; set with
         `ending`.
+      answers: (begin, end) in the response of every tool's answer among the tokens, each of which is whole.
     """
 
     key: Key
@@ -58,6 +59,7 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
+    answers: tuple[tuple[int, int], ...] = ()
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -165,11 +167,18 @@ class Begin:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wish:
+    """Another number of workers is to be kept running from now on."""
+
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Tick
+Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Wish | Tick
 
 # -- commands ----------------------------------------------------------------------------------------------
 
@@ -276,11 +285,14 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
+      drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
+        None where it trains none.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
+    drafters: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

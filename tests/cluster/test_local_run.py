@@ -1,47 +1,18 @@
 """The tiny run, decoded by two workers in this process, is the run without workers, bit for bit."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
 
-from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.worker import RolloutWorker
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
-from rljax.training import session
-from tests.cluster.same_run import differences, run
+from tests.cluster.same_run import differences
+from tests.cluster.turns import in_the_middle, local_run
 from tests.tiny_policy import CONFIG, make_params
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-
-
-class Turns:
-    """Makes local fabrics in place of Ray's, and lets a test interfere."""
-
-    def __init__(self, interfere=None, network=lambda data: (0,)):
-        self.interfere, self.network, self.fabrics = interfere, network, []
-
-    @contextlib.contextmanager
-    def cluster_of(self, config, say):
-        self.said = []
-        fabric = LocalFabric(RolloutWorker, self.network)
-        fabric.before_turn = self.interfere
-        self.fabrics.append(fabric)
-        with contextlib.closing(ClusterDecoder(fabric, config.cluster, self.said.append)) as cluster:
-            cluster.gather()
-            yield cluster
-
-
-def local_run(world, name, monkeypatch, *overrides, resumes=False, **options):
-    turns = Turns(**options)
-    monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
-    return run(world, name, *overrides, resumes=resumes), turns
 
 
 def test_two_workers_make_the_same_run(world, alone, monkeypatch):
@@ -66,10 +37,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
         """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
         workers.update(fabric.workers)
         for name, worker in list(fabric.workers.items()):
-            middle = worker.loop is not None and any(
-                4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
-            )
-            if middle and worker._rollout > len(trouble) and len(trouble) < 2:
+            if in_the_middle(worker) and worker._rollout > len(trouble) and len(trouble) < 2:
                 (fabric.silence if trouble else fabric.kill)(name)
                 trouble.append(name)
                 return
