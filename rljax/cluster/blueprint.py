@@ -17,7 +17,7 @@ import jax
 
 from drafters.device import SharedDrafter, TrainedDrafter
 from drafters.registry import make_drafters
-from rljax.config import ExperimentConfig, check_devices
+from rljax.config import ExperimentConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import ConfigError
@@ -97,10 +97,16 @@ def build(blueprint: Blueprint, name: str) -> Built:
     Raises:
       UserError: it cannot be built here.
     """
-    config, cache = blueprint.config, blueprint.config.engine.compilation_cache
+    # Of `mesh` the worker's engine knows its own: the run's is of the process that trains.
+    config = blueprint.config.model_copy(update={"mesh": blueprint.config.cluster.mesh})
+    cache = config.engine.compilation_cache
     if cache is not None:
         enable_compilation_cache(cache)
-    check_devices(config.mesh, jax.local_device_count())
+    if config.mesh.num_devices > jax.local_device_count():
+        raise ConfigError(
+            f"cluster.mesh: {config.mesh.num_devices} devices, but {name} has {jax.local_device_count()}; lower"
+            " it, or reserve more for a worker"
+        )
     mesh = make_mesh(config.mesh)
     numerics, invariance = make_numerics(config, blueprint.policy, mesh)
     with tempfile.TemporaryDirectory() as directory:

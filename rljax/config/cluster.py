@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rljax.config.mesh import MeshConfig
 from rljax.config.section import Count, CountOrOff, Section
 from rljax.errors import ConfigError
 
@@ -34,8 +35,13 @@ class ClusterConfig(Section):
     )
     gpus_per_worker: CountOrOff = Field(
         0,
-        description="GPUs that Ray reserves for a worker. Set it to the devices of mesh, 1 without one, where"
-        " workers decode on GPUs.",
+        description="GPUs that Ray reserves for a worker. Set it to the number of devices of cluster.mesh, 1"
+        " without one, where workers decode on GPUs.",
+    )
+    mesh: MeshConfig = Field(
+        MeshConfig(),
+        description="Mesh of each worker's own devices, which decode together. Set it where the policy does"
+        " not fit one device; else several workers are faster, and lose less where one is lost.",
     )
     resources_per_worker: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
@@ -106,8 +112,8 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         ),
         (
             f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
-            config.cluster.gpus_per_worker not in (0, config.mesh.num_devices),
-            f"mesh has {config.mesh.num_devices} devices, and each worker needs as many",
+            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
+            f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",
         ),
     ):
         if used:

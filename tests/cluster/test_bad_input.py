@@ -39,7 +39,7 @@ def test_keys_of_the_cluster(config_with, override, message):
         (["engine.row_invariant=false"], "engine.row_invariant"),
         (["distributed.enabled=on"], "distributed"),
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
-        (["mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
+        (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
     ],
 )
 def test_what_workers_do_not_support(config_with, overrides, key):
