@@ -104,8 +104,8 @@ def build(blueprint: Blueprint, name: str) -> Built:
         enable_compilation_cache(cache)
     if config.mesh.num_devices > jax.local_device_count():
         raise ConfigError(
-            f"cluster.mesh: {config.mesh.num_devices} devices, but {name} has {jax.local_device_count()}; lower"
-            " it, or reserve more for a worker"
+            f"cluster.mesh: {config.mesh.num_devices} devices, but {name} has {jax.local_device_count()};"
+            " lower it, or reserve more for a worker"
         )
     mesh = make_mesh(config.mesh)
     numerics, invariance = make_numerics(config, blueprint.policy, mesh)
