@@ -3,6 +3,7 @@
 import pytest
 
 from rljax.cluster.messages import Delivery
+from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
 
@@ -81,3 +82,8 @@ def test_lost_doubled_late_and_reordered_messages_in_a_run(world, alone, monkeyp
     assert not differences(alone, clustered)
     steps = [line for line in clustered.metrics if "cluster/workers" in line]
     assert sum(line["cluster/pieces_late"] for line in steps) > 0
+
+
+def test_a_config_that_a_worker_cannot_hold(world, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^cluster.mesh: 2 devices, but worker-\d has 1; lower it"):
+        local_run(world, "mesh", monkeypatch, "cluster.mesh.data=2")

@@ -24,8 +24,8 @@ def test_spans_follow_the_states_and_go_on_in_the_next_record():
 
 def test_flickering_is_one_span():
     timeline = Timeline(0.0)
-    for tick in range(100):
-        timeline.observe({"worker-0": "decoding"}, tick)
+    timeline.observe({"worker-0": "decoding"}, 0.0)
+    for tick in range(1, 100):
         timeline.observe({"worker-0": "idle"}, tick + 0.001)
         timeline.observe({"worker-0": "decoding"}, tick + 0.002)
     assert timeline.take(100.0)["rows"]["worker-0"]["spans"] == [[0.0, 100.0, "decoding"]]

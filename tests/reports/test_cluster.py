@@ -34,7 +34,7 @@ def record(begin, worker="worker-1"):
         "moved": 1,
         "rows": {
             "trainer": {"spans": [[0.0, 4.0, "waiting"], [4.0, 5.0, "training"]]},
-            "worker-0": {"spans": spans, "tokens": 1200 + begin, "responses": 7},
+            "worker-0": {"spans": spans, "tokens": 1200, "responses": 7},
             worker: {"spans": [[begin, 2.0, "starting"]], "tokens": 0, "responses": 0},
         },
     }
@@ -49,7 +49,7 @@ def test_the_timeline_shows_the_newest_steps_and_who_decoded_what(tmp_path):
     text = page.report_html([run])
     assert 'aria-label="Workers over time"' in text
     assert "in steps 3 to 6" in text and "4 responses are of several workers" in text
-    for shown in ("trainer", "worker-0, 4,801 tok", "worker-3", "worker-6", "decoding", "idle, waiting"):
+    for shown in ("trainer", "worker-0, 4,800 tok", "worker-3", "worker-6", "decoding", "idle, waiting"):
         assert f">{shown}<" in text
     assert ">worker-2<" not in text
     two = page.report_html([run, dataclasses.replace(run, name="other")])
