@@ -1,11 +1,14 @@
 """Drafters of every kind in workers: the same run, and heads that the driver trains draft in the workers."""
 
 import itertools
+import types
 
 import numpy as np
 import pytest
 
+from drafters.device import TrainedDrafter
 from drafters.simple import SimpleDrafter
+from rljax.cluster.blueprint import check_shared
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
@@ -15,8 +18,6 @@ from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
 from tests.cluster.same_run import differences
 from tests.cluster.turns import in_the_middle, local_run
-
-pytestmark = pytest.mark.slow
 
 HEAD = "{train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
 
@@ -28,8 +29,10 @@ class Repeats(SimpleDrafter):
         return [int(tokens[-1])] * budget
 
 
-class TrainedHere:
+class TrainedHere(TrainedDrafter):
     """A user's that is trained on the engine's passes."""
+
+    train_below, trained = 0, False
 
 
 @pytest.fixture
@@ -48,6 +51,7 @@ def drafts_always(monkeypatch):
     monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))
 
 
+@pytest.mark.slow
 def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, drafts_always, tmp_path):
     """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's."""
     small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
@@ -95,6 +99,7 @@ def _named(params):
     return {f"train.params.{name}": np.asarray(leaf) for name, leaf in named_leaves(params).items()}
 
 
+@pytest.mark.slow
 def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypatch, tmp_path):
     spill, seen = tmp_path / "spill", set()
 
@@ -111,9 +116,7 @@ def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypat
     assert not any(line["speculation/history_damaged"] for line in steps)
 
 
-def test_a_drafter_that_only_the_engines_passes_train_is_refused(world, monkeypatch):
-    from rljax.cluster import blueprint
-
-    monkeypatch.setattr(blueprint, "SharedDrafter", TrainedHere)
-    with pytest.raises(ConfigError, match=r"^speculation.drafter: eagle is trained on the engine's passes"):
-        local_run(world, "refused", monkeypatch, "speculation.drafter=eagle", f"speculation.args={HEAD}")
+def test_a_drafter_that_only_the_engines_passes_train_is_refused():
+    check_shared(types.SimpleNamespace(drafters={"mine": Repeats()}))
+    with pytest.raises(ConfigError, match=r"^speculation.drafter: mine is trained on the engine's passes"):
+        check_shared(types.SimpleNamespace(drafters={"mine": TrainedHere()}))
