@@ -38,9 +38,12 @@ from rljax.benchmarking import Row
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
-from rljax.cluster.weights import Part, digest_of, publish
+from rljax.cluster.weights import WeightChannel
+from rljax.cluster.weights.files import Files, FileWeights, read_file
+from rljax.cluster.weights.object_store import ObjectStore
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
+from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
 
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
@@ -249,28 +252,36 @@ def accept_length(workers: int, shares: bool, steps: int) -> float:
     class Alone(ClusterDecoder):
         """Workers learn what they decoded themselves."""
 
-        def run(self, params: Any, requests: Any, *arguments: Any) -> Any:
-            results = super().run(params, requests, *arguments)
-            self.writers = [entry.ended_by for entry in self.coordinator.ledger.entries.values()]
-            by_place = sorted(zip(self.coordinator.ledger.entries, self.writers, strict=True))
-            self.writers = [writer for _, writer in by_place]
+        def finish(self, begun: Any, *arguments: Any) -> Any:
+            self.writers: dict[int, str] = {}
+            results = super().finish(begun, *arguments)
+            self.in_order = [self.writers[key] for key in begun.keys]
             return results
 
-        def learn(self, outcomes: Any) -> None:
-            super().learn(list(zip(self.writers, outcomes, strict=True)))
+        def _completion(self, key: int) -> Any:
+            self.writers[key] = self.coordinator.ledger[key].ended_by
+            return super()._completion(key)
 
-        def _delivery(self, name: str, version: int) -> Delivery:
-            delivery = super()._delivery(name, version)
-            own = []
-            for lesson in delivery.lessons:
-                written = pickle.loads(lesson)
-                own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
-            return dataclasses.replace(delivery, lessons=own)
+        def learn(self, outcomes: Any) -> None:
+            super().learn(list(zip(self.in_order, outcomes, strict=True)))
+
+    class AloneFabric(LocalFabric):
+        """Leaves out of lessons what others decoded."""
+
+        def send(self, worker: str, order: Any) -> None:
+            if isinstance(order, Delivery):
+                lessons = [pickle.loads(lesson) for lesson in order.lessons]
+                own = [[outcome for writer, outcome in lesson if writer == worker] for lesson in lessons]
+                order = dataclasses.replace(order, lessons=[pickle.dumps(lesson) for lesson in own])
+            super().send(worker, order)
 
     @contextlib.contextmanager
-    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder]:
-        kind = ClusterDecoder if shares else Alone
-        with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
+    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder | None]:
+        if not config.cluster.workers:
+            yield None
+            return
+        decoder, fabric = (ClusterDecoder, LocalFabric) if shares else (Alone, AloneFabric)
+        with contextlib.closing(decoder(fabric(RolloutWorker), config.cluster, say)) as cluster:
             cluster.gather()
             yield cluster
 
@@ -278,9 +289,7 @@ def accept_length(workers: int, shares: bool, steps: int) -> float:
         return [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)][-1]
 
     before = session.cluster_of, selection.best_rows
-    selection.best_rows = largest
-    if workers:
-        session.cluster_of = local
+    session.cluster_of, selection.best_rows = local, largest
     try:
         with experiment(*_SHARING, f"training.steps={steps}", f"cluster.workers={workers}") as config:
             session.run(config)
@@ -315,12 +324,14 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     class Other:
         def fetch(self, weights: Any) -> tuple[float, float]:
             start = time.perf_counter()
-            parts = ray.get(weights.parts)
+            where = weights.where
+            parts = read_file(where) if isinstance(where, FileWeights) else ray.get(where.reference)
             got = time.perf_counter() - start
             assert digest_of(parts) == weights.digest
             return got, time.perf_counter() - start
 
     rows = []
+    channels: dict[str, WeightChannel] = {"object store": ObjectStore(ray.put), "files": Files(None)}
     try:
         other = Other.remote()
         for size in megabytes:
@@ -330,13 +341,18 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
             copies = [part[3].copy() for part in parts]
             copy = time.perf_counter() - start
             del copies
-            start = time.perf_counter()
-            weights = publish(0, parts, digest_of(parts), ray.put)
-            published = time.perf_counter() - start
-            got, fetched = ray.get(other.fetch.remote(dataclasses.replace(weights)))
-            for what, seconds in (("publish", published), ("get", got), ("get and check", fetched)):
-                rows.append(Row(f"weights/{size} MiB/{what}", seconds, "s", "a copy", copy, copy / seconds))
+            for channel_name, channel in channels.items():
+                start = time.perf_counter()
+                published = channel.publish(0, {}, parts, digest_of(parts))
+                publish = time.perf_counter() - start
+                got, fetched = ray.get(other.fetch.remote(channel.deliver(published)))
+                channel.remove(published)
+                for what, seconds in (("publish", publish), ("get", got), ("get and check", fetched)):
+                    name = f"weights/{size} MiB/{channel_name}/{what}"
+                    rows.append(Row(name, seconds, "s", "a copy", copy, copy / seconds))
     finally:
+        for channel in channels.values():
+            channel.close()
         ray.shutdown()
     return rows
 

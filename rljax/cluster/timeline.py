@@ -1,10 +1,10 @@
 """What the trainer and each worker did when, and what each worker decoded: for reports and the display."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rljax.cluster.ledger import Ledger
+from rljax.cluster.ledger import Entry
 
 STATES = ("decoding", "idle", "loading", "starting", "training", "waiting")
 """Of a worker: it decodes; it has nothing to decode; it gets weights; it starts, or builds its engine. Of the
@@ -40,9 +40,9 @@ class Timeline:
                 self._end(name, now)
                 self._present[name] = now, state
 
-    def count(self, ledger: Ledger) -> None:
-        """Adds who sampled which tokens of a rollout that is over."""
-        for entry in ledger.entries.values():
+    def count(self, entries: Iterable[Entry]) -> None:
+        """Adds who sampled which tokens of responses that have ended."""
+        for entry in entries:
             ends = [begin for begin, _ in entry.writers[1:]] + [len(entry.tokens)]
             for (begin, worker), end in zip(entry.writers, ends, strict=True):
                 self._tokens[worker] += end - begin

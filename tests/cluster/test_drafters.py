@@ -16,9 +16,11 @@ from rljax.models.transformer import init_params
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
+from tests.cluster.local_run import in_the_middle, local_run
 from tests.cluster.same_run import differences
-from tests.cluster.turns import in_the_middle, local_run
 
+# Few programs: drafters on the device have some for every shape.
+FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
 HEAD = "{train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
 
 
@@ -70,8 +72,7 @@ def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, draft
         f"speculation.args={HEAD}",
         f"speculation.others={{quantized: {{}}, small_model: {{path: {tmp_path}/small}},"
         " mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
-        "speculation.verify_buckets=[16]",
-        "speculation.max_drafts=3",
+        *FEW,
     )
     clustered, turns = local_run(world, "device", monkeypatch, *drafters, interfere=interfere)
     assert lost
@@ -80,7 +81,7 @@ def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, draft
     assert all(line["speculation/drafted"] > 0 for line in steps)
     assert [line["speculation/head/slices"] for line in steps] == [2, 2]
 
-    driver = turns.decoders[0]._scheduler.speculator.drafters["eagle"]
+    driver = turns.clusters[0]._scheduler.speculator.drafters["eagle"]
     assert driver._trainer.updates == 4
     last = max(worker._version for worker in workers.values() if worker._version is not None)
     current = [worker for worker in workers.values() if worker._version == last]
@@ -108,7 +109,7 @@ def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypat
             path.name.rpartition("-")[0] for path in spill.glob("worker-*") if any(path.glob("*/*.npz"))
         )
 
-    drafters = ("speculation.drafter=srt", f"speculation.args={{spill_dir: {spill}, max_tokens: 100}}")
+    drafters = ("speculation.drafter=srt", f"speculation.args={{spill_dir: {spill}, max_tokens: 100}}", *FEW)
     clustered, _ = local_run(world, "spill", monkeypatch, *drafters, interfere=interfere)
     assert not differences(alone, clustered)
     assert seen == {"worker-0", "worker-1"}

@@ -3,9 +3,10 @@
 import pytest
 
 from rljax.cluster.messages import Delivery
+from rljax.cluster.weights import ObjectStore
 from rljax.errors import ConfigError
+from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences
-from tests.cluster.turns import local_run
 
 pytestmark = pytest.mark.slow
 
@@ -45,22 +46,20 @@ def test_workers_lost_as_they_fetch_and_weights_that_come_damaged(world, alone, 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 def test_a_driver_that_dies_as_it_publishes(world, alone, monkeypatch, behind):
     """Before or behind the copy in the store: the same command goes on from the checkpoint."""
-    from rljax.cluster import decoder
-
-    honest, name = decoder.publish, f"publish_{behind}"
+    honest, name = ObjectStore.publish, f"publish_{behind}"
 
     class Gone(BaseException):
         """As if the process had ended."""
 
-    def dies(version, *arguments):
+    def dies(self, version, *arguments):
         if version == 1:
             if behind:
-                honest(version, *arguments)
+                honest(self, version, *arguments)
             raise Gone
-        return honest(version, *arguments)
+        return honest(self, version, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "publish", dies)
+        patch.setattr(ObjectStore, "publish", dies)
         with pytest.raises(Gone):
             local_run(world, name, patch)
     resumed, _ = local_run(world, name, monkeypatch, resumes=True)

@@ -1,14 +1,12 @@
 """The tiny run, decoded by two workers in this process, is the run without workers, bit for bit."""
 
-import jax
 import numpy as np
 import pytest
 
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
+from tests.cluster.local_run import in_the_middle, local_run
 from tests.cluster.same_run import differences
-from tests.cluster.turns import in_the_middle, local_run
-from tests.tiny_policy import CONFIG, make_params
 
 pytestmark = pytest.mark.slow
 
@@ -111,25 +109,6 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
         )
     resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
     assert not differences(alone, resumed)
-
-
-def test_damaged_weights_are_never_used():
-    from rljax.cluster.weights import WeightsError, digest_of, fetch, parts_of, publish
-
-    parts = parts_of(make_params())
-    store = []
-    put = lambda value: store.append([(*rest, data.copy()) for *rest, data in value]) or 0  # noqa: E731
-    weights = publish(3, parts, digest_of(parts), put)
-    fetched = fetch(weights, lambda reference: store[reference], CONFIG)
-    same = jax.tree.map(
-        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), fetched, make_params()
-    )
-    assert all(jax.tree.leaves(same))
-    store[0][1][3][5] ^= 1
-    with pytest.raises(WeightsError, match="version 3 of the weights came damaged"):
-        fetch(weights, lambda reference: store[reference], CONFIG)
-    with pytest.raises(WeightsError, match="did not come: TimeoutError, after 3 seconds"):
-        fetch(weights, lambda reference: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), CONFIG)
 
 
 def test_what_a_worker_raises_for_the_user_ends_the_run(world, monkeypatch):

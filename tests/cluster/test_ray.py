@@ -13,7 +13,7 @@ from rljax.cluster.messages import Delivery, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
-from tests.cluster.test_drafters import HEAD
+from tests.cluster.test_drafters import FEW, HEAD
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
 
@@ -48,13 +48,22 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
         "speculation.drafter=eagle",
         f"speculation.args={HEAD}",
         "speculation.others={mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
-        "speculation.verify_buckets=[16]",
-        "speculation.max_drafts=3",
+        *FEW,
     )
     clustered = run(world, "ray_two", "cluster.workers=2", *drafters)
     assert not differences(alone, clustered)
     assert [line["speculation/head/updates"] for line in steps_of(clustered)] == [2, 4]
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes):
+    """They decode while the trainer updates, and get their weights from shared memory."""
+    overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
+    clustered = run(world, "ray_stale", *overrides, steps=3)
+    assert not differences(stale_alone, clustered)
+    assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
 
 
 @pytest.mark.ray
