@@ -243,7 +243,7 @@ def accept_length(workers: int, shares: bool, steps: int) -> float:
     """Tokens a verifying pass yields per response, over the second half of a run's steps."""
     from rljax.cluster.decoder import ClusterDecoder
     from rljax.cluster.fabric import LocalFabric
-    from rljax.cluster.messages import Delivery
+    from rljax.cluster.messages import Delivery, Load, Weights
     from rljax.cluster.worker import RolloutWorker
     from rljax.run_directory import RunDirectory
     from rljax.speculation.managers import selection
@@ -252,36 +252,29 @@ def accept_length(workers: int, shares: bool, steps: int) -> float:
     class Alone(ClusterDecoder):
         """Workers learn what they decoded themselves."""
 
-        def finish(self, begun: Any, *arguments: Any) -> Any:
-            self.writers: dict[int, str] = {}
-            results = super().finish(begun, *arguments)
-            self.in_order = [self.writers[key] for key in begun.keys]
-            return results
+        def finish(self, *arguments: Any) -> Any:
+            self.writers = []
+            return super().finish(*arguments)
 
-        def _completion(self, key: int) -> Any:
-            self.writers[key] = self.coordinator.ledger[key].ended_by
+        def _completion(self, key: Any) -> Any:
+            self.writers.append(self.coordinator.ledger[key].ended_by)
             return super()._completion(key)
 
         def learn(self, outcomes: Any) -> None:
-            super().learn(list(zip(self.in_order, outcomes, strict=True)))
+            super().learn(list(zip(self.writers, outcomes, strict=True)))
 
-    class AloneFabric(LocalFabric):
-        """Leaves out of lessons what others decoded."""
-
-        def send(self, worker: str, order: Any) -> None:
-            if isinstance(order, Delivery):
-                lessons = [pickle.loads(lesson) for lesson in order.lessons]
-                own = [[outcome for writer, outcome in lesson if writer == worker] for lesson in lessons]
-                order = dataclasses.replace(order, lessons=[pickle.dumps(lesson) for lesson in own])
-            super().send(worker, order)
+        def _delivery(self, load: Load, weights: Weights) -> Delivery:
+            delivery, name = super()._delivery(load, weights), load.worker
+            own = []
+            for lesson in delivery.lessons:
+                written = pickle.loads(lesson)
+                own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
+            return dataclasses.replace(delivery, lessons=own)
 
     @contextlib.contextmanager
-    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder | None]:
-        if not config.cluster.workers:
-            yield None
-            return
-        decoder, fabric = (ClusterDecoder, LocalFabric) if shares else (Alone, AloneFabric)
-        with contextlib.closing(decoder(fabric(RolloutWorker), config.cluster, say)) as cluster:
+    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder]:
+        kind = ClusterDecoder if shares else Alone
+        with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
             cluster.gather()
             yield cluster
 
@@ -289,7 +282,9 @@ def accept_length(workers: int, shares: bool, steps: int) -> float:
         return [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)][-1]
 
     before = session.cluster_of, selection.best_rows
-    session.cluster_of, selection.best_rows = local, largest
+    selection.best_rows = largest
+    if workers:
+        session.cluster_of = local
     try:
         with experiment(*_SHARING, f"training.steps={steps}", f"cluster.workers={workers}") as config:
             session.run(config)

@@ -44,6 +44,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Weights,
     Wish,
 )
 from rljax.cluster.publisher import Publisher
@@ -74,6 +75,7 @@ class BegunRollout:
       number: of the rollout in the coordinator.
       keys: of the requests, in their order.
       requests: the requests.
+      params: the weights that they began with.
       began: `time.perf_counter()` then.
       running: number of running responses over time.
       told: number of ended responses that were handed on.
@@ -82,6 +84,7 @@ class BegunRollout:
     number: int
     keys: tuple[Key, ...]
     requests: Sequence[Request]
+    params: Params
     began: float
     running: RunningRequests
     told: int = 0
@@ -132,13 +135,12 @@ class ClusterDecoder:
         self._rollout = self._next_key = 0
         self._finished = 0.0  # when the last rollout was
         self._renewed: int | None = None  # the rollout whose responses go on under newer weights
-        self._newest: Params | None = None  # the newest weights
         self._drafters: Any = None  # reference to the newest weights of those that are trained here
         self._lessons: dict[int, Any] = {}  # references, by number
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
-        self._wish, self._timeline, self._waits = wish, Timeline(fabric.now()), False
+        self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -229,7 +231,6 @@ class ClusterDecoder:
         for request in requests:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
-        self._newest = params
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -247,12 +248,11 @@ class ClusterDecoder:
         begin = Begin(number, version, by_key, renewed, known)
         self._do(self.coordinator.on(begin, self._fabric.now()))
         keys = tuple(range(first, first + len(requests)))
-        return BegunRollout(number, keys, requests, time.perf_counter(), RunningRequests())
+        return BegunRollout(number, keys, requests, params, time.perf_counter(), RunningRequests())
 
     def renew(self, params: Params, version: int) -> None:
         """There are newer weights: what was begun as `renewed` goes on under them."""
         self._publisher.publish(version, params)
-        self._newest = params
         self._do(self.coordinator.on(Renew(version), self._fabric.now()))
 
     def place(self, begun: BegunRollout) -> int | None:
@@ -277,41 +277,32 @@ class ClusterDecoder:
         """Waits for a rollout's responses, and returns them as `run` does; raises as it does."""
         rollout = self.coordinator.rollouts.open[begun.number]
         self._tell(begun, on_finished)
-        self._waits = True
+        self._decodes = True
         while not self.ended(begun):
             self.listen()
             begun.running.add(self.coordinator.decoding)
             self._tell(begun, on_finished)
             if on_progress is not None:
                 on_progress(rollout.tokens, len(rollout.ended))
-        self._waits = False
+        self._decodes = False
         self._observe()
+        self._timeline.count(self.coordinator.ledger, begun.keys)
         now = time.perf_counter()
         seconds = now - max(begun.began, self._finished)
-        self._timeline.count(self.coordinator.ledger[key] for key in begun.keys)
         completions = [self._completion(key) for key in begun.keys]
         statistics = self._count(rollout, completions, seconds)
         self._finished = now
         statistics.running.append(begun.running.points())
         self._scheduler.learn_lengths(begun.requests, completions)
-        self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
-        self._read(begun.requests, completions, seconds)
-        return completions, statistics
-
-    def _completion(self, key: Key) -> Completion:
-        return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)
-
-    def _read(self, requests: Sequence[Request], completions: Sequence[Completion], seconds: float) -> None:
-        """Lets drafters that are trained here read what workers have decoded: with the newest weights, which
-        they will draft for.
-        """
         trained_on = [
             (request.prompt_ids, completion.response_ids)
-            for request, completion in zip(requests, completions, strict=True)
+            for request, completion in zip(begun.requests, completions, strict=True)
             if request.training
         ]
         if self._scheduler.speculator is not None and trained_on:
-            self._scheduler.speculator.read(self._newest, trained_on, seconds)
+            self._scheduler.speculator.read(begun.params, trained_on, seconds)
+        self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
+        return completions, statistics
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -343,6 +334,9 @@ class ClusterDecoder:
         for key in ended[begun.told :]:
             on_finished(key - begun.keys[0], self._completion(key))
         begun.told = len(ended)
+
+    def _completion(self, key: Key) -> Completion:
+        return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)
 
     def _count(self, rollout: Rollout, completions: Sequence[Completion], seconds: float) -> DecodeStatistics:
         """Returns the counts of all workers. A token that two of them sampled is one."""
@@ -382,7 +376,9 @@ class ClusterDecoder:
 
     def _observe(self) -> None:
         states = self.coordinator.states()
-        states[TRAINER] = "waiting" if self._waits else "training"
+        if not self._decodes:  # nobody listens
+            states = {name: "idle" if state == "loading" else state for name, state in states.items()}
+        states[TRAINER] = "waiting" if self._decodes else "training"
         self._timeline.observe(states, self._fabric.now())
 
     def metrics(self) -> dict[str, float]:
@@ -418,6 +414,13 @@ class ClusterDecoder:
         if weights is None:
             self._loads[name] = load
             return
+        delivery = self._delivery(load, weights)
+        self._sent[name] = delivery, self._num_lessons
+        self._fabric.send(name, delivery)
+
+    def _delivery(self, load: Load, weights: Weights) -> Delivery:
+        """Returns an order to load weights, with what drafters have learned since the worker's last."""
+        name = load.worker
         state, known = None, self._taught.get(name, self._num_lessons)
         if self._scheduler.speculator is not None and name not in self._taught:
             state = self._fabric.put(self._scheduler.speculator.state(to_share=True))
@@ -425,9 +428,7 @@ class ClusterDecoder:
             drafters = self._scheduler.speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
         lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        delivery = Delivery(weights, state, lessons, load.carry, self._drafters)
-        self._sent[name] = delivery, self._num_lessons
-        self._fabric.send(name, delivery)
+        return Delivery(weights, state, lessons, self._drafters, load.carry)
 
     # -- events and commands -------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ class Piece:
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
-      order: number of the `Decode` by which the worker decodes it.
       answers: (begin, end) in the response of every tool's answer among the tokens, each of which is whole.
+      order: number of the `Decode` by which the worker decodes it.
     """
 
     key: Key
@@ -59,8 +59,8 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
-    order: int = 0
     answers: tuple[tuple[int, int], ...] = ()
+    order: int = 0
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -351,16 +351,16 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
-      carry: see `Load`.
       drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
         None where it trains none.
+      carry: see `Load`.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
-    carry: bool = False
     drafters: Any = None
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

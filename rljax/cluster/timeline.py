@@ -4,7 +4,8 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rljax.cluster.ledger import Entry
+from rljax.cluster.ledger import Ledger
+from rljax.cluster.messages import Key
 
 STATES = ("decoding", "idle", "loading", "starting", "training", "waiting")
 """Of a worker: it decodes; it has nothing to decode; it gets weights; it starts, or builds its engine. Of the
@@ -40,9 +41,9 @@ class Timeline:
                 self._end(name, now)
                 self._present[name] = now, state
 
-    def count(self, entries: Iterable[Entry]) -> None:
+    def count(self, ledger: Ledger, keys: Iterable[Key]) -> None:
         """Adds who sampled which tokens of responses that have ended."""
-        for entry in entries:
+        for entry in (ledger[key] for key in keys):
             ends = [begin for begin, _ in entry.writers[1:]] + [len(entry.tokens)]
             for (begin, worker), end in zip(entry.writers, ends, strict=True):
                 self._tokens[worker] += end - begin

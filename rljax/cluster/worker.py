@@ -299,8 +299,8 @@ class RolloutWorker:
                 response.ending if ended else None,
                 response.drafted if ended else 0,
                 response.accepted if ended else 0,
-                order,
                 tuple(answer for answer in response.tool_answers if first <= answer[0] < end),
+                order,
             )
             pieces.append(piece)
         return pieces

@@ -96,10 +96,9 @@ def cluster_of(
     from rljax.cluster.ray_fabric import connect
     from rljax.cluster.wish import WishFile
 
+    fabric, wish = connect(config.cluster, say), None if wished is None else WishFile(wished, say)
     versions = 2 + max(config.rollout.staleness, config.rollout.max_staleness)
-    wish = None if wished is None else WishFile(wished, say)
-    decoder = ClusterDecoder(connect(config.cluster, say), config.cluster, say, versions, wish)
-    with contextlib.closing(decoder) as cluster:
+    with contextlib.closing(ClusterDecoder(fabric, config.cluster, say, versions, wish)) as cluster:
         cluster.gather()
         yield cluster
 

@@ -16,8 +16,8 @@ from rljax.models.transformer import init_params
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
-from tests.cluster.local_run import in_the_middle, local_run
 from tests.cluster.same_run import differences
+from tests.cluster.turns import in_the_middle, local_run
 
 # Few programs: drafters on the device have some for every shape.
 FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
@@ -81,7 +81,7 @@ def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, draft
     assert all(line["speculation/drafted"] > 0 for line in steps)
     assert [line["speculation/head/slices"] for line in steps] == [2, 2]
 
-    driver = turns.clusters[0]._scheduler.speculator.drafters["eagle"]
+    driver = turns.decoders[0]._scheduler.speculator.drafters["eagle"]
     assert driver._trainer.updates == 4
     last = max(worker._version for worker in workers.values() if worker._version is not None)
     current = [worker for worker in workers.values() if worker._version == last]

@@ -7,7 +7,7 @@ from rljax.evaluation.settings import evaluation_config
 from rljax.progress import silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.saved_policy import load_saved_policy
-from tests.cluster.local_run import Turns, in_the_middle
+from tests.cluster.turns import Turns, in_the_middle
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import pytest
 from rljax.cluster.messages import Delivery
 from rljax.cluster.weights import ObjectStore
 from rljax.errors import ConfigError
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences
+from tests.cluster.turns import local_run
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ _RUNS = """
 import pathlib, sys, types
 import pytest
 from tests.cluster.same_run import differences, lucky_world
-from tests.cluster.local_run import in_the_middle, local_run
+from tests.cluster.turns import in_the_middle, local_run
 
 lost, devices = [], set()
 

@@ -7,8 +7,9 @@ import pytest
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.training import loop
 from rljax.training.learner import Learner
-from tests.cluster.local_run import local_run
+from rljax.training.saved_policy import _checkpoints, load_saved_policy
 from tests.cluster.same_run import differences, run
+from tests.cluster.turns import local_run
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +35,10 @@ def test_with_staleness_a_step_is_sampled_by_the_weights_before(alone, stale_alo
 
 def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkeypatch):
     """They end the next step's rollout before the update does, and the run is the same."""
-    honest, under_way, clusters = Learner.learn, [], []
+    honest, under_way, decoders = Learner.learn, [], []
 
     def learn(self, *args):
-        coordinator = clusters[0].coordinator
+        coordinator = decoders[0].coordinator
         number = max(coordinator.rollouts.open, default=None)
         if number is not None:
             rollout = coordinator.rollouts.open[number]
@@ -50,7 +51,7 @@ def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkey
 
     monkeypatch.setattr(Learner, "learn", learn)
     overrides = (STALE, "cluster.weights=files", f"cluster.weights_dir={world}/weights")
-    clustered, _ = local_run(world, "stale_two", monkeypatch, *overrides, steps=3, clusters=clusters)
+    clustered, _ = local_run(world, "stale_two", monkeypatch, *overrides, steps=3, decoders=decoders)
     assert not differences(stale_alone, clustered)
     assert under_way == [(0, True), (1, True)]
 
@@ -70,6 +71,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(world, stale_alone, monkeypatch
     monkeypatch.setattr(loop, "learn", honest)
     resumed, _ = local_run(world, "stale_killed", monkeypatch, STALE, resumes=True, steps=3)
     assert not differences(stale_alone, resumed)
+    saved = load_saved_policy(world / "stale_killed" / "run", step=2)
+    assert any(name.startswith("sampled_by/1/") for name in _checkpoints(saved.path).host_arrays(2))
+    assert not saved.drafter_state()  # which others read
 
 
 def schedule_of(world, name):

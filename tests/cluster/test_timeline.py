@@ -37,7 +37,7 @@ def test_tokens_are_of_those_that_sampled_them():
     ledger.add("worker-0", Piece(0, 0, 0, (1, 2, 3), (-1.0,) * 3))
     ledger.add("worker-1", Piece(0, 0, 2, (3, 4), (-1.0,) * 2, "eos"))
     ledger.add("worker-1", Piece(1, 0, 0, (7,), (-1.0,), "eos"))
-    timeline.count(ledger.entries.values())
+    timeline.count(ledger, [0, 1])
     record = timeline.take(1.0)
     assert record["moved"] == 1
     assert record["rows"]["worker-0"] == {"spans": [], "tokens": 3, "responses": 0}

@@ -6,9 +6,9 @@ from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import Died, Piece, Pieces
 from rljax.cluster.worker import _before_a_call
 from rljax.requests import PartialResponse
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_coordinator import begun, whole
+from tests.cluster.turns import local_run
 
 TOOLS = (
     "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}",

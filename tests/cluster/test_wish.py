@@ -5,10 +5,10 @@ import pytest
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import Arrived, Begin, Decode, Load, Pieces, Say, Spawn, Status, Stop, Tick, Wish
 from rljax.cluster.wish import WishFile
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import begun, started, whole
+from tests.cluster.turns import local_run
 
 
 def test_the_file_is_read_when_it_has_changed(tmp_path):

@@ -1,4 +1,4 @@
-"""The tiny run with workers in this process, on a fabric that a test may interfere with."""
+"""Runs whose workers take turns in this process, and a test that interferes with them."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.wish import WishFile
 from rljax.cluster.worker import RolloutWorker
 from rljax.training import session
-from tests.cluster.same_run import run
+from tests.cluster.same_run import STEPS, run
 
 
 class LenientWorker(RolloutWorker):
@@ -21,11 +21,16 @@ class LenientWorker(RolloutWorker):
 
 
 class Turns:
-    """Makes local fabrics in place of Ray's, and lets a test interfere."""
+    """Makes local fabrics in place of Ray's.
 
-    def __init__(self, interfere=None, network=lambda data: (0,), versions=2, clusters=None):
-        self.interfere, self.network, self.versions, self.fabrics = interfere, network, versions, []
-        self.clusters = [] if clusters is None else clusters
+    Attributes:
+      fabrics, decoders: of the runs so far.
+      said: lines for the user of the last one.
+    """
+
+    def __init__(self, interfere=None, network=lambda data: (0,), versions=2, decoders=None):
+        self.interfere, self.network, self.versions = interfere, network, versions
+        self.fabrics, self.decoders = [], [] if decoders is None else decoders
 
     @contextlib.contextmanager
     def cluster_of(self, config, say, wished=None):
@@ -39,12 +44,13 @@ class Turns:
         wish = None if wished is None else WishFile(wished, self.said.append)
         decoder = ClusterDecoder(fabric, config.cluster, self.said.append, self.versions, wish)
         with contextlib.closing(decoder) as cluster:
-            self.clusters.append(cluster)
+            self.decoders.append(cluster)
             cluster.gather()
             yield cluster
 
 
-def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=2, **options):
+def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, **options):
+    """A run with two workers, or as the overrides say, and its `Turns`."""
     turns = Turns(**options)
     monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
     overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
