@@ -138,6 +138,11 @@ def check_with_workers(config: "ExperimentConfig") -> None:
             config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
             f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",
         ),
+        (
+            "cluster.mesh",
+            config.cluster.mesh.num_devices > 1 and config.cluster.numerics == "refuse",
+            "without cluster.numerics=warn, since bits are not measured on several devices",
+        ),
     ):
         if used:
             raise ConfigError(f"{key}: is not supported with cluster.workers: {instead}")

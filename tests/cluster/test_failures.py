@@ -85,4 +85,4 @@ def test_lost_doubled_late_and_reordered_messages_in_a_run(world, alone, monkeyp
 
 def test_a_config_that_a_worker_cannot_hold(world, monkeypatch):
     with pytest.raises(ConfigError, match=r"^cluster.mesh: 2 devices, but worker-\d has 1; lower it"):
-        local_run(world, "mesh", monkeypatch, "cluster.mesh.data=2")
+        local_run(world, "mesh", monkeypatch, "cluster.mesh.data=2", "cluster.numerics=warn")

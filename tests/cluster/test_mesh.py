@@ -1,4 +1,4 @@
-"""Workers with a mesh of several devices each: how many there are, and one that is lost, change nothing."""
+"""Workers with a mesh of several devices each: how many there are, and one that is lost, change no token."""
 
 import os
 import subprocess
@@ -24,11 +24,12 @@ def interfere(fabric):
 
 directory = types.SimpleNamespace(mktemp=lambda name: pathlib.Path(sys.argv[1]))
 with lucky_world(directory) as world, pytest.MonkeyPatch.context() as patch:
-    # Devices that share cores do not compute a product in one order.
     mesh = ("cluster.mesh.data=2", "engine.row_invariant=warn", "cluster.numerics=warn")
     one, _ = local_run(world, "one", patch, *mesh, "cluster.workers=1")
     two, _ = local_run(world, "two", patch, *mesh, interfere=interfere)
-print("FOUND", len(lost), len(devices), differences(one, two))
+# Devices that share cores compute other last bits of logprobs from run to run, and so other updates.
+tokens = ("step 0: ", "step 1: reward", "step 1: rollout/", "step 1: response")
+print("FOUND", len(lost), len(devices), [name for name in differences(one, two) if name.startswith(tokens)])
 """
 
 
