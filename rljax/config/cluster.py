@@ -129,11 +129,6 @@ def check_with_workers(config: "ExperimentConfig") -> None:
             "what one worker samples ahead, another would need; set 0",
         ),
         (
-            "rollout.max_staleness",
-            bool(config.tools is not None and config.rollout.max_staleness),
-            "with tools a call under way would be sampled again by other weights; set 0",
-        ),
-        (
             f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
             config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
             f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",

@@ -41,13 +41,6 @@ def test_keys_of_the_cluster(config_with, override, message):
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
         (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
         (["cluster.mesh.data=2"], "cluster.mesh"),
-        (
-            [
-                "rollout.max_staleness=2",
-                "tools={names: [calculator]}",
-            ],
-            "rollout.max_staleness",
-        ),
     ],
 )
 def test_what_workers_do_not_support(config_with, overrides, key):
