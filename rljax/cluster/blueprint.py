@@ -20,6 +20,7 @@ from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
@@ -52,6 +53,14 @@ def make_blueprint(config: ExperimentConfig, policy: Policy) -> Blueprint:
     """Returns the blueprint of the workers of a run."""
     contents = {file.name: file.read_bytes() for file in Tokenizer.files(policy.tokenizer_directory)}
     return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents)
+
+
+def check_moves(scheduler: Scheduler) -> None:
+    """Raises a ConfigError for episodes of an environment: its state would not move to another worker."""
+    if isinstance(scheduler.tools, EnvironmentUse):
+        raise ConfigError(
+            "cluster.workers: the state of an environment does not move to another worker; set 0 for this task"
+        )
 
 
 def check_shared(speculator: Speculator | None) -> None:

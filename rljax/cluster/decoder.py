@@ -23,7 +23,7 @@ from typing import Any
 
 from drafters.base import Outcome
 from rljax import errors
-from rljax.cluster.blueprint import check_shared, make_blueprint
+from rljax.cluster.blueprint import check_moves, check_shared, make_blueprint
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -167,8 +167,9 @@ class ClusterDecoder:
           invariance: of the driver's numerics; None where it is not measured.
 
         Raises:
-          ConfigError: a drafter cannot be trained for workers.
+          ConfigError: a drafter cannot be trained for workers, or the task is an environment.
         """
+        check_moves(scheduler)
         check_shared(scheduler.speculator)
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))

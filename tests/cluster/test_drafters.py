@@ -8,7 +8,8 @@ import pytest
 
 from drafters.device import TrainedDrafter
 from drafters.simple import SimpleDrafter
-from rljax.cluster.blueprint import check_shared
+from rljax.cluster.blueprint import check_moves, check_shared
+from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
@@ -115,6 +116,12 @@ def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypat
     assert seen == {"worker-0", "worker-1"}
     steps = [line for line in clustered.metrics if "cluster/workers" in line]
     assert not any(line["speculation/history_damaged"] for line in steps)
+
+
+def test_episodes_of_an_environment_are_refused():
+    check_moves(types.SimpleNamespace(tools=None))
+    with pytest.raises(ConfigError, match=r"^cluster.workers: the state of an environment does not move"):
+        check_moves(types.SimpleNamespace(tools=object.__new__(EnvironmentUse)))
 
 
 def test_a_drafter_that_only_the_engines_passes_train_is_refused():
