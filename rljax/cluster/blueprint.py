@@ -59,7 +59,8 @@ def check_moves(scheduler: Scheduler) -> None:
     """Raises a ConfigError for episodes of an environment: its state would not move to another worker."""
     if isinstance(scheduler.tools, EnvironmentUse):
         raise ConfigError(
-            "cluster.workers: the state of an environment does not move to another worker; set 0 for this task"
+            "cluster.workers: the state of an environment does not move to another worker; set 0 with such a"
+            " task"
         )
 
 
