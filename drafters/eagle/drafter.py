@@ -1,7 +1,8 @@
 """The head as a drafter: it drafts for the engine's slots (`slots.py`), and learns from their responses.
 
 It is trained (`spot_trainer.py`) on the features that every forward pass of the engine hands out, so it needs
-no forward pass of its own.
+no forward pass of its own. Where other processes decode, their passes' features stay there: the process that
+trains computes some of them again (`read`), and the others draft with frozen copies of its head (`weights`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.states import StateReader
 from drafters.eagle.time_budget import TimeBudget
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
@@ -56,6 +58,7 @@ class EagleDrafter:
         self._shared: Params | None = None
         self._frozen = False
         self._trainer: HeadTrainer | FrozenHead | None = None
+        self._reader: StateReader | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # slices of this rollout
@@ -281,6 +284,42 @@ class EagleDrafter:
         `dropped_running`, running responses that are not trained on, since `buffer_bytes` had no room.
         """
         return {f"head/{name}": value for name, value in (self._last_metrics | self._totals).items()}
+
+    # -- responses of other processes ------------------------------------------------------------------------
+
+    def read(
+        self, params: Params, responses: Sequence[tuple[Sequence[int], np.ndarray]], seconds: float
+    ) -> None:
+        """Adds responses to the buffer, no more of them than the step's slices have room for, evenly spread:
+        computing their features again takes a forward pass.
+        """
+        if not self._trains:
+            return
+        self.refresh(params)
+        if self._reader is None:
+            longest = self._engine.buckets.cache[-1]
+            numerics = dataclasses.replace(self._engine.numerics, row_invariant=False)  # it decides no token
+            self._reader = StateReader(self.config, numerics, longest, rows=1)
+            self._budget.expect(self._trainer.warm_up(self._shared))
+        self._budget.earn(seconds)
+        arguments = self._arguments
+        room = arguments.slices * arguments.rows * arguments.pack_length
+        tokens = sum(len(prompt) + len(response) for prompt, response in responses)
+        for ids, states, mask in self._reader.read(params, responses[:: max(1, -(-tokens // room))]):
+            known = len(ids) - 1  # the policy has not read the last token
+            self._trainer.add(ids[:known], states[:known], mask[:known])
+
+    def weights(self) -> dict[str, np.ndarray]:
+        if self._trainer is not None:
+            weights = self._trainer.weights()
+        else:  # no rollout yet
+            restored = self._restored or {}
+            weights = {
+                name: array
+                for name, array in restored.items()
+                if name.startswith("train.params.") or name == "train.updates"
+            }
+        return weights and weights | {"step": np.asarray(self._step, np.int64)}
 
     # -- training --------------------------------------------------------------------------------------------
 

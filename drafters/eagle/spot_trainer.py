@@ -230,6 +230,12 @@ class HeadTrainer:
             "buffer_bytes": self._buffer.bytes,
         }
 
+    def weights(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of `state` that a `FrozenHead` loads, which are copies."""
+        params = named_leaves(self._state.params).items()
+        named = {f"train.params.{name}": np.array(leaf) for name, leaf in params}
+        return named | {"train.updates": np.asarray(self.updates, np.int64)}
+
     def state(self) -> dict[str, np.ndarray]:
         """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
         named = {f"train.{name}": np.array(leaf) for name, leaf in named_leaves(self._state).items()}

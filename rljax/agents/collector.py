@@ -16,7 +16,7 @@ from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
-from rljax.rollout.collector import TRAINING, Collector, Group, Timing
+from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, Timing
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
@@ -92,7 +92,7 @@ class AgentCollector(Collector):
         wait = "" if self._pool is not None else "; agents ask for problems by POST /v1/episodes"
         self._say(f"agents: listening on {self.server.address}{wait}")
 
-    def collect(
+    def begin(
         self,
         params: Params,
         split: Split,
@@ -100,11 +100,10 @@ class AgentCollector(Collector):
         samples: int,
         purpose: int,
         step: int,
-        on_progress: OnProgress | None = None,
         sampling: SamplingParams | None = None,
-    ) -> tuple[list[Group], DecodeStatistics, Timing]:
-        """Lets agents play the problems; arguments and result as for `Collector.collect`."""
-        start = time.perf_counter()
+        version: int = 0,
+    ) -> BegunGroups:
+        """Makes the episodes that `finish` lets agents play; arguments as for `Collector.begin`."""
         problems = [self.task.problem(split, index) for index in indices]
         episodes = [
             AgentEpisode(
@@ -116,6 +115,14 @@ class AgentCollector(Collector):
             for problem, index in zip(problems, indices, strict=True)
             for sample in range(samples)
         ]
+        return BegunGroups((params, purpose, episodes), step, tuple(indices), version, problems, [])
+
+    def finish(
+        self, begun: BegunGroups, on_progress: OnProgress | None = None
+    ) -> tuple[list[Group], DecodeStatistics, Timing]:
+        """Lets agents play the problems; see `Collector.finish`."""
+        start = time.perf_counter()
+        (params, purpose, episodes), problems = begun.decoding, begun.problems
         engine, scheduler = self.scheduler.engine, self.scheduler
         worker = EngineWorker(
             engine,
@@ -125,9 +132,9 @@ class AgentCollector(Collector):
             max_waiting=1 << 16,
             steps_per_sync=engine.decode_steps_per_sync,
             learns=False,
-            version=step,
+            version=begun.version,
         )
-        self.service.worker, self.service.step = worker, step
+        self.service.worker, self.service.step = worker, begun.step
         self.service.training = purpose == TRAINING
 
         def check(ended: int) -> None:
@@ -153,7 +160,7 @@ class AgentCollector(Collector):
             worker.close(drain=False)
         if worker.error is not None:
             raise worker.error
-        groups = self._groups(problems, episodes, samples)
+        groups = self._groups(problems, episodes, len(episodes) // len(problems))
         self._last = _measured(episodes)
         worker.statistics.running.append(worker.loop.running_over_time.points())
         return groups, worker.statistics, Timing(time.perf_counter() - start, 0.0)

@@ -7,14 +7,14 @@ it by hand. A worker's life:
 
     Spawn -> Arrived -> Build -> Status -> Load -> Status with the version -> Decode -> Pieces
 
-Nothing that it decides can change a token (`ledger.py`). What a worker does not confirm is sent again; a
-worker that is silent for longer than its lease is given up, and its requests go on elsewhere from the tokens
-in the ledger. A lost worker's name is never used again.
+Nothing that it decides can change a token (`ledger.py`), except of rollouts that are `renewed`. What a worker
+does not confirm is sent again; a worker that is silent for longer than its lease is given up, and its
+requests go on elsewhere from the tokens in the ledger. A lost worker's name is never used again. Several
+rollouts may be under way (`rollouts.py`).
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import (
@@ -25,6 +25,7 @@ from rljax.cluster.messages import (
     Command,
     Decode,
     Died,
+    End,
     Event,
     Facts,
     Fail,
@@ -34,18 +35,21 @@ from rljax.cluster.messages import (
     Key,
     Load,
     Missing,
+    Piece,
     Pieces,
+    Renew,
     Say,
     Spawn,
     Status,
     Stop,
     Tick,
+    Wish,
+    Withdraw,
 )
+from rljax.cluster.rollouts import Rollout, Rollouts
+from rljax.cluster.router import Board, Router, Seat, SharedQueue
 from rljax.errors import NumericsError
-from rljax.requests import DecodeStatistics, Request
 
-_BACKLOG_SHARE = 4  # a worker holds a quarter more requests than slots, so that none waits for a message
-_REFILL_SHARE = 8  # and is sent new ones when an eighth of its slots has come free
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
 _MOST_FETCHES = 3  # failed fetches of one version, after which a worker is given up
 
@@ -72,6 +76,8 @@ class _Worker:
     Attributes:
       heard: when it last gave a sign of life, or was started.
       told: when it was last told to build or to load.
+      wants: the version that it was last told to load.
+      rollout: number of the rollout that it works on; that of all its requests.
       holds: its requests, with the time of the last progress or question.
       more: whether it believes that further requests may follow.
       useful: whether it has ever sent a token.
@@ -82,6 +88,8 @@ class _Worker:
     arrived: bool = False
     slots: int = 0
     version: int | None = None
+    wants: int | None = None
+    rollout: int = 0
     holds: dict[Key, float] = dataclasses.field(default_factory=dict)
     more: bool = False
     useful: bool = False
@@ -116,14 +124,17 @@ class Coordinator:
       fingerprint: of the driver's numerics; None where it is not measured. It may be set until the first
         `Build` is answered.
       strict: refuses workers with another fingerprint; False admits them and counts differing tokens.
+      router: decides which worker decodes what.
+      ledger: keeps what has been sampled; a simulation's only counts it.
 
     Attributes:
       ledger: what has been sampled.
       counts: see `Counts`.
-      statistics: of the present rollout, by worker: counts of decoding, and seconds it was busy.
+      rollouts: those under way.
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
-      ended: requests of the rollout that have ended, in the order in which they did.
+      only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
+        tool that is asked again, elsewhere, may answer something else.
     """
 
     def __init__(
@@ -133,33 +144,32 @@ class Coordinator:
         limits: Limits = Limits(),
         fingerprint: str | None = None,
         strict: bool = True,
+        router: Router | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.wish, self.facts, self.limits = wish, facts, limits
         self.fingerprint, self.strict = fingerprint, strict
-        self.ledger, self.counts = Ledger(strict), Counts()
-        self.statistics: dict[str, tuple[DecodeStatistics, float]] = {}
-        self.building = False
+        self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
+        self.rollouts = Rollouts(SharedQueue() if router is None else router)
+        self.building = self.only_holders = False
         self.ready = 0
-        self.ended: list[Key] = []
         self._workers: dict[str, _Worker] = {}
-        self._started = 0
+        self._started = self._orders = 0
         self._next_start = 0.0
         self._useless = 0  # workers lost in a row without a token
         self._last_reason = ""
         self._life: float | None = None  # when any worker was last heard
-        self._rollout, self._version = 0, None
-        self._requests: dict[Key, Request] = {}
-        self._queue: collections.deque[list[Key]] = collections.deque()  # groups that nobody decodes
-        self._holder: dict[Key, str] = {}
+        self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
+        self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
+        self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
         self._moved: set[Key] = set()
-        self._unfinished = 0
 
     # -- what the driver asks ------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """Whether every request of the rollout has ended."""
-        return not self._unfinished
+        """Whether every request of every rollout has ended."""
+        return all(rollout.done for rollout in self.rollouts.open.values())
 
     @property
     def arrived(self) -> int:
@@ -180,6 +190,18 @@ class Coordinator:
         """Names of the workers that are not lost."""
         return list(self._workers)
 
+    def states(self) -> dict[str, str]:
+        """What each of them does: a state of `timeline.py`."""
+        states = {}
+        for name, worker in self._workers.items():
+            if not worker.slots:
+                states[name] = "starting"
+            elif worker.wants is not None and worker.version != worker.wants:
+                states[name] = "loading"
+            else:
+                states[name] = "decoding" if worker.holds else "idle"
+        return states
+
     # -- the machine ---------------------------------------------------------------------------------------
 
     def on(self, event: Event, now: float) -> list[Command]:
@@ -188,8 +210,15 @@ class Coordinator:
             self._life = now
         if isinstance(event, Begin):
             return self._begin(event, now)
+        if isinstance(event, End):
+            return self._end(event)
+        if isinstance(event, Renew):
+            self.rollouts.renew(event.version)
+            return self._direct(list(self._workers), now)
         if isinstance(event, Tick):
             return self._tick(now)
+        if isinstance(event, Wish):
+            return self._wish(event.workers, now)
         worker = self._workers.get(event.worker)
         if isinstance(event, Pieces):
             return self._pieces(event, worker, now)
@@ -240,19 +269,16 @@ class Coordinator:
 
     def _status(self, event: Status, worker: _Worker, now: float) -> list[Command]:
         worker.arrived = True
-        if not worker.slots and event.fingerprint != self.fingerprint:
+        measured = None not in (event.fingerprint, self.fingerprint)  # on a mesh they are not
+        if not worker.slots and measured and event.fingerprint != self.fingerprint:
             if self.strict:
                 return self._refuse(event)
             self.counts.other_numerics += 1
         self.ready += not worker.slots
         worker.slots = event.slots
-        if event.version is not None and event.version >= (worker.version or 0):
+        if event.version is not None:  # one that comes late is set right by the next
             worker.version, worker.fetch_seconds = event.version, event.fetch_seconds
-        if self._version is None:
-            return []
-        if worker.version != self._version:
-            return self._load(event.worker, worker, now)
-        return self._fill([event.worker], now)
+        return self._direct([event.worker], now)
 
     def _refuse(self, event: Status) -> list[Command]:
         """A worker computes other bits: it is not used, nor another one in its place."""
@@ -266,17 +292,20 @@ class Coordinator:
             return [Stop(event.worker), Fail("NumericsError", line)]
         return [Stop(event.worker), Say(line)]
 
-    def _load(self, name: str, worker: _Worker, now: float) -> list[Command]:
-        worker.told = now
-        return [Load(name, self._version)]
+    def _load(self, name: str, worker: _Worker, version: int, now: float) -> Load:
+        if worker.wants != version:
+            worker.fetch_failures = 0
+        worker.told, worker.wants = now, version
+        carry = bool(worker.holds) and self.rollouts.open[worker.rollout].renewed
+        return Load(name, version, carry)
 
     def _fetch_failed(self, event: FetchFailed, worker: _Worker, now: float) -> list[Command]:
-        if event.version != self._version or worker.version == self._version:
+        if event.version != worker.wants or worker.version == worker.wants:
             return []
         worker.fetch_failures += 1
         if worker.fetch_failures >= _MOST_FETCHES:
             return self._lose(event.worker, event.reason, now)
-        return self._load(event.worker, worker, now)
+        return [self._load(event.worker, worker, worker.wants, now)]
 
     def _lose(self, name: str, reason: str, now: float) -> list[Command]:
         """Gives a worker up; its requests wait first."""
@@ -296,13 +325,38 @@ class Coordinator:
             ]
         if self._useless:
             self._next_start = max(self._next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
-        keys = [key for key in worker.holds if self.ledger[key].ending is None]
-        self._moved.update(keys)
-        for key in keys:
-            self._holder.pop(key, None)
-        self._queue.extendleft(reversed(self._groups(keys)))
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
-        return commands + self._start(now) + self._fill(list(self._workers), now)
+        self._take_back(name, worker)
+        return commands + self._start(now) + self._direct(list(self._workers), now)
+
+    def _take_back(self, name: str, worker: _Worker) -> None:
+        """The requests of a worker that is gone wait first."""
+        keys = []
+        for key in worker.holds:
+            holders = self._holders[key]
+            holders.remove(name)
+            if not holders:
+                del self._holders[key]
+                keys.append(key)
+        self._moved.update(keys)
+        for rollout in self.rollouts.open.values():
+            rollout.router.leave(name)
+        for number, lost in self.rollouts.by_rollout(keys).items():
+            self.rollouts.open[number].router.put_back(lost)
+
+    def _wish(self, workers: int, now: float) -> list[Command]:
+        """Keeps another number of workers: starts some, or lets go of those that have done least, the newest
+        first.
+        """
+        self.wish, commands = workers, []
+        newest_first = list(self._workers)[::-1]
+        least = sorted(newest_first, key=lambda name: bool(self._workers[name].slots))
+        for name in least[: max(len(self._workers) - workers, 0)]:
+            worker = self._workers.pop(name)
+            self.ready -= worker.slots > 0
+            self._take_back(name, worker)
+            commands += [Stop(name), Say(f"cluster: {name} is let go")]
+        return commands + self._start(now) + self._direct(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
         """Starts workers as far as some are wished for."""
@@ -314,38 +368,38 @@ class Coordinator:
             commands.append(Spawn(name))
         return commands
 
-    # -- a rollout -----------------------------------------------------------------------------------------
+    # -- rollouts ------------------------------------------------------------------------------------------
 
     def _begin(self, event: Begin, now: float) -> list[Command]:
-        self._rollout, self._version = event.rollout, event.version
-        self._requests, self._unfinished = dict(event.requests), len(event.requests)
-        self.ledger.open(event.requests, event.version)
-        self.statistics, self.ended, self._holder, self._moved = {}, [], {}, set()
-        self._queue = collections.deque(self._groups(event.requests))
+        self.ledger.open(event.requests, event.version, event.renewed, event.partials)
+        self.rollouts.begin(event)
         self._life = now
-        commands: list[Command] = []
-        current = []
-        for name, worker in self._workers.items():
-            worker.holds, worker.more, worker.fetch_failures = {}, False, 0
-            worker.heard = now  # nobody has listened since the last rollout
-            if worker.slots and worker.version != event.version:
-                commands += self._load(name, worker, now)
-            elif worker.slots:
-                current.append(name)
-        return commands + self._fill(current, now)
+        for worker in self._workers.values():
+            worker.heard = now  # nobody may have listened for a while
+        return self._direct(list(self._workers), now)
+
+    def _end(self, event: End) -> list[Command]:
+        self.rollouts.forget(event.rollout, event.keys)
+        self.ledger.close(event.keys)
+        self._moved.difference_update(event.keys)
+        for key in event.keys:
+            self._drafts.pop(key, None)
+        return []
 
     def _pieces(self, event: Pieces, worker: _Worker | None, now: float) -> list[Command]:
         if worker is not None:
             worker.heard = self._life = now
-            if event.rollout == self._rollout and event.statistics is not None:
-                known = self.statistics.get(event.worker)
-                if known is None or event.statistics.host_syncs >= known[0].host_syncs:
-                    self.statistics[event.worker] = event.statistics, event.busy_seconds
+        rollout = self.rollouts.open.get(event.rollout)
+        if rollout is not None and event.statistics is not None:
+            known = rollout.statistics.get(event.worker)
+            if known is None or event.statistics.host_syncs >= known[0].host_syncs:
+                rollout.statistics[event.worker] = event.statistics, event.busy_seconds
         commands: list[Command] = []
         gaps, ended = [], False
         for piece in event.pieces:
             entry = self.ledger.entries.get(piece.key)
-            if entry is None:
+            holds = worker is not None and piece.key in worker.holds
+            if entry is None or not entry.takes(piece) or (self.only_holders and not holds):
                 self.counts.late += 1
                 continue
             begun = entry.ending is None
@@ -353,7 +407,7 @@ class Coordinator:
                 grown = self.ledger.add(event.worker, piece)
             except NumericsError as error:
                 return [Fail("NumericsError", str(error))]
-            holds = worker is not None and piece.key in worker.holds
+            self.rollouts.of(piece.key).tokens += grown
             if not grown and not self.ledger.has_gap(piece.key) and begun == (entry.ending is None):
                 self.counts.late += bool(piece.tokens)
             if grown and worker is not None:
@@ -362,84 +416,160 @@ class Coordinator:
                 worker.holds[piece.key] = now
                 if self.ledger.has_gap(piece.key):
                     gaps.append((piece.key, len(entry.tokens)))
+            if piece.drafted:
+                self._drafts[piece.key] = piece.drafted, piece.accepted
             if begun and entry.ending is not None:
-                self._finish(piece.key)
+                commands += self._finish(piece.key, event.worker)
                 ended = True
+            elif holds and len(self._holders[piece.key]) > 1:
+                commands += self._catch_up(event.worker, piece, now)
         if gaps:
-            commands.append(Ask(event.worker, self._rollout, tuple(gaps), bool(self._queue)))
+            commands.append(self._ask(event.worker, worker, tuple(gaps)))
         if ended and worker is not None:
-            commands += self._fill([event.worker], now)
+            commands += self._direct([event.worker], now)
+            if not worker.holds:
+                commands += self._rearrange(now)
         return commands
 
-    def _finish(self, key: Key) -> None:
-        self._unfinished -= 1
-        self.ended.append(key)
-        holder = self._workers.get(self._holder.pop(key, ""))
-        if holder is not None:
-            del holder.holds[key]
-            return
-        for group in self._queue:  # a lost worker's last piece came late
-            if key in group:
-                group.remove(key)
-        self._queue = collections.deque(group for group in self._queue if group)
+    def _finish(self, key: Key, by: str) -> list[Command]:
+        """A request has ended: copies of it are of no more use."""
+        rollout = self.rollouts.of(key)
+        rollout.unfinished -= 1
+        rollout.ended.append(key)
+        holders = self._holders.pop(key, [])
+        if not holders:  # a lost worker's last piece came late
+            rollout.router.discard(key)
+        for name in holders:
+            del self._workers[name].holds[key]
+            self._reached.pop((key, name), None)
+        return [Withdraw(name, rollout.number, (key,)) for name in holders if name != by]
 
     def _missing(self, event: Missing, worker: _Worker, now: float) -> list[Command]:
-        if event.rollout != self._rollout or worker.version != self._version:
+        rollout = self.rollouts.open.get(event.rollout)
+        if rollout is None or worker.rollout != event.rollout or worker.version != rollout.version:
             return []
         keys = [key for key in event.keys if key in worker.holds]
         return [self._decode(event.worker, worker, keys, now)] if keys else []
 
     # -- who decodes what ----------------------------------------------------------------------------------
 
-    def _groups(self, keys: Iterable[Key]) -> list[list[Key]]:
-        """Keys by prompt, in order: those of one prompt share a prefill where one worker has them."""
-        groups: dict[tuple[int, ...], list[Key]] = {}
-        for key in keys:
-            groups.setdefault(self._requests[key].prompt_ids, []).append(key)
-        return list(groups.values())
-
-    def _fill(self, names: Sequence[str], now: float) -> list[Command]:
-        """Gives waiting requests to these workers, as far as they have the weights and room: no more than
-        slots and a backlog, and no more than their share of what is left.
-        """
-        if not self._queue:
-            return []
+    def _direct(self, names: Sequence[str], now: float) -> list[Command]:
+        """Gives waiting requests to these workers, or first the weights that it takes."""
         commands: list[Command] = []
         for name in names:
             worker = self._workers.get(name)
-            if worker is None or not worker.slots or worker.version != self._version:
+            if worker is None or not worker.slots:
                 continue
-            share = -(-self._unfinished // self.ready)
-            limit = min(worker.slots + worker.slots // _BACKLOG_SHARE, share)
-            room = limit - len(worker.holds)
-            if room <= 0 or (worker.holds and room < worker.slots // _REFILL_SHARE):
-                continue
-            keys: list[Key] = []
-            while self._queue and room > len(keys):
-                group = self._queue[0]
-                taken = group[: room - len(keys)]
-                keys += taken
-                del group[: len(taken)]
-                if not group:
-                    self._queue.popleft()
-            for key in keys:
-                self._holder[key] = name
-            moved = self._moved.intersection(keys)
-            self.counts.migrations += len(moved)
-            self._moved -= moved
-            commands.append(self._decode(name, worker, keys, now))
-        if not self._queue:
-            told = {command.worker for command in commands}
-            for name, worker in self._workers.items():
-                if worker.more and name not in told:
-                    commands.append(self._decode(name, worker, [], now))
+            if worker.holds:
+                # It gets no more while an earlier rollout waits for a worker.
+                candidates = [] if self._lonely(name, worker) else [self.rollouts.open[worker.rollout]]
+            else:
+                candidates = self.rollouts.for_free(name)
+            for rollout in candidates:
+                if rollout.version != worker.version:
+                    worker.rollout = rollout.number
+                    if worker.wants != rollout.version or now - worker.told >= self.limits.retry:
+                        commands.append(self._load(name, worker, rollout.version, now))
+                    break
+                share = -(-rollout.unfinished // self.ready)
+                keys = rollout.router.take(Seat(name, worker.slots, len(worker.holds)), share)
+                if keys:
+                    worker.rollout = rollout.number
+                    moved = self._moved.intersection(keys)
+                    self.counts.migrations += len(moved)
+                    self._moved -= moved
+                    commands.append(self._decode(name, worker, keys, now))
+                    break
+        told = {command.worker for command in commands if isinstance(command, Decode)}
+        for name, worker in self._workers.items():
+            if worker.more and name not in told and not self._more(name, worker):
+                commands.append(self._decode(name, worker, [], now))
         return commands
 
-    def _decode(self, name: str, worker: _Worker, keys: Sequence[Key], now: float) -> Decode:
+    def _ask(self, name: str, worker: _Worker, positions: tuple[tuple[Key, int], ...]) -> Ask:
+        entries = {key: self.ledger[key] for key, _ in positions}
+        orders = {key: entry.order for key, entry in entries.items() if entry.renewed}
+        return Ask(name, worker.rollout, positions, worker.more, orders)
+
+    def _lonely(self, name: str, worker: _Worker) -> bool:
+        """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
+        tended = {each.rollout for each in self._workers.values() if each.slots}
+        return any(
+            rollout.number < worker.rollout and rollout.number not in tended
+            for rollout in self.rollouts.for_free(name)
+        )
+
+    def _more(self, name: str, worker: _Worker) -> bool:
+        """Whether further requests may follow in the rollout that a worker works on."""
+        rollout = self.rollouts.open.get(worker.rollout)
+        return rollout is not None and rollout.router.waiting(name)
+
+    def _decode(
+        self, name: str, worker: _Worker, keys: Sequence[Key], now: float, drafter: str | None = None
+    ) -> Decode:
         worker.holds.update(dict.fromkeys(keys, now))
-        worker.more = bool(self._queue)
-        work = tuple((key, self._requests[key], self.ledger[key].partial()) for key in keys)
-        return Decode(name, self._rollout, self._version, work, worker.more)
+        for key in keys:
+            holders = self._holders.setdefault(key, [])
+            if name not in holders:
+                holders.append(name)
+        worker.more = self._more(name, worker)
+        self._orders += 1
+        for key in keys:
+            self.ledger[key].ordered(self._orders)
+        work = tuple((key, self.rollouts.of(key).requests[key], self.ledger[key].partial()) for key in keys)
+        return Decode(name, worker.rollout, worker.version, work, worker.more, drafter, self._orders)
+
+    def _rearrange(self, now: float) -> list[Command]:
+        """Lets routers move requests to other workers, and copy them."""
+        commands: list[Command] = []
+        for rollout in self.rollouts.open.values():
+            if rollout.router.mobile and not rollout.renewed:  # a renewed response has one writer
+                commands += self._rearrange_one(rollout, now)
+        return commands
+
+    def _rearrange_one(self, rollout: Rollout, now: float) -> list[Command]:
+        seats = [
+            Seat(name, worker.slots, len(worker.holds))
+            for name, worker in self._workers.items()
+            if worker.slots and worker.version == rollout.version and worker.rollout == rollout.number
+        ]
+        holders_of = {key: names for key, names in self._holders.items() if key in rollout.requests}
+        board = Board(seats, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        taken: dict[str, list[Key]] = {}
+        given: dict[tuple[str, str | None], list[Key]] = {}
+        for move in rollout.router.moves(board):
+            holders = self._holders.get(move.key)
+            if holders is None or move.worker in holders or move.worker not in self._workers:
+                continue
+            if not move.copies:
+                self.counts.migrations += 1
+                for name in holders:
+                    taken.setdefault(name, []).append(move.key)
+                    del self._workers[name].holds[move.key]
+                holders.clear()
+            given.setdefault((move.worker, move.drafter), []).append(move.key)
+        commands: list[Command] = [
+            Withdraw(name, rollout.number, tuple(keys)) for name, keys in taken.items()
+        ]
+        for (name, drafter), keys in given.items():
+            commands.append(self._decode(name, self._workers[name], keys, now, drafter))
+        return commands
+
+    def _acceptance(self, key: Key) -> float:
+        drafted, accepted = self._drafts.get(key, (0, 0))
+        return accepted / drafted if drafted else 1.0
+
+    def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
+        """The longest copy counts: those that are far behind go on from there."""
+        key, known = piece.key, len(self.ledger[piece.key].tokens)
+        self._reached[key, name] = piece.begin + len(piece.tokens)
+        commands: list[Command] = []
+        for other in self._holders[key]:
+            behind = known - self._reached.setdefault((key, other), known)
+            if behind >= self.rollouts.of(key).router.catch_up:
+                self._reached[key, other] = known
+                commands.append(self._decode(other, self._workers[other], [key], now))
+        return commands
 
     # -- time ----------------------------------------------------------------------------------------------
 
@@ -466,11 +596,10 @@ class Coordinator:
             if worker.arrived and not worker.slots and self.building and overdue:
                 worker.told = now
                 commands.append(Build(name))
-            elif worker.slots and self._version is not None and worker.version != self._version and overdue:
-                commands += self._load(name, worker, now)
             quiet = [key for key, since in worker.holds.items() if now - since >= limits.retry]
             if quiet:
                 worker.holds.update(dict.fromkeys(quiet, now))
                 positions = tuple((key, len(self.ledger[key].tokens)) for key in quiet)
-                commands.append(Ask(name, self._rollout, positions, worker.more))
-        return commands + self._fill(list(self._workers), now)
+                commands.append(self._ask(name, worker, positions))
+        commands += self._direct(list(self._workers), now)
+        return commands + self._rearrange(now)

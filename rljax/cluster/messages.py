@@ -46,8 +46,9 @@ class Piece:
       tokens: token ids.
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
-      drafted, accepted: draft nodes verified for the response on this worker, and tokens from them; set with
-        `ending`.
+      drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
+      answers: (begin, end) in the response of every tool's answer among the tokens, each of which is whole.
+      order: number of the `Decode` by which the worker decodes it.
     """
 
     key: Key
@@ -58,6 +59,8 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
+    answers: tuple[tuple[int, int], ...] = ()
+    order: int = 0
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -151,17 +154,43 @@ class Died:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The driver begins a rollout.
+    """The driver begins a rollout, or adds requests to one that is `renewed`. Others may be under way.
 
     Attributes:
       rollout: its number, ascending.
-      version: version of the weights that all its tokens are sampled with.
+      version: version of the weights that its tokens are sampled with.
       requests: by key, those of one prompt together, in the order in which they should begin.
+      renewed: whether its responses go on under newer weights once there are some (`Renew`).
+      partials: what is known of some responses already, by key.
     """
 
     rollout: int
     version: int
     requests: Mapping[Key, Request]
+    renewed: bool = False
+    partials: Mapping[Key, PartialResponse] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The driver has taken responses of a rollout that have ended: they may be forgotten."""
+
+    rollout: int
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Renew:
+    """There are newer weights: responses of rollouts that are `renewed` go on under them."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """Another number of workers is to be kept running from now on."""
+
+    workers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +198,21 @@ class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Tick
+Event = (
+    Arrived
+    | Heard
+    | Status
+    | Pieces
+    | Missing
+    | FetchFailed
+    | Failed
+    | Died
+    | Begin
+    | End
+    | Renew
+    | Wish
+    | Tick
+)
 
 # -- commands ----------------------------------------------------------------------------------------------
 
@@ -197,21 +240,30 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Fetch weights on a worker."""
+    """Fetch weights on a worker.
+
+    Attributes:
+      worker: the worker.
+      version: the version to load.
+      carry: whether its responses go on under that version; False forgets them.
+    """
 
     worker: str
     version: int
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """Decode requests on a worker; those that it decodes already are left as they are.
+    """Decode requests on a worker. One that it decodes already is left as it is, unless this has more of it.
 
     Attributes:
       worker: the worker.
       rollout, version: of all these requests.
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
+      drafter: name of the drafter to use from now on; None leaves it to the worker.
+      number: of this order, ascending; pieces say by which one they came about.
     """
 
     worker: str
@@ -219,16 +271,39 @@ class Decode:
     version: int
     work: tuple[tuple[Key, Request, PartialResponse], ...]
     more: bool
+    drafter: str | None = None
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Withdraw:
+    """Decode these requests no longer: they have ended, or go on elsewhere. One that comes late or never
+    costs time alone.
+    """
+
+    worker: str
+    rollout: int
+    keys: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Send again what a worker has of these requests, from a position on."""
+    """Send again what a worker has of these requests, from a position on.
+
+    Attributes:
+      worker: the worker.
+      rollout: of the requests.
+      positions: (key, position) of each.
+      more: see `Decode`.
+      orders: numbers of the orders by which they are decoded, where it matters: what the worker has by an
+        earlier order is missing.
+    """
 
     worker: str
     rollout: int
     positions: tuple[tuple[Key, int], ...]
     more: bool
+    orders: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +321,7 @@ class Say:
     message: str
 
 
-Command = Spawn | Stop | Build | Load | Decode | Ask | Fail | Say
+Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | Fail | Say
 
 # -- what the driver adds to commands for workers ------------------------------------------------------------
 
@@ -258,13 +333,13 @@ class Weights:
     Attributes:
       version: its number.
       digest: of names, shapes, types and bytes.
-      parts: references to the arrays in the fabric's store.
+      where: where they are, for the channel that published them (`rljax/cluster/weights`).
       nbytes: size.
     """
 
     version: int
     digest: str
-    parts: Any
+    where: Any
     nbytes: int
 
 
@@ -276,11 +351,16 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
+      drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
+        None where it trains none.
+      carry: see `Load`.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
+    drafters: Any = None
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,5 +370,5 @@ class Plan:
     blueprint: Any
 
 
-Order = Plan | Delivery | Decode | Ask
+Order = Plan | Delivery | Decode | Withdraw | Ask
 """What a worker receives."""

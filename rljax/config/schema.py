@@ -20,35 +20,13 @@ from rljax.config.decoding import (
 from rljax.config.distributed import DistributedConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
+from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
-
-
-class MeshConfig(Section):
-    """Devices along each axis of the mesh; the product may not exceed the number of devices."""
-
-    data: Count = Field(
-        1,
-        description="Number of replicas; each computes a share of the batch. Raise it first to use more"
-        " devices.",
-    )
-    fsdp: Count = Field(
-        1,
-        description="Devices over which the weights and the optimizer state are sharded. Raise it when they"
-        " do not fit.",
-    )
-    tensor: Count = Field(
-        1, description="Devices that split every layer. Raise it to decode faster where links are fast."
-    )
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of the mesh."""
-        return self.data * self.fsdp * self.tensor
 
 
 class CheckpointConfig(Section):
@@ -231,6 +209,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.teacher: {algorithm.name} needs one; give the directory of a model with the policy's"
             " tokenizer, or of a run"
         )
+    yield from _impossible_staleness(config)
     lora = config.policy.lora
     if lora is not None and lora.path is not None and config.warm_start is not None:
         yield (
@@ -317,6 +296,38 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             yield f"{key}: {list(buckets)} must ascend, without repeats"
         elif buckets[-1] < largest:
             yield f"{key}: the largest, {buckets[-1]}, is less than {what}"
+
+
+def _impossible_staleness(config: ExperimentConfig) -> Iterator[str]:
+    """Yields one line for each contradiction between the age of weights and other keys."""
+    rollout, cluster = config.rollout, config.cluster
+    key = "rollout.staleness" if rollout.staleness else "rollout.max_staleness"
+    if rollout.staleness and rollout.max_staleness:
+        yield (
+            "rollout.max_staleness: is another mode than staleness: 1; set one of them to 0 (staleness: 1 can"
+            " be repeated without a log)"
+        )
+    if rollout.max_staleness and not cluster.workers and cluster.replay is None:
+        yield (
+            "rollout.max_staleness: needs cluster.workers; without them nothing is decoded during an update,"
+            " and rollout.staleness: 1 does the same"
+        )
+    if rollout.max_staleness and config.algorithm.dynamic_sampling:
+        yield (
+            "rollout.max_staleness: is not possible with algorithm.dynamic_sampling; set that to false, or"
+            " use rollout.staleness: 1"
+        )
+    if cluster.replay is not None and not rollout.max_staleness:
+        yield (
+            "cluster.replay: repeats a run with rollout.max_staleness; set that as it was there (other runs"
+            " are repeated by their config alone)"
+        )
+    if (rollout.staleness or rollout.max_staleness) and config.speculation.run_ahead_below:
+        yield f"{key}: is not possible with speculation.run_ahead_below; set that to 0"
+    if rollout.max_staleness and config.tools is not None:
+        yield "rollout.max_staleness: is not possible with tools; leave one of them out"
+    if cluster.weights_dir is not None and cluster.weights != "files":
+        yield f"cluster.weights_dir: is not used with cluster.weights: {cluster.weights}; set files"
 
 
 def check_devices(mesh: MeshConfig, num_devices: int) -> None:

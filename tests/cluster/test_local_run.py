@@ -1,47 +1,16 @@
 """The tiny run, decoded by two workers in this process, is the run without workers, bit for bit."""
 
-import contextlib
-
-import jax
 import numpy as np
 import pytest
 
-from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.worker import RolloutWorker
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
-from rljax.training import session
-from tests.cluster.same_run import differences, run
-from tests.tiny_policy import CONFIG, make_params
+from tests.cluster.same_run import differences
+from tests.cluster.turns import in_the_middle, local_run
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-
-
-class Turns:
-    """Makes local fabrics in place of Ray's, and lets a test interfere."""
-
-    def __init__(self, interfere=None, network=lambda data: (0,)):
-        self.interfere, self.network, self.fabrics = interfere, network, []
-
-    @contextlib.contextmanager
-    def cluster_of(self, config, say):
-        self.said = []
-        fabric = LocalFabric(RolloutWorker, self.network)
-        fabric.before_turn = self.interfere
-        self.fabrics.append(fabric)
-        with contextlib.closing(ClusterDecoder(fabric, config.cluster, self.said.append)) as cluster:
-            cluster.gather()
-            yield cluster
-
-
-def local_run(world, name, monkeypatch, *overrides, resumes=False, **options):
-    turns = Turns(**options)
-    monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
-    return run(world, name, *overrides, resumes=resumes), turns
 
 
 def test_two_workers_make_the_same_run(world, alone, monkeypatch):
@@ -66,10 +35,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
         """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
         workers.update(fabric.workers)
         for name, worker in list(fabric.workers.items()):
-            middle = worker.loop is not None and any(
-                4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
-            )
-            if middle and worker._rollout > len(trouble) and len(trouble) < 2:
+            if in_the_middle(worker) and worker._rollout > len(trouble) and len(trouble) < 2:
                 (fabric.silence if trouble else fabric.kill)(name)
                 trouble.append(name)
                 return
@@ -94,16 +60,15 @@ def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
     """One worker's last bit of a logprob is another, and a piece of its comes from the other one, too."""
     from rljax.cluster import worker as module
 
-    honest = module.RolloutWorker._piece
+    honest = module.RolloutWorker._pieces_of
 
-    def lies(self, key, response, begin):
-        piece = honest(self, key, response, begin)
-        if self.name == "worker-1" and piece.logprobs:
-            bits = np.float32(piece.logprobs[0]).view(np.uint32) ^ np.uint32(1)
-            return module.dataclasses.replace(
-                piece, logprobs=(float(bits.view(np.float32)), *piece.logprobs[1:])
-            )
-        return piece
+    def lies(self, key, response, begin, order):
+        pieces = honest(self, key, response, begin, order)
+        if self.name == "worker-1" and pieces[0].logprobs:
+            first, *rest = pieces[0].logprobs
+            bits = np.float32(first).view(np.uint32) ^ np.uint32(1)
+            pieces[0] = module.dataclasses.replace(pieces[0], logprobs=(float(bits.view(np.float32)), *rest))
+        return pieces
 
     def interfere(fabric):
         """What worker-1 decodes is decoded by worker-0 as well, from the beginning."""
@@ -118,7 +83,7 @@ def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
         if work:
             zero.receive(module.Decode("worker-0", zero._rollout, zero._version, tuple(work), False))
 
-    monkeypatch.setattr(module.RolloutWorker, "_piece", lies)
+    monkeypatch.setattr(module.RolloutWorker, "_pieces_of", lies)
     with pytest.raises(NumericsError, match=r"workers worker-\d and worker-\d sampled different bits"):
         local_run(world, "lies", monkeypatch, interfere=interfere)
 
@@ -143,25 +108,6 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
         )
     resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
     assert not differences(alone, resumed)
-
-
-def test_damaged_weights_are_never_used():
-    from rljax.cluster.weights import WeightsError, digest_of, fetch, parts_of, publish
-
-    parts = parts_of(make_params())
-    store = []
-    put = lambda value: store.append([(*rest, data.copy()) for *rest, data in value]) or 0  # noqa: E731
-    weights = publish(3, parts, digest_of(parts), put)
-    fetched = fetch(weights, lambda reference: store[reference], CONFIG)
-    same = jax.tree.map(
-        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), fetched, make_params()
-    )
-    assert all(jax.tree.leaves(same))
-    store[0][1][3][5] ^= 1
-    with pytest.raises(WeightsError, match="version 3 of the weights came damaged"):
-        fetch(weights, lambda reference: store[reference], CONFIG)
-    with pytest.raises(WeightsError, match="did not come: TimeoutError, after 3 seconds"):
-        fetch(weights, lambda reference: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), CONFIG)
 
 
 def test_what_a_worker_raises_for_the_user_ends_the_run(world, monkeypatch):

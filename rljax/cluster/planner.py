@@ -1,0 +1,208 @@
+"""Which kind of speculation, with how many devices and which window (SpecActor, Algorithms 1 and 2).
+
+Times are affine in the batch b: a drafter takes D(b) = b D' + alpha a token, a verifier V_w(b) = b V'_w +
+beta_w a window of w drafts. The verifier's figures are given for w + 1 rows a request, which it computes.
+
+    decoupled   drafter and verifier work at once: max(w D, V_w), and tau_w tokens of it count
+    coupled     one after the other: w D + V_w, and the tokens of a chain, with the one that verification adds
+    plain       one token a pass, V_0
+
+The paper's algorithm knows the first alone, and so can choose what is slower than not to speculate at all;
+here all three compete. A speed is that of one request, in tokens per second: all of the batch have it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+Mode = Literal["plain", "coupled", "decoupled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """Seconds that are affine in the batch: `each` a request, and `base`."""
+
+    each: float
+    base: float
+
+    def __call__(self, batch: float) -> float:
+        return batch * self.each + self.base
+
+
+Verifier = Callable[[int], Affine]
+"""Window -> seconds of a pass that verifies so many drafts a request; 0 for plain decoding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What was measured, or computed from a roofline.
+
+    Attributes:
+      drafters: seconds of a drafted token of every request, by number of devices.
+      verifiers: seconds of a pass, by number of devices.
+    """
+
+    drafters: Mapping[int, Affine]
+    verifiers: Mapping[int, Verifier]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way to decode.
+
+    Attributes:
+      mode: kind of speculation.
+      window: drafts between two verifications; 0 if it is plain.
+      drafter_devices: devices of a drafter; 0 where the verifier's draft too.
+      verifier_devices: devices of a verifier.
+      batch: requests of a verifier.
+      speed: tokens per second of a request.
+    """
+
+    mode: Mode
+    window: int
+    drafter_devices: int
+    verifier_devices: int
+    batch: int
+    speed: float
+
+
+def accepted_coupled(acceptance: float, window: int) -> float:
+    """Tokens of a verified chain, with the one that verification adds (Leviathan et al., equation 1)."""
+    if acceptance >= 1.0:
+        return window + 1.0
+    return (1.0 - acceptance ** (window + 1)) / (1.0 - acceptance)
+
+
+def accepted_decoupled(acceptance: float, window: int) -> float:
+    """tau_w: tokens of a window, where a rejection wastes the next one too: hence the half (section 4.1)."""
+    partial = sum(acceptance**a * (1.0 - acceptance) * (a + 1) / 2 for a in range(window))
+    return partial + window * acceptance**window
+
+
+def wasted_at_most(window: int) -> int:
+    """Drafts that one rejection can waste: the rest of its window, and the window drafted meanwhile."""
+    return 2 * window - 1
+
+
+def speed_plain(verifier: Verifier, batch: float) -> float:
+    """Tokens per second of a request without drafts."""
+    return 1.0 / verifier(0)(batch)
+
+
+def speed_coupled(drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float) -> float:
+    """Tokens per second of a request whose drafts are verified before the next ones are made."""
+    return accepted_coupled(acceptance, window) / (window * drafter(batch) + verifier(window)(batch))
+
+
+def speed_decoupled(
+    drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float
+) -> float:
+    """Tokens per second of a request whose next window is drafted while the last one is verified."""
+    return accepted_decoupled(acceptance, window) / max(window * drafter(batch), verifier(window)(batch))
+
+
+def largest_window(drafter: Affine, verifier: Verifier) -> int:
+    """w_max of Algorithm 1: drafting a longer window takes longer than verifying it, at any batch."""
+    verify = verifier(1)
+    ratios = [
+        top / bottom for top, bottom in ((verify.each, drafter.each), (verify.base, drafter.base)) if bottom
+    ]
+    return max([math.ceil(ratio) for ratio in ratios], default=1) or 1
+
+
+def plan(
+    requests: int,
+    devices: int,
+    profile: Profile,
+    acceptance: float,
+    most_window: int = 64,
+    modes: Sequence[Mode] = ("plain", "coupled", "decoupled"),
+) -> Choice:
+    """Returns the fastest way to decode a rollout (Algorithm 1, with coupled and plain among the choices).
+
+    Args:
+      requests: requests of the rollout.
+      devices: devices for drafters and verifiers together.
+      profile: times.
+      acceptance: probability that a draft is accepted behind accepted ones.
+      most_window: largest window, for drafters that cost next to nothing.
+      modes: kinds to choose among.
+
+    Raises:
+      ValueError: no verifier fits the devices.
+    """
+    return max(
+        _choices(requests, devices, profile, acceptance, most_window, modes),
+        key=lambda choice: choice.speed,
+        default=None,
+    ) or _no_verifier(devices, profile)
+
+
+def _no_verifier(devices: int, profile: Profile) -> Choice:
+    raise ValueError(f"{devices} devices are fewer than any verifier of {sorted(profile.verifiers)} needs")
+
+
+def _choices(
+    requests: int,
+    devices: int,
+    profile: Profile,
+    acceptance: float,
+    most_window: int,
+    modes: Sequence[Mode],
+) -> Iterable[Choice]:
+    for size, verifier in profile.verifiers.items():
+        if size > devices:
+            continue
+        batch = math.ceil(size * requests / devices)
+        if "plain" in modes:
+            yield Choice("plain", 0, 0, size, batch, speed_plain(verifier, batch))
+        for drafting, drafter in profile.drafters.items():
+            if drafting > size:
+                continue
+            windows = range(1, min(largest_window(drafter, verifier), most_window) + 1)
+            if "coupled" in modes:
+                for window in windows:
+                    speed = speed_coupled(drafter, verifier, batch, window, acceptance)
+                    yield Choice("coupled", window, 0, size, batch, speed)
+            if "decoupled" in modes and drafting + size <= devices:
+                more = math.ceil((drafting + size) * requests / devices)
+                for window in windows:
+                    speed = speed_decoupled(drafter, verifier, more, window, acceptance)
+                    yield Choice("decoupled", window, drafting, size, more, speed)
+
+
+def reconfigure(
+    acceptances: Mapping[int, float], planned: Choice, profile: Profile, most_window: int = 64
+) -> dict[int, Choice]:
+    """Returns how to go on with the requests that are accepted less than the mean (Algorithm 2): the better
+    of coupled and decoupled at a batch of one, by request, or plain where that is better than both.
+
+    Args:
+      acceptances: measured acceptance by request, of all that are under way.
+      planned: what `plan` chose for all.
+      profile: times.
+      most_window: largest window.
+    """
+    if not acceptances:
+        return {}
+    mean = sum(acceptances.values()) / len(acceptances)
+    verifier = profile.verifiers[planned.verifier_devices]
+    drafting = planned.drafter_devices or min(profile.drafters)
+    drafter = profile.drafters[drafting]
+    windows = range(1, min(largest_window(drafter, verifier), most_window) + 1)
+    chosen = {}
+    for request, acceptance in acceptances.items():
+        if acceptance >= mean:
+            continue
+        size = planned.verifier_devices
+        choices = [Choice("plain", 0, 0, size, 1, speed_plain(verifier, 1))]
+        for window in windows:
+            speed = speed_coupled(drafter, verifier, 1, window, acceptance)
+            choices.append(Choice("coupled", window, 0, size, 1, speed))
+            if planned.mode == "decoupled":
+                speed = speed_decoupled(drafter, verifier, 1, window, acceptance)
+                choices.append(Choice("decoupled", window, drafting, size, 1, speed))
+        chosen[request] = max(choices, key=lambda choice: choice.speed)
+    return chosen
