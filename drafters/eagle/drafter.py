@@ -33,6 +33,7 @@ from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import tree_cast
+from rljax.processes import is_first, to_host
 
 _TOTALS = ("absorbed_early", "lost_contexts", "dropped_running")  # metrics that count over the run
 
@@ -188,7 +189,7 @@ class EagleDrafter:
         self.slots.start(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> "PrefilledHead":
-        states = np.asarray(prefix.states) if self._collects else None
+        states = to_host(prefix.states) if self._collects else None
         return PrefilledHead(self.slots.prefill(prefix, prompts), states)
 
     def insert(
@@ -256,8 +257,10 @@ class EagleDrafter:
                 pass
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
+                params = to_host(self._trainer.params)
                 with _saving():
-                    self._saver.save(self._step, self._trainer.params, self.config)
+                    if is_first():
+                        self._saver.save(self._step, params, self.config)
             self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:
@@ -330,7 +333,7 @@ class EagleDrafter:
         learnt = [(slot, request) for slot, request in learnt if request in self._states]
         if not learnt:
             return
-        states = np.asarray(states)  # all slots: selecting some would wait for the next program
+        states = to_host(states)  # all slots: selecting some would wait for the next program
         for slot, request in learnt:
             self._keep(request, states[slot, : counts[slot]].copy())
         self._bound_memory()

@@ -46,6 +46,7 @@ from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.processes import to_host
 from rljax.sharding import constrain, replicated_sharding
 
 
@@ -243,7 +244,8 @@ class HeadTrainer:
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
-        named = {f"train.{name}": np.array(leaf) for name, leaf in named_leaves(self._state).items()}
+        whole = to_host(named_leaves(self._state))
+        named = {f"train.{name}": np.array(leaf) for name, leaf in whole.items()}
         buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
         position = {
             "seed": np.asarray(self._seed, np.int64),

@@ -392,6 +392,9 @@ class Programs:
             params: Params, state: DecodeState, rope: Array, steps: Array
         ) -> tuple[DecodeState, SelfDrafts]:
             state, drafts = drafting(params, state, rope, steps)
+            if self.mesh is not None:  # the host reads them; a proposal stays where it is
+                whole = constrain(drafts.replace(proposal=None), replicated_sharding(self.mesh))
+                drafts = whole.replace(proposal=drafts.proposal)
             return self._constrain(state), drafts
 
         return draft
