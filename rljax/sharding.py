@@ -265,7 +265,7 @@ class ShardedAttention:
 
     def __call__(self, cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """q [N, T, H, D], k and v [N, T, Hk, D] -> ([N, T, H, D], what the attention keeps)."""
-        replicated = replicated_axes(self.config, self.mesh)
+        replicated = replicated_axes(self.config, self.mesh, decoding=True)  # the residual stream is whole
         heads = named(self.mesh, "batch", None, "heads", None)
         kv_heads = named(self.mesh, "batch", None, "kv_heads", None, replicated=replicated)
         k, v = constrain((k, v), (kv_heads, kv_heads))
@@ -289,9 +289,15 @@ class GatheredWeights:
     mesh: Mesh
 
     def embedded(self, x: Array) -> Array:
-        """Returns embeddings [N, T, d], of which each device has looked up a part of d, whole."""
-        free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
-        return constrain(x, NamedSharding(self.mesh, PartitionSpec(*free, None)))
+        """Returns embeddings [N, T, d], of which each device has looked up a part of d, whole: devices along
+        fsdp exchange parts of rows for rows.
+        """
+        parts, fsdp = ("data", None, "fsdp"), MESH_AXES["embed"]
+        if x.shape[0] % row_multiple(self.mesh):
+            parts = (None, None, fsdp)
+        x = constrain(x, NamedSharding(self.mesh, PartitionSpec(*parts)))
+        rows = MESH_AXES["batch"] if parts[0] else None
+        return constrain(x, NamedSharding(self.mesh, PartitionSpec(rows, None, None)))
 
     def layer(self, layer: Params, x: Array) -> tuple[Params, Array]:
         """Returns a layer's weights, whole along d, for its input x.
@@ -300,7 +306,8 @@ class GatheredWeights:
         steps of a loop, and hold the whole policy.
         """
         layer, x = jax.lax.optimization_barrier((layer, x))
-        whole = param_shardings(self.config, self.mesh, decoding=True)["layers"][0]
+        one_layer = dataclasses.replace(self.config, num_layers=1)
+        whole = param_shardings(one_layer, self.mesh, decoding=True)["layers"][0]
         gathered = {
             name: constrain(leaf, whole[name]) if isinstance(leaf, Array) and leaf.ndim > 1 else leaf
             for name, leaf in layer.items()
