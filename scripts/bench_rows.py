@@ -217,7 +217,7 @@ def _split_of(dot: str, inside: str) -> int:
 
 
 def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) -> dict[str, Any]:
-    """Returns, by formulation, the kernels that devices of a topology compute it with, for numbers of rows."""
+    """Returns, by formulation, the kernels that a device of a topology computes numbers of rows with."""
     topology = parse_topology(name)
     device = compile_devices(topology)[0]
     placed = SingleDeviceSharding(device)
