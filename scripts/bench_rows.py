@@ -40,6 +40,7 @@ from rljax.provenance import command_line, machine_facts
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
 _NODES = (2, 8, 16)  # of a verifying pass, in each of 8 slots
 _CACHE = 1024  # positions
+_PIECE = 2048  # inputs of a product whose pieces are added in order; no policy does that yet
 _WIDEST = 16_384  # outputs of an LM head
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
@@ -85,6 +86,9 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
                 o=outputs,
             )
             yield f"product [{inputs} -> {outputs}], {form}", multiply, args
+            if form is forms[0] and inputs > _PIECE:
+                name = f"product [{inputs} -> {outputs}] in pieces of {_PIECE} inputs"
+                yield name, functools.partial(_in_pieces, form=form), args
     for width, ordered in ((d, False), (KEY_CHUNK, True)):
         add = functools.partial(row_sum, numerics=numerics, ordered=ordered)
         yield f"sum of {width}{', in order' if ordered else ''}", add, lambda rows, w=width: (array(rows, w),)
@@ -119,6 +123,15 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
         return q, cached_keys, cached_values, lengths, new, new, *tree
 
     yield "attention of draft nodes in 8 slots", verify, verifying
+
+
+def _in_pieces(rows: jax.Array, weight: jax.Array, form: products.ProductForm) -> jax.Array:
+    """A product whose sum is split by the program instead of the compiler: pieces that are added in order."""
+    total = 0.0
+    for first in range(0, rows.shape[1], _PIECE):
+        piece = slice(first, first + _PIECE)
+        total = total + products.padded_dot(rows[:, piece], weight[:, piece], form)
+    return total
 
 
 # -- reading compiled programs -----------------------------------------------------------------------------
@@ -251,10 +264,7 @@ def _line(formulation: str, by_rows: dict[int, list[Kernel]]) -> str:
     """Returns a line for the user."""
     groups = _groups(by_rows)
     unknown = {kernel.unknown for kernels in by_rows.values() for kernel in kernels if kernel.unknown}
-    if len(groups) == 1:
-        verdict = "one order of sums for all rows"
-    else:
-        verdict = f"{len(groups)} orders of sums"
+    verdict = "one order of sums for all rows" if len(groups) == 1 else f"{len(groups)} orders of sums"
     parts = [
         f"{', '.join(map(str, rows))}: "
         + ("; ".join(f"{by} {pieces}" for by, pieces in order) or "a fused loop")

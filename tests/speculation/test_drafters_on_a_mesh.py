@@ -1,8 +1,8 @@
 """Drafters on 2, 4 and 8 devices: the tokens of plain decoding, and heads that learn as on one.
 
-One process with 8 forced host devices does all of it (see `tests/test_sharding.py`). The vocabulary is odd, so
-that embedding and LM head are padded where tensor is 2, and the small model has three heads, which two devices
-do not divide.
+One process with 8 forced host devices does all of it (see `tests/test_sharding.py`). The vocabulary is odd,
+so that embedding and LM head are padded where tensor is 2, and the small model has three heads, which two
+devices do not divide.
 """
 
 import json
