@@ -93,8 +93,9 @@ for name, (axes, weights, arguments) in CASES.items():
 # A head's updates, on features as the engine hands them out, where rows are split and where they are not.
 head = HeadConfig("eagle3", ODD)
 mesh, rng = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), np.random.default_rng(0)
+response = np.arange(60) > 5
 data = [
-    (rng.integers(0, 65, 60).astype(np.int32), rng.standard_normal((60, 4, 64), np.float32), np.arange(60) > 5)
+    (rng.integers(0, 65, 60).astype(np.int32), rng.standard_normal((60, 4, 64), np.float32), response)
     for _ in range(8)
 ]
 found["losses"] = {}
