@@ -92,10 +92,22 @@ def _put_part(leaf: Any, sharding: Any) -> jax.Array:
 
 def zeros(shapes: Any, shardings: Any) -> Any:
     """Arrays of zeros in the place of `jax.ShapeDtypeStruct`s; no device or host holds more than its part."""
+    if jax.process_count() > 1:
+        return jax.tree.map(_zero_parts, shapes, shardings)
     leaves, structure = jax.tree.flatten(shapes)
     placed = zip(leaves, jax.tree.leaves(shardings), strict=True)
     made = _zeros_program(tuple((leaf.shape, leaf.dtype, sharding) for leaf, sharding in placed))()
     return jax.tree.unflatten(structure, made)
+
+
+def _zero_parts(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """An array of zeros of which this process makes its own parts."""
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape.shape, strict=True)]
+        return np.zeros(sizes, shape.dtype)
+
+    return jax.make_array_from_callback(shape.shape, sharding, piece)
 
 
 @functools.lru_cache(maxsize=128)

@@ -84,9 +84,6 @@ def test_other_processes_are_the_same_experiment(tmp_path):
     assert len(changes) == 3 and all(change.harmless for change in changes)
 
 
-FIXED = ["speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -96,30 +93,27 @@ FIXED = ["speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]"
         (
             [
                 "mesh.data=4",
-                "speculation.drafter=some.module:Mine",
+                "speculation.drafter=quantized",
                 "speculation.choice=fixed",
-                "speculation.strategies=[{drafter: mine, depth: 4, top_k: 1, nodes: 4}]",
+                "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]",
             ],
-            "may draft by the clock, which 2 processes cannot share; use one of eagle, srt",
-        ),
-        (
-            ["mesh.data=4", "speculation.drafter=eagle", "speculation.choice=fixed", *FIXED],
-            "speculation.drafter: eagle is trained by the clock, .*set its train_below to 0",
+            "speculation.drafter: quantized drafts on the device",
         ),
     ],
 )
 def test_what_processes_cannot_share_is_named(tmp_path, overrides, message):
     config = load_config(write_config(tmp_path), overrides)
     with pytest.raises(ConfigError, match=message):
-        check_over_processes(config, 4, 2, {"srt", "eagle"})
+        check_over_processes(config, 4, 2, {"srt"})
 
 
-@pytest.mark.parametrize(
-    "drafter", [["speculation.drafter=srt"], ["speculation.drafter=eagle", "speculation.args.train_below=0"]]
-)
-def test_a_fixed_strategy_is_shared(tmp_path, drafter):
-    keys = ["mesh.data=4", "speculation.choice=fixed", *drafter, *FIXED]
-    check_over_processes(load_config(write_config(tmp_path), keys), 4, 2, {"srt", "eagle"})
+def test_a_fixed_strategy_on_the_host_is_shared(tmp_path):
+    keys = ["mesh.data=4", "speculation.drafter=srt", "speculation.choice=fixed"]
+    config = load_config(
+        write_config(tmp_path),
+        [*keys, "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]"],
+    )
+    check_over_processes(config, 4, 2, {"srt"})
 
 
 # -- meeting -----------------------------------------------------------------------------------------------

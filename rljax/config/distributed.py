@@ -91,7 +91,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_over_processes(
-    config: "ExperimentConfig", num_devices: int, num_processes: int, drafters: Collection[str]
+    config: "ExperimentConfig", num_devices: int, num_processes: int, host_drafters: Collection[str]
 ) -> None:
     """Checks that an experiment can run in several processes with so many devices in all.
 
@@ -99,7 +99,7 @@ def check_over_processes(
       config: the experiment.
       num_devices: number of devices of all processes.
       num_processes: number of processes.
-      drafters: kinds of drafters whose drafts do not depend on the clock.
+      host_drafters: kinds of drafters that draft on the host.
 
     Raises:
       ConfigError: the mesh leaves devices out, or a mechanism is not supported over processes.
@@ -129,15 +129,8 @@ def check_over_processes(
             f" {num_processes} processes; use fixed, with one strategy in speculation.strategies"
         )
     for name, kind in speculation.kinds.items():
-        if kind not in drafters:
+        if kind not in host_drafters:
             raise ConfigError(
-                f"speculation.drafter: {name} may draft by the clock, which {num_processes} processes cannot"
-                f" share; use one of {', '.join(sorted(drafters))}"
-            )
-        arguments = speculation.arguments[name]
-        trains = arguments.get("train", True) and arguments.get("slices", 1)
-        if kind == "eagle" and trains and arguments.get("train_below") != 0:
-            raise ConfigError(
-                f"speculation.drafter: {name} is trained by the clock, which {num_processes} processes cannot"
-                " share; set its train_below to 0, or train to false"
+                f"speculation.drafter: {name} drafts on the device by measured times, which differ between"
+                f" {num_processes} processes; use a drafter on the host: {', '.join(sorted(host_drafters))}"
             )

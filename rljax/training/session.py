@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from drafters.registry import DRAFTERS, HOST_DRAFTERS
+from drafters.registry import HOST_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
@@ -42,7 +42,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     check_devices(config.mesh, jax.device_count())
     check_with_workers(config, HOST_DRAFTERS.keys())
     if processes.several():
-        check_over_processes(config, jax.device_count(), jax.process_count(), DRAFTERS.keys())
+        check_over_processes(config, jax.device_count(), jax.process_count(), HOST_DRAFTERS.keys())
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()
