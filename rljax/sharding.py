@@ -11,6 +11,7 @@ One device has no mesh: `make_mesh` returns None, and every function here then l
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -171,6 +172,22 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False, spl
         param_shapes(config),
         is_leaf=lambda x: isinstance(x, tuple),
     )
+
+
+def factor_shardings(config: ModelConfig, mesh: Mesh, names: Sequence[str]) -> Params:
+    """The factors of LoRA with a NamedSharding in the place of every array: A [rank, in] and B [out, rank]
+    are split as their matrix [out, in] is; the rank, a few rows, is not.
+    """
+    replicated = replicated_axes(config, mesh)
+
+    def pair(name: str) -> dict[str, NamedSharding]:
+        out, inputs = PARAM_AXES[name]
+        return {
+            "a": named(mesh, None, inputs, replicated=replicated),
+            "b": named(mesh, out, None, replicated=replicated),
+        }
+
+    return {"layers": [{name: pair(name) for name in names} for _ in range(config.num_layers)]}
 
 
 def shard_params(

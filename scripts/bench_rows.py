@@ -256,7 +256,7 @@ def _groups(by_rows: dict[int, list[Kernel]]) -> dict[tuple, list[int]]:
     """Returns the numbers of rows with the same order of sums, by that order."""
     groups = collections.defaultdict(list)
     for rows, kernels in by_rows.items():
-        groups[tuple((kernel.by, kernel.pieces) for kernel in kernels)].append(rows)
+        groups[tuple(sorted((kernel.by, kernel.pieces) for kernel in kernels))].append(rows)
     return dict(groups)
 
 

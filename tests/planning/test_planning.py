@@ -53,6 +53,7 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
             "engine.batch_buckets=[2,4]",
         ],
+        ["policy.lora={rank: 4}", "algorithm.kl_coefficient=0.1"],
     ],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
