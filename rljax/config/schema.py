@@ -275,10 +275,10 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "speculation.drafter: quantized needs engine.verification: coupled, got"
             f" {engine.verification}; how much of a chain is verified depends on its noise"
         )
-    if "eagle" in drafters and config.mesh.num_devices > 1:
+    if engine.weights == "fsdp" and config.mesh.fsdp == 1:
         yield (
-            f"speculation.drafter: eagle drafts on one device, but mesh has {config.mesh.num_devices};"
-            " use another drafter there"
+            "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1; set replicated, or raise"
+            " mesh.fsdp"
         )
     if config.speculation.max_drafts >= MAX_NODES:
         yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"
