@@ -2,7 +2,6 @@
 
 import pytest
 
-from drafters.registry import HOST_DRAFTERS
 from rljax.config import load_config
 from rljax.config.changes import config_changes
 from rljax.config.cluster import check_with_workers
@@ -38,17 +37,16 @@ def test_keys_of_the_cluster(config_with, override, message):
     ("overrides", "key"),
     [
         (["engine.row_invariant=false"], "engine.row_invariant"),
-        (["mesh.data=2"], "mesh"),
         (["distributed.enabled=on"], "distributed"),
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
-        (["speculation.drafter=eagle"], "speculation.drafter"),
-        (["speculation.drafter=srt", "speculation.args={spill_dir: /nowhere}"], "speculation"),
+        (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
+        (["cluster.mesh.data=2"], "cluster.mesh"),
     ],
 )
 def test_what_workers_do_not_support(config_with, overrides, key):
-    check_with_workers(config_with(*overrides), HOST_DRAFTERS.keys())
+    check_with_workers(config_with(*overrides))
     with pytest.raises(ConfigError, match=rf"^{key}: .*cluster\.workers") as error:
-        check_with_workers(config_with(*overrides, "cluster.workers=2"), HOST_DRAFTERS.keys())
+        check_with_workers(config_with(*overrides, "cluster.workers=2"))
     assert "\n" not in str(error.value)
 
 
