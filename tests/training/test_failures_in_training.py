@@ -12,6 +12,7 @@ import pytest
 from rljax import run_directory
 from rljax.config import load_config
 from rljax.errors import Interrupted, RunDirectoryError, UserError
+from rljax.learning.accumulation import TrainState
 from rljax.run_directory import RunDirectory
 from rljax.training import loop, reporting, session
 from rljax.training.interruption import StopRequest
@@ -19,6 +20,10 @@ from tests.training.tiny_run import write_config
 
 EVALUATE = loop.evaluate  # which the fixture replaces
 LOST = UserError("task.rewards.0: took more than 10 seconds")
+
+
+def made_up_state():
+    return TrainState({"w": jnp.zeros(2)}, (), jnp.int32(0))
 
 
 class Checkpoints:
@@ -37,7 +42,7 @@ class Checkpoints:
         assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(template))
         assert self.run.state is None  # one state is all that there may be room for
         step = self.latest_step()
-        return step, {"w": jnp.zeros(2)}, self.saved[step]
+        return step, made_up_state(), self.saved[step]
 
     def host_arrays(self, step):
         return {}
@@ -55,7 +60,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.directory, run.checkpoints, checkpoints.run = RunDirectory(directory / "run"), checkpoints, run
     quiet = lambda *_, **__: None  # noqa: E731
     run.progress = SimpleNamespace(message=said.append, stage=quiet, step=quiet)
-    run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, {"w": jnp.zeros(2)}
+    run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, made_up_state()
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
     run.invariance = run.curriculum = run.evaluation_sampling = None
