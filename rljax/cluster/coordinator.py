@@ -423,7 +423,7 @@ class Coordinator:
                 self.counts.migrations += len(moved)
                 self._moved -= moved
                 commands.append(self._decode(name, worker, keys, now))
-        if commands:
+        if self.router.ran_empty():
             told = {command.worker for command in commands}
             for name, worker in self._workers.items():
                 if worker.more and name not in told and not self.router.waiting(name):
@@ -464,6 +464,9 @@ class Coordinator:
                     taken.setdefault(name, []).append(move.key)
                     del self._workers[name].holds[move.key]
                 holders.clear()
+            alone = holders if len(holders) == 1 else []
+            for name in (*alone, move.worker):
+                self._reached[move.key, name] = len(self.ledger[move.key].tokens)
             given.setdefault((move.worker, move.drafter), []).append(move.key)
         commands: list[Command] = [Withdraw(name, self._rollout, tuple(keys)) for name, keys in taken.items()]
         for (name, drafter), keys in given.items():
@@ -480,7 +483,7 @@ class Coordinator:
         self._reached[key, name] = piece.begin + len(piece.tokens)
         commands: list[Command] = []
         for other in self._holders[key]:
-            behind = known - self._reached.setdefault((key, other), known)
+            behind = known - self._reached[key, other]
             if behind >= self.router.catch_up:
                 self._reached[key, other] = known
                 commands.append(self._decode(other, self._workers[other], [key], now))

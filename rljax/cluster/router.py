@@ -117,6 +117,9 @@ class Router(Protocol):
     def waiting(self, worker: str) -> bool:
         """Whether a worker may be given further requests in this rollout."""
 
+    def ran_empty(self) -> bool:
+        """Whether requests that somebody waited for have run out since the last call."""
+
     def take(self, seat: Seat, share: int) -> list[Key]:
         """Returns requests for a worker, which wait no longer.
 
@@ -134,6 +137,7 @@ class GroupQueue:
 
     def __init__(self) -> None:
         self._groups: collections.deque[list[Key]] = collections.deque()
+        self._ran_empty = False
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -153,6 +157,7 @@ class GroupQueue:
             del group[: len(taken)]
             if not group:
                 self._groups.popleft()
+        self._ran_empty |= not self._groups
         return keys
 
     def discard(self, key: Key) -> None:
@@ -160,6 +165,12 @@ class GroupQueue:
             if key in group:
                 group.remove(key)
         self._groups = collections.deque(group for group in self._groups if group)
+        self._ran_empty |= not self._groups
+
+    def ran_empty(self) -> bool:
+        """Whether it has become empty since the last call."""
+        ran_empty, self._ran_empty = self._ran_empty, False
+        return ran_empty
 
 
 def by_prompt(keys: Iterable[Key], requests: Mapping[Key, Request]) -> list[list[Key]]:
@@ -194,6 +205,9 @@ class SharedQueue:
 
     def waiting(self, worker: str) -> bool:
         return bool(self._queue)
+
+    def ran_empty(self) -> bool:
+        return self._queue.ran_empty()
 
     def take(self, seat: Seat, share: int) -> list[Key]:
         return self._queue.take(seat.room(share)) if self._queue else []
@@ -293,6 +307,9 @@ class RankedQueues:
     def waiting(self, worker: str) -> bool:
         return bool(self._queues) and any(self._sources(worker))
 
+    def ran_empty(self) -> bool:
+        return any([queue.ran_empty() for queue in (self._shared, *self._queues)])
+
     def take(self, seat: Seat, share: int) -> list[Key]:
         if not self._queues:
             return []
@@ -330,6 +347,9 @@ class _Around:
 
     def waiting(self, worker: str) -> bool:
         return self.inner.waiting(worker)
+
+    def ran_empty(self) -> bool:
+        return self.inner.ran_empty()
 
     def take(self, seat: Seat, share: int) -> list[Key]:
         return self.inner.take(seat, share)

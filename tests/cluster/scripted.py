@@ -19,6 +19,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Withdraw,
 )
 from rljax.requests import DecodeStatistics, Request
 from rljax.sampling.noise import request_key
@@ -72,6 +73,9 @@ class ScriptedWorker:
                 events.append(self.status())
             elif isinstance(order, Decode):
                 events += self.decode(order)
+            elif isinstance(order, Withdraw):
+                if order.rollout == self.rollout:
+                    self.at = {key: at for key, at in self.at.items() if key not in order.keys}
             else:
                 assert isinstance(order, Ask)
                 events += self.answer(order)
@@ -104,7 +108,7 @@ class ScriptedWorker:
         for key, _, partial in order.work:
             assert partial.tokens == response_to(key, self.version)[0][: len(partial.tokens)]
             assert len(partial.tokens) < length_of(key)
-            self.at.setdefault(key, len(partial.tokens))
+            self.at[key] = max(self.at.get(key, 0), len(partial.tokens))
         return []
 
     def answer(self, order):
@@ -129,9 +133,9 @@ class Failure(Exception):
 class Driver:
     """Carries the commands of a coordinator out over a local fabric."""
 
-    def __init__(self, fabric, workers=2, limits=None, strict=True):
+    def __init__(self, fabric, workers=2, limits=None, strict=True, router=None):
         self.fabric = fabric
-        self.coordinator = Coordinator(workers, FACTS, limits or LIMITS, NUMERICS, strict)
+        self.coordinator = Coordinator(workers, FACTS, limits or LIMITS, NUMERICS, strict, router)
         self.said, self.rollouts, self.keys = [], itertools.count(1), itertools.count()
         self.do(self.coordinator.build(0.0))
 
