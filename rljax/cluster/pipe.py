@@ -117,6 +117,31 @@ def workers_of_groups(
     return plan
 
 
+def group_seconds(
+    lengths: Sequence[int], workers: int, slots: int, pass_seconds: Callable[[int, float], float]
+) -> float:
+    """Returns tau of a ranking group: seconds of decoding responses of these lengths on some workers.
+
+    The lengths are dealt out evenly. A worker's batch shrinks as its responses end, and between two ends a token
+    takes what a pass over the rest takes; those without a slot share the time of the others.
+
+    Args:
+      lengths: tokens of every response, such as the previous epoch's.
+      workers: workers of the group.
+      slots: responses that a worker decodes at a time.
+      pass_seconds: (running responses, their tokens so far in all) -> seconds of a token of each.
+    """
+    ascending = sorted(lengths, reverse=True)[::workers][::-1]
+    total, before = 0.0, 0
+    for place, length in enumerate(ascending):
+        running = len(ascending) - place
+        at_a_time = min(running, slots)
+        seconds = pass_seconds(at_a_time, at_a_time * (before + length) / 2)
+        total += (length - before) * seconds * running / at_a_time
+        before = length
+    return total
+
+
 def seats(sizes: Sequence[int], step: int) -> list[int]:
     """Returns the ranking group of each worker in a step: ascending in odd steps, descending in even ones.
 

@@ -225,15 +225,22 @@ class RankedQueues:
 
     Args:
       places: number of workers that are wished for.
-      history: lengths of the previous epoch's responses by prompt.
-      sizes: (rankings, mean lengths of the ranking groups) -> number of workers of each ranking group.
+      history: returns the lengths of the previous epoch's responses by prompt.
+      sizes: (lengths of each ranking group's responses in the previous epoch) -> number of its workers; None
+        gives all groups as many.
+      groups: number of ranking groups; None for one a place.
+
+    Attributes:
+      group_of: ranking group by request.
+      longest: length of each group's longest response in the previous epoch.
+      members: number of responses of each group.
     """
 
     def __init__(
         self,
         places: int,
         history: Callable[[], Mapping[tuple[int, ...], Sequence[int]]],
-        sizes: Callable[[Sequence[float]], Sequence[int]] | None = None,
+        sizes: Callable[[Sequence[Sequence[int]]], Sequence[int]] | None = None,
         groups: int | None = None,
     ) -> None:
         self.mobile, self.catch_up = False, _CATCH_UP
@@ -259,9 +266,8 @@ class RankedQueues:
         ranked = rank(texts, history)
         groups = equal_groups(ranked, min(self._num_groups, self._places))
         known = [[length for place in group for length in history.get(texts[place], ())] for group in groups]
-        means = [sum(lengths) / len(lengths) if lengths else 1.0 for lengths in known]
         if self._sizes is not None and all(known):
-            sizes = list(self._sizes(means))
+            sizes = list(self._sizes(known))
         else:
             sizes = [len(places) for places in equal_groups(range(self._places), len(groups))]
         self._group_of_place = seats(sizes, self._step)
