@@ -10,9 +10,11 @@ Two tiers: groups of long responses get several workers, so that the groups' tim
 one in a step complements a short one in the next. The listing of Fig. 12 is mended where it is open:
 
 - `t0` is printed with a misplaced parenthesis: it is max(time of the shortest group on MAX workers, t_train).
+  So the shortest group would get MAX workers wherever training is fast. How fast it should be is a choice: of
+  all its sizes, the one counts whose first and last group take the least time together, which is the time of
+  two steps.
 - If no plan of the bisection is feasible the listing returns nothing. Here the steepest slope that can help
-  is tried first: where even that needs more workers than there are, every group gets one in turn, from the
-  longest.
+  is tried first; where even that needs more workers than there are, all groups have the fewest.
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
 """
 
@@ -83,38 +85,51 @@ def workers_of_groups(
         raise ValueError(
             f"{count} ranking groups of at least {fewest} workers need more than the {workers} that there are"
         )
-    start = max(time(lengths[0], most), train_seconds)
-
-    def needed(slope: float) -> list[int] | None:
-        sizes = []
-        for i in range(count):
-            target = start + i * slope
-            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
-            if size is None:
-                return None
-            sizes.append(size)
-        return sizes if sum(sizes) <= workers else None
-
-    # Beyond this slope every group but the first is in time with the fewest workers.
-    last = max((time(lengths[i], fewest) - start) / i for i in range(1, count)) if count > 1 else 0.0
-    low, high = 0.0, max(last, 0.0)
-    plan = needed(high)
-    if plan is None:
-        plan = [fewest] * count
+    starts = {max(time(lengths[0], size), train_seconds) for size in range(fewest, most + 1)}
+    found = (_steepness(lengths, workers, time, start, fewest, most, precision) for start in sorted(starts))
+    plans = [(2 * start + (count - 1) * slope, start, slope, plan) for start, slope, plan in found if plan]
+    if not plans:
+        start, slope, plan = max(starts), 0.0, [fewest] * count
     else:
-        while high - low > precision:
-            middle = (low + high) / 2
-            better = needed(middle)
-            if better is None:
-                low = middle
-            else:
-                high, plan = middle, better
+        _, start, slope, plan = min(plans)
     while sum(plan) < workers:
         room = [i for i in range(count) if plan[i] < most]
         if not room:
             break
-        plan[max(room, key=lambda i: time(lengths[i], plan[i]) - start - i * high)] += 1
+        plan[max(room, key=lambda i: time(lengths[i], plan[i]) - start - i * slope)] += 1
     return plan
+
+
+def _steepness(
+    lengths: Sequence[float],
+    workers: int,
+    time: GroupTime,
+    start: float,
+    fewest: int,
+    most: int,
+    precision: float,
+) -> tuple[float, float, list[int]]:
+    """Returns (start, the least slope, sizes) of the groups' times; no sizes where none are feasible."""
+    count = len(lengths)
+
+    def needed(slope: float) -> list[int]:
+        sizes: list[int] = []
+        for i in range(count):
+            target = start + i * slope
+            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
+            if size is None:
+                return []
+            sizes.append(size)
+        return sizes if sum(sizes) <= workers else []
+
+    # Beyond this slope every group but the first is in time with the fewest workers.
+    low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
+    plan = needed(high)
+    while plan and high - low > precision:
+        middle = (low + high) / 2
+        better = needed(middle)
+        low, high, plan = (low, middle, better) if better else (middle, high, plan)
+    return start, high, plan
 
 
 def group_seconds(
@@ -122,8 +137,8 @@ def group_seconds(
 ) -> float:
     """Returns tau of a ranking group: seconds of decoding responses of these lengths on some workers.
 
-    The lengths are dealt out evenly. A worker's batch shrinks as its responses end, and between two ends a token
-    takes what a pass over the rest takes; those without a slot share the time of the others.
+    The lengths are dealt out evenly. A worker's batch shrinks as its responses end, and between two ends a
+    token takes what a pass over the rest takes; those without a slot share the time of the others.
 
     Args:
       lengths: tokens of every response, such as the previous epoch's.

@@ -1,7 +1,7 @@
 """A cluster on a virtual clock.
 
-It carries out the commands of the coordinator that runs use, with workers of which only times are computed. The
-trainer and the order of steps are simulated here:
+It carries out the commands of the coordinator that runs use, with workers of which only times are computed.
+The trainer and the order of steps are simulated here:
 
     order       step s is decoded with the weights of step      and begins when
     on-policy   s - 1                                           these are there
@@ -224,7 +224,7 @@ class Cluster:
         for name in list(self._places):
             self._arrive(name)
 
-    # -- time --------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------------
 
     def _at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._heap, (time, next(self._numbers), action, arguments))
@@ -240,7 +240,7 @@ class Cluster:
             action(*arguments)
         return self.steps
 
-    # -- the order of steps ------------------------------------------------------------------------------------
+    # -- the order of steps ------------------------------------------------------------------------------
 
     def _needed(self, step: int) -> int:
         """The version of the weights that a step, counted from 1, is decoded with."""
@@ -256,7 +256,8 @@ class Cluster:
             return
         responses = {next(self._keys): response for response in next(self._coming)}
         requests = {
-            key: Request((response.prompt,), _NO_KEY, response.tokens) for key, response in responses.items()
+            key: Request((response.prompt,), _NO_KEY, response.tokens, step=step)
+            for key, response in responses.items()
         }
         lane.step, lane.version, lane.open, lane.responses = step, self._needed(step), True, responses
         self.steps.append(StepTimes(self.now))
@@ -290,7 +291,7 @@ class Cluster:
         self._version = version
         self._begin_next()
 
-    # -- workers -------------------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------------
 
     def _spawn(self, name: str) -> None:
         if name in self._places:  # of another lane's coordinator already
@@ -338,7 +339,7 @@ class Cluster:
                 version = place.loads.pop(lane.number)
                 self._tell(lane, Status(name, None, place.worker.slots, version))
 
-    # -- messages --------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------
 
     def _tell(self, lane: _Lane, event: Any) -> None:
         self.events += 1
@@ -476,7 +477,7 @@ class Cluster:
         if lane.open and lane.step == step:
             self._at(self.now + self.machines.look_seconds, self._look, lane, step)
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- what is told ------------------------------------------------------------------------------------
 
     def _span_ends(self, place: _Place) -> None:
         if place.busy_since is not None and self._record and self.now > place.busy_since:

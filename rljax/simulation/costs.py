@@ -2,8 +2,8 @@
 
     seconds = max(arithmetic of all rows, reading the weights) + reading the cache + what every pass takes
 
-All but the reading of the cache depend on the number of slots and rows alone, so that times between two events
-have a closed form (`worker.py`).
+All but the reading of the cache depend on the number of slots and rows alone, so that times between two
+events have a closed form (`worker.py`).
 """
 
 import bisect

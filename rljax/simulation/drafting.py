@@ -1,7 +1,7 @@
 """How far is drafted at which batch, and how many tokens it brings.
 
-A draft is accepted, behind accepted ones, with a probability of its request and drafter. Windows are chosen as
-managers choose them (`rljax/speculation/managers`): the most tokens per second at the mean acceptance.
+A draft is accepted, behind accepted ones, with a probability of its request and drafter. Windows are chosen
+as managers choose them (`rljax/speculation/managers`): the most tokens per second at the mean acceptance.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """A ledger that counts tokens instead of keeping them.
 
-Tokens of a simulated piece are a range of positions. So the coordinator runs as it is: lengths are the lengths
-of ranges.
+Tokens of a simulated piece are a range of positions. So the coordinator runs as it is: lengths are the
+lengths of ranges.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Count:
 
 
 class CountingLedger(Ledger):
-    """The responses of one rollout, as `Ledger`, without what they say. A piece that leaves a gap is an error:
-    a simulated network loses nothing.
+    """The responses of one rollout, as `Ledger`, without what they say. A piece that leaves a gap is an
+    error: a simulated network loses nothing.
     """
 
     def open(self, keys: Iterable[Key], version: int) -> None:

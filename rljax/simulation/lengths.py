@@ -1,8 +1,8 @@
 """Lengths of responses, and how they change from epoch to epoch.
 
 A prompt has a length of its own, log-normal over prompts; the responses of its group scatter around it, and
-from epoch to epoch it moves and grows. All is cut off at the longest response. `recorded` takes the lengths of
-a run instead.
+from epoch to epoch it moves and grows. All is cut off at the longest response. `recorded` takes the lengths
+of a run instead.
 """
 
 import dataclasses

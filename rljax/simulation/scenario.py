@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args, get_type_hints
 
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.pipe import group_seconds, workers_of_groups
@@ -25,62 +25,60 @@ from rljax.simulation.workload import Workload
 Routing = Literal["shared", "static", "ranked", "two-tiers"]
 
 
-def _key(default: object, help: str) -> "dataclasses.Field":  # noqa: A002 - as argparse calls it
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """Everything that a simulation is computed from. Times are seconds."""
 
-    model: str = _key("qwen3-14b", "policy: a shape of costs.py")
-    device: str = _key("h100", "device of the planner's table")
-    tensor: int = _key(2, "devices of a worker")
-    workers: int = _key(16, "rollout workers")
-    slots: int = _key(256, "responses that a worker decodes at a time")
-    order: Order = _key("on-policy", "on-policy, one-off (one version behind), or pipe")
-    router: Routing = _key(
-        "shared",
+    model: Annotated[str, "policy: a shape of costs.py"] = "qwen3-14b"
+    device: Annotated[str, "device of the planner's table"] = "h100"
+    tensor: Annotated[int, "devices of a worker"] = 2
+    workers: Annotated[int, "rollout workers"] = 16
+    slots: Annotated[int, "responses that a worker decodes at a time"] = 256
+    order: Annotated[Order, "on-policy, one-off (one version behind), or pipe"] = "on-policy"
+    router: Annotated[
+        Routing,
         "shared: workers take prompts as they have room; static: as many for each, dealt out at once; ranked:"
         " HistoPipe's ranking groups; two-tiers: with more workers for long ones",
-    )
-    groups: int = _key(0, "ranking groups; 0 for one a worker")
-    migration: bool = _key(False, "move outliers of ranking groups (RhymeRL, section 6.3)")
-    balance: int = _key(0, "free workers take half of a worker that has at least so many responses; 0 never")
-    race: int = _key(0, "free workers decode copies of so many stragglers each; 0 never")
-    prompts: int = _key(0, "prompts of an epoch; 0 for four steps")
-    prompts_per_step: int = _key(256, "prompts of a step")
-    samples: int = _key(16, "responses to a prompt")
-    prompt_tokens: int = _key(300, "tokens of a prompt")
-    mean: float = _key(4000.0, "mean tokens of a response in the first epoch")
-    longest: int = _key(16384, "longest response")
-    sigma: float = _key(0.8, "spread of the logarithm of lengths")
-    within: float = _key(0.3, "share of that variance within a prompt's responses")
-    drift: float = _key(0.1, "movement of a prompt's logarithm from epoch to epoch")
-    growth: float = _key(1.0, "growth of the mean from epoch to epoch")
-    rollouts: str = _key("", "rollouts.jsonl of a run, for its lengths")
-    costs: str = _key("", "plan written by scripts/plan.py --json, for its decode passes")
-    arithmetic: float = _key(0.5, "share of the device's FLOP/s that is reached")
-    memory: float = _key(0.7, "share of its bandwidth that is reached")
-    base_ms: float = _key(3.0, "milliseconds that every pass takes besides")
-    drafters: str = _key(
-        "",
-        "drafters as name:acceptance:spread:milliseconds[:more per request], separated by commas; workers begin"
-        " with the first one",
-    )
-    windows: str = _key("0,1,2,3,4,6,8", "drafts a pass to choose among")
-    draft_below: int = _key(0, "batches of at most so many draft; 0 for all")
-    mode: Mode = _key("coupled", "coupled or decoupled drafting")
-    train: float = _key(60.0, "seconds of an update")
-    train_tokens_per_second: float = _key(0.0, "instead: rate of updates")
-    weights: float = _key(2.0, "seconds from an update's end until workers have the weights")
-    failures_per_hour: float = _key(0.0, "of a worker")
-    restart: float = _key(60.0, "seconds until a lost worker is replaced")
-    sync: float = _key(0.0, "seconds between two looks of the host; 0 sees every end at once")
-    look: float = _key(5.0, "seconds between two reports where requests are moved")
-    steps: int = _key(20, "steps")
-    warm_up: int = _key(8, "steps that are not counted: two epochs of the default")
-    seed: int = _key(0, "of everything random")
+    ] = "shared"
+    groups: Annotated[int, "ranking groups; 0 for one a worker"] = 0
+    migration: Annotated[bool, "move outliers of ranking groups (RhymeRL, section 6.3)"] = False
+    balance: Annotated[
+        int, "free workers take half of a worker that has at least so many responses; 0 never"
+    ] = 0
+    race: Annotated[int, "free workers decode copies of so many stragglers each; 0 never"] = 0
+    prompts: Annotated[int, "prompts of an epoch; 0 for four steps"] = 0
+    prompts_per_step: Annotated[int, "prompts of a step"] = 256
+    samples: Annotated[int, "responses to a prompt"] = 16
+    prompt_tokens: Annotated[int, "tokens of a prompt"] = 300
+    mean: Annotated[float, "mean tokens of a response in the first epoch"] = 4000.0
+    longest: Annotated[int, "longest response"] = 16384
+    sigma: Annotated[float, "spread of the logarithm of lengths"] = 0.8
+    within: Annotated[float, "share of that variance within a prompt's responses"] = 0.3
+    drift: Annotated[float, "movement of a prompt's logarithm from epoch to epoch"] = 0.1
+    growth: Annotated[float, "growth of the mean from epoch to epoch"] = 1.0
+    rollouts: Annotated[str, "rollouts.jsonl of a run, for its lengths"] = ""
+    costs: Annotated[str, "plan written by scripts/plan.py --json, for its decode passes"] = ""
+    arithmetic: Annotated[float, "share of the device's FLOP/s that is reached"] = 0.5
+    memory: Annotated[float, "share of its bandwidth that is reached"] = 0.7
+    base_ms: Annotated[float, "milliseconds that every pass takes besides"] = 3.0
+    drafters: Annotated[
+        str,
+        "drafters as name:acceptance:spread:milliseconds[:more per request], separated by commas; workers"
+        " begin with the first one",
+    ] = ""
+    windows: Annotated[str, "drafts a pass to choose among"] = "0,1,2,3,4,6,8"
+    draft_below: Annotated[int, "batches of at most so many draft; 0 for all"] = 0
+    mode: Annotated[Mode, "coupled or decoupled drafting"] = "coupled"
+    train: Annotated[float, "seconds of an update"] = 60.0
+    train_tokens_per_second: Annotated[float, "instead: rate of updates"] = 0.0
+    weights: Annotated[float, "seconds from an update's end until workers have the weights"] = 2.0
+    failures_per_hour: Annotated[float, "of a worker"] = 0.0
+    restart: Annotated[float, "seconds until a lost worker is replaced"] = 60.0
+    sync: Annotated[float, "seconds between two looks of the host; 0 sees every end at once"] = 0.0
+    look: Annotated[float, "seconds between two reports where requests are moved"] = 5.0
+    steps: Annotated[int, "steps"] = 20
+    warm_up: Annotated[int, "steps that are not counted: two epochs of the default"] = 8
+    seed: Annotated[int, "of everything random"] = 0
 
     def replaced(self, overrides: Sequence[str]) -> "Scenario":
         """Returns the scenario with `key=value` overrides.
@@ -269,8 +267,9 @@ def _value(key: str, text: str, kind: object) -> object:
 
 def keys_text() -> str:
     """Returns every key with its default and meaning, for `--help`."""
-    lines = []
+    meanings, lines = get_type_hints(Scenario, include_extras=True), []
     for field in dataclasses.fields(Scenario):
+        (meaning,) = meanings[field.name].__metadata__
         default = field.default if field.default != "" else "none"
-        lines.append(f"  {field.name:<24} {field.metadata['help']} [{default}]")
+        lines.append(f"  {field.name:<24} {meaning} [{default}]")
     return "\n".join(lines)

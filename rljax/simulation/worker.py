@@ -1,9 +1,9 @@
 """A worker of which only times are computed.
 
-Requests of one level of acceptance advance together, by the same number of tokens a pass. So a worker keeps for
-each level how far it has come and a heap of the points at which its requests end; the next end is the least
-over the levels, and the time until then has a closed form: with n requests, whose cache has K tokens and grows
-by A tokens a pass, p passes take
+Requests of one level of acceptance advance together, by the same number of tokens a pass. So a worker keeps
+for each level how far it has come and a heap of the points at which its requests end; the next end is the
+least over the levels, and the time until then has a closed form: with n requests, whose cache has K tokens
+and grows by A tokens a pass, p passes take
 
     p f + c (K p + A p^2 / 2)    seconds, f of a pass without reading the cache and c a token of it.
 

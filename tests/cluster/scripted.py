@@ -39,10 +39,10 @@ def response_to(key, version=0):
     return tokens, tuple(-token / 8 for token in tokens)
 
 
-def make_requests(count, samples=2, first=0):
+def make_requests(count, samples=2, first=0, step=1):
     """Requests by key; so many samples share a prompt."""
     return {
-        first + i: Request((7, i // samples), request_key(0, 0, 0, i // samples, i % samples), 16)
+        first + i: Request((7, i // samples), request_key(0, 0, 0, i // samples, i % samples), 16, step=step)
         for i in range(count)
     }
 

@@ -114,7 +114,5 @@ def test_an_address_where_something_else_answers(no_ray, monkeypatch):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(
-            ClusterError, match=rf"{address} is no Ray cluster that this version can join"
-        ):
+        with pytest.raises(ClusterError, match=rf"{address} is no Ray cluster that this version can join"):
             ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=1.0))

@@ -119,7 +119,7 @@ def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
         coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
     assert coordinator.done
     again = {}
-    for command in coordinator.on(Begin(2, 0, make_requests(20)), 2.0):
+    for command in coordinator.on(Begin(2, 0, make_requests(20, step=2)), 2.0):
         again[command.worker] = [key for key, *_ in command.work]
     assert sorted(again["worker-0"]) == sorted(work["worker-1"])
     assert sorted(again["worker-1"]) == sorted(work["worker-0"])
@@ -169,7 +169,7 @@ def test_copies_race_and_the_longest_counts():
     assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5) == []
     commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
     assert Withdraw("worker-1", 1, (slow,)) in commands
-    assert [command for command in commands if isinstance(command, Decode)][0].work[0][0] == other
+    assert next(command for command in commands if isinstance(command, Decode)).work[0][0] == other
 
 
 def test_outliers_of_short_groups_go_to_the_longest_group():
