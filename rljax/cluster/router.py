@@ -12,6 +12,7 @@ so `take` must give every waiting request to somebody as long as somebody asks.
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -248,7 +249,7 @@ class RankedQueues:
 
     Attributes:
       group_of: ranking group by request.
-      longest: length of each group's longest response in the previous epoch.
+      longest: largest of each group's prompts' lengths in the previous epoch.
       members: number of responses of each group.
     """
 
@@ -285,7 +286,12 @@ class RankedQueues:
             sizes = [len(places) for places in equal_groups(range(self._places), len(groups))]
         step = max((request.step for request in requests.values()), default=0)
         self._groups = seats(sizes, step)
-        self.longest = [float(max(lengths)) if lengths else float("inf") for lengths in known]
+        # A prompt's length in history is the median of its responses.
+        medians = [
+            [statistics.median(history[texts[place]]) for place in group if history.get(texts[place])]
+            for group in groups
+        ]
+        self.longest = [max(each, default=float("inf")) for each in medians]
         self.members = [sum(len(prompts[place]) for place in group) for group in groups]
         self._parts = [GroupQueue() for _ in self._groups]
         self.group_of = {}
@@ -397,7 +403,7 @@ class Balancing(_Around):
 
 
 class Migrating(_Around):
-    """Outliers of ranking groups go to the workers of the groups with the longest responses.
+    """Outliers of ranking groups go to workers that still decode longer ones in the same rollout.
 
     Args:
       inner: the ranking groups.
@@ -428,7 +434,12 @@ class Migrating(_Around):
             if group == last:  # these may take as long as they do
                 continue
             for key in rule.outliers(lengths, ranked.members[group], ranked.longest[group]):
-                longer = {name: load for name, load in held.items() if ranked.group_of_worker(name) == last}
+                groups = {name: ranked.group_of_worker(name) for name, load in held.items() if load}
+                longer = {
+                    name: held[name]
+                    for name, other in groups.items()
+                    if other == last or ranked.longest[other] > lengths[key]
+                }
                 to = less_loaded(longer, board.holders[key])
                 if to is None:
                     continue

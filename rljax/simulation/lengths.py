@@ -27,6 +27,8 @@ class LengthModel:
       within: share of the variance that is within the groups.
       drift: standard deviation by which a prompt's logarithm moves from one epoch to the next.
       growth: factor of the mean from one epoch to the next.
+      outliers: share of responses that are longer than their prompt lets expect.
+      jump: standard deviation of the logarithm by which these are longer.
     """
 
     mean: float
@@ -35,6 +37,8 @@ class LengthModel:
     within: float = 0.3
     drift: float = 0.1
     growth: float = 1.0
+    outliers: float = 0.0
+    jump: float = 1.0
 
     def epochs(self, prompts: int, samples: int, seed: int) -> Iterator[np.ndarray]:
         """Yields the lengths of one epoch after the other, int64 [prompts, samples]."""
@@ -44,6 +48,9 @@ class LengthModel:
         spread = self.sigma * np.sqrt(self.within)
         while True:
             noise = spread * random.standard_normal((prompts, samples))
+            if self.outliers:
+                beyond = random.random((prompts, samples)) < self.outliers
+                noise += beyond * np.abs(self.jump * random.standard_normal((prompts, samples)))
             lengths = np.rint(scale * np.exp(between[:, None] + noise))
             yield np.clip(lengths, 1, self.longest).astype(np.int64)
             between = between + self.drift * random.standard_normal(prompts)

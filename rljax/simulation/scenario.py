@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
@@ -56,6 +57,8 @@ class Scenario:
     within: Annotated[float, "share of that variance within a prompt's responses"] = 0.3
     drift: Annotated[float, "movement of a prompt's logarithm from epoch to epoch"] = 0.1
     growth: Annotated[float, "growth of the mean from epoch to epoch"] = 1.0
+    outliers: Annotated[float, "share of responses that are longer than their prompt lets expect"] = 0.0
+    jump: Annotated[float, "spread of the logarithm by which these are longer"] = 1.0
     rollouts: Annotated[str, "rollouts.jsonl of a run, for its lengths"] = ""
     costs: Annotated[str, "plan written by scripts/plan.py --json, for its decode passes"] = ""
     arithmetic: Annotated[float, "share of the device's FLOP/s that is reached"] = 0.5
@@ -168,7 +171,16 @@ class Scenario:
         lengths = (
             recorded_lengths(self.rollouts, self.seed)
             if self.rollouts
-            else LengthModel(self.mean, self.longest, self.sigma, self.within, self.drift, self.growth)
+            else LengthModel(
+                self.mean,
+                self.longest,
+                self.sigma,
+                self.within,
+                self.drift,
+                self.growth,
+                self.outliers,
+                self.jump,
+            )
         )
         acceptance = [each[:2] for each in self.drafters_of().values()]
         return Workload(
@@ -212,6 +224,10 @@ class Scenario:
             return seconds / drafting.tokens(level, window)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
+            if self.migration:  # the longest of a group will be decoded elsewhere
+                last = OutlierRule().last
+                short = [sorted(lengths)[: math.ceil((1 - last) * len(lengths))] for lengths in groups[:-1]]
+                groups = [*short, groups[-1]]
             means = [sum(lengths) / len(lengths) for lengths in groups]
             by_mean = dict(zip(means, groups, strict=True))
 
