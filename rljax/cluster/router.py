@@ -24,7 +24,7 @@ from rljax.requests import Request
 
 _BACKLOG_SHARE = 4  # a worker holds a quarter more requests than slots, so that none waits for a message
 _REFILL_SHARE = 8  # and is sent new ones when an eighth of its slots has come free
-_CATCH_UP = 64  # tokens: what a prefill of the response costs
+_CATCH_UP = 256  # tokens: a copy prefills its whole response to go on from there
 
 
 @dataclasses.dataclass(frozen=True)

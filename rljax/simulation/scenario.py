@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.pipe import group_seconds, workers_of_groups
-from rljax.cluster.planner import Affine, Mode
+from rljax.cluster.planner import Affine
 from rljax.cluster.router import Balancing, Migrating, Racing, RankedQueues, Router, SharedQueue
 from rljax.errors import ConfigError, known_names
 from rljax.simulation.cluster import Cluster, Machines, Order
@@ -19,10 +19,11 @@ from rljax.simulation.costs import (
     planned_costs,
     roofline_costs,
 )
-from rljax.simulation.drafting import Drafting
+from rljax.simulation.drafting import LEVELS, Drafting
 from rljax.simulation.lengths import LengthModel, recorded_lengths
 from rljax.simulation.workload import Workload
 
+Modes = Literal["coupled", "decoupled", "either"]
 Routing = Literal["shared", "static", "ranked", "two-tiers"]
 
 
@@ -71,7 +72,7 @@ class Scenario:
     ] = ""
     windows: Annotated[str, "drafts a pass to choose among"] = "0,1,2,3,4,6,8"
     draft_below: Annotated[int, "batches of at most so many draft; 0 for all"] = 0
-    mode: Annotated[Mode, "coupled or decoupled drafting"] = "coupled"
+    mode: Annotated[Modes, "coupled or decoupled drafting, or what is faster at a time: either"] = "coupled"
     train: Annotated[float, "seconds of an update"] = 60.0
     train_tokens_per_second: Annotated[float, "instead: rate of updates"] = 0.0
     weights: Annotated[float, "seconds from an update's end until workers have the weights"] = 2.0
@@ -162,7 +163,7 @@ class Scenario:
             {name: each[2] for name, each in drafters.items()},
             {name: each[0] for name, each in drafters.items()},
             [int(window) for window in self.windows.split(",")],
-            self.mode,
+            ("coupled", "decoupled") if self.mode == "either" else (self.mode,),
             self.draft_below or None,
         )
 
@@ -218,10 +219,10 @@ class Scenario:
             if drafting is None:
                 return machines.costs.fixed(running, running) + cached
             name, milliseconds = drafting.names[0], int(1000 * cached)
-            window = drafting.window(running, name, milliseconds)
-            level = round(self.drafters_of()[name][0] * 20)
-            seconds = drafting.seconds(running, name, window, milliseconds) + cached
-            return seconds / drafting.tokens(level, window)
+            way = drafting.way(running, name, milliseconds)
+            level = round(self.drafters_of()[name][0] * LEVELS)
+            seconds = drafting.seconds(running, name, way, milliseconds) + cached
+            return seconds / drafting.tokens(level, way)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
             if self.migration:  # the longest of a group will be decoded elsewhere

@@ -181,10 +181,10 @@ class SimulatedWorker:
             self._rates, self._levels, self._cache = [], {}, 0.0
             return
         drafting, milliseconds = self._drafting, int(1000 * self._costs.cached * self._cache)
-        window = drafting.window(running, self._drafter, milliseconds) if self._drafter else 0
-        self._fixed = drafting.seconds(running, self._drafter, window, milliseconds)
+        way = drafting.way(running, self._drafter, milliseconds)
+        self._fixed = drafting.seconds(running, self._drafter, way, milliseconds)
         self._rates = [
-            (level, drafting.tokens(number, window)) for number, level in self._levels.items() if level.count
+            (level, drafting.tokens(number, way)) for number, level in self._levels.items() if level.count
         ]
         self._growth = sum(rate * level.count for level, rate in self._rates)
 
