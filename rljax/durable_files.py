@@ -3,18 +3,21 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rljax.errors import UserError
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Puts content in a file so that a crash leaves the old or the new one, never a part."""
+def write_durably(path: Path, content: bytes | Sequence[Any]) -> None:
+    """Puts content in a file so that a crash leaves the old or the new one, never a part. It may come as a
+    sequence of buffers.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError:  # a full disk needs every byte

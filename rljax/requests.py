@@ -1,6 +1,7 @@
 """Records of decoding: requests, responses under way, completions, and counts of the work that they took."""
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import numpy as np
@@ -93,6 +94,16 @@ class Completion:
         return len(self.response_ids) if self.sampled_mask is None else int(self.sampled_mask.sum())
 
 
+def spans_of(completion: Completion, version: int) -> list[tuple[int, int]]:
+    """Returns (begin, end) of the tokens of a response that a version of the weights sampled."""
+    begins = [*completion.versions, (len(completion.response_ids), -1)]
+    return [
+        (begin, end)
+        for (begin, each), (end, _) in itertools.pairwise(begins)
+        if each == version and end > begin
+    ]
+
+
 @dataclasses.dataclass
 class DecodeStatistics:
     """Counts and times of decoding.
@@ -174,3 +185,14 @@ def accumulate(into: Any, more: Any) -> None:
     """Adds every field of one dataclass of counts, such as `DecodeStatistics`, to another's."""
     for field in dataclasses.fields(into):
         setattr(into, field.name, getattr(into, field.name) + getattr(more, field.name))
+
+
+def difference(after: DecodeStatistics, before: DecodeStatistics) -> DecodeStatistics:
+    """Returns what was counted between two moments; `running` is left out."""
+    return DecodeStatistics(
+        **{
+            field.name: getattr(after, field.name) - getattr(before, field.name)
+            for field in dataclasses.fields(after)
+            if field.name != "running"
+        }
+    )

@@ -4,6 +4,7 @@
     metrics.jsonl    one JSON object a line, a line a step, on disk before the next step begins
     decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
     rollouts.jsonl   a line a step: lengths, requests over time, samples (`rljax.rollout.summary`)
+    schedule.jsonl   a line a step, with rollout.max_staleness: its groups, and which weights sampled what
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
                      changes to the config
     tokenizer/       of a policy that is made on the spot (`rljax.training.policy`)
@@ -34,7 +35,7 @@ from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
-_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl")
+_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl", "schedule.jsonl")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _NONFINITE = "nonfinite"
 
@@ -248,6 +249,11 @@ class RunDirectory:
     def read_rollouts(self) -> list[dict[str, Any]]:
         """Returns the records of `append_rollout`, oldest first."""
         return [line for _, line in _complete_lines(self.rollouts_path)]
+
+    def append_schedule(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the groups of a step's batch (`rljax/training/arrival.py`)."""
+        if self.writes:
+            _append_line(self.path / "schedule.jsonl", {"step": step, "groups": groups})
 
     def truncate_after(self, step: int) -> int:
         """Drops, atomically, the lines after `step` and a half-written last line, of all files that have a

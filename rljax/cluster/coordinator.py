@@ -7,9 +7,10 @@ it by hand. A worker's life:
 
     Spawn -> Arrived -> Build -> Status -> Load -> Status with the version -> Decode -> Pieces
 
-Nothing that it decides can change a token (`ledger.py`). What a worker does not confirm is sent again; a
-worker that is silent for longer than its lease is given up, and its requests go on elsewhere from the tokens
-in the ledger. A lost worker's name is never used again.
+Nothing that it decides can change a token (`ledger.py`), except of rollouts that are `renewed`. What a worker
+does not confirm is sent again; a worker that is silent for longer than its lease is given up, and its
+requests go on elsewhere from the tokens in the ledger. A lost worker's name is never used again. Several
+rollouts may be under way (`rollouts.py`).
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from rljax.cluster.messages import (
     Command,
     Decode,
     Died,
+    End,
     Event,
     Facts,
     Fail,
@@ -35,6 +37,7 @@ from rljax.cluster.messages import (
     Missing,
     Piece,
     Pieces,
+    Renew,
     Say,
     Spawn,
     Status,
@@ -42,9 +45,9 @@ from rljax.cluster.messages import (
     Tick,
     Withdraw,
 )
+from rljax.cluster.rollouts import Rollout, Rollouts
 from rljax.cluster.router import Board, Router, Seat, SharedQueue
 from rljax.errors import NumericsError
-from rljax.requests import DecodeStatistics, Request
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
 _MOST_FETCHES = 3  # failed fetches of one version, after which a worker is given up
@@ -72,6 +75,8 @@ class _Worker:
     Attributes:
       heard: when it last gave a sign of life, or was started.
       told: when it was last told to build or to load.
+      wants: the version that it was last told to load.
+      rollout: number of the rollout that it works on; that of all its requests.
       holds: its requests, with the time of the last progress or question.
       more: whether it believes that further requests may follow.
       useful: whether it has ever sent a token.
@@ -82,6 +87,8 @@ class _Worker:
     arrived: bool = False
     slots: int = 0
     version: int | None = None
+    wants: int | None = None
+    rollout: int = 0
     holds: dict[Key, float] = dataclasses.field(default_factory=dict)
     more: bool = False
     useful: bool = False
@@ -122,10 +129,9 @@ class Coordinator:
     Attributes:
       ledger: what has been sampled.
       counts: see `Counts`.
-      statistics: of the present rollout, by worker: counts of decoding, and seconds it was busy.
+      rollouts: those under way.
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
-      ended: requests of the rollout that have ended, in the order in which they did.
     """
 
     def __init__(
@@ -141,31 +147,26 @@ class Coordinator:
         self.wish, self.facts, self.limits = wish, facts, limits
         self.fingerprint, self.strict = fingerprint, strict
         self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
-        self.router: Router = SharedQueue() if router is None else router
-        self.statistics: dict[str, tuple[DecodeStatistics, float]] = {}
+        self.rollouts = Rollouts(SharedQueue() if router is None else router)
         self.building = False
         self.ready = 0
-        self.ended: list[Key] = []
         self._workers: dict[str, _Worker] = {}
-        self._started = 0
+        self._started = self._orders = 0
         self._next_start = 0.0
         self._useless = 0  # workers lost in a row without a token
         self._last_reason = ""
         self._life: float | None = None  # when any worker was last heard
-        self._rollout, self._version = 0, None
-        self._requests: dict[Key, Request] = {}
         self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
         self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
         self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
         self._moved: set[Key] = set()
-        self._unfinished = 0
 
     # -- what the driver asks ------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """Whether every request of the rollout has ended."""
-        return not self._unfinished
+        """Whether every request of every rollout has ended."""
+        return all(rollout.done for rollout in self.rollouts.open.values())
 
     @property
     def arrived(self) -> int:
@@ -194,6 +195,11 @@ class Coordinator:
             self._life = now
         if isinstance(event, Begin):
             return self._begin(event, now)
+        if isinstance(event, End):
+            return self._end(event)
+        if isinstance(event, Renew):
+            self.rollouts.renew(event.version)
+            return self._direct(list(self._workers), now)
         if isinstance(event, Tick):
             return self._tick(now)
         worker = self._workers.get(event.worker)
@@ -252,13 +258,9 @@ class Coordinator:
             self.counts.other_numerics += 1
         self.ready += not worker.slots
         worker.slots = event.slots
-        if event.version is not None and event.version >= (worker.version or 0):
+        if event.version is not None:  # one that comes late is set right by the next
             worker.version, worker.fetch_seconds = event.version, event.fetch_seconds
-        if self._version is None:
-            return []
-        if worker.version != self._version:
-            return self._load(event.worker, worker, now)
-        return self._fill([event.worker], now)
+        return self._direct([event.worker], now)
 
     def _refuse(self, event: Status) -> list[Command]:
         """A worker computes other bits: it is not used, nor another one in its place."""
@@ -272,17 +274,19 @@ class Coordinator:
             return [Stop(event.worker), Fail("NumericsError", line)]
         return [Stop(event.worker), Say(line)]
 
-    def _load(self, name: str, worker: _Worker, now: float) -> list[Command]:
-        worker.told = now
-        return [Load(name, self._version)]
+    def _load(self, name: str, worker: _Worker, version: int, now: float) -> Load:
+        if worker.wants != version:
+            worker.fetch_failures = 0
+        worker.told, worker.wants = now, version
+        return Load(name, version, carry=bool(worker.holds))
 
     def _fetch_failed(self, event: FetchFailed, worker: _Worker, now: float) -> list[Command]:
-        if event.version != self._version or worker.version == self._version:
+        if event.version != worker.wants or worker.version == worker.wants:
             return []
         worker.fetch_failures += 1
         if worker.fetch_failures >= _MOST_FETCHES:
             return self._lose(event.worker, event.reason, now)
-        return self._load(event.worker, worker, now)
+        return [self._load(event.worker, worker, worker.wants, now)]
 
     def _lose(self, name: str, reason: str, now: float) -> list[Command]:
         """Gives a worker up; its requests wait first."""
@@ -310,10 +314,12 @@ class Coordinator:
                 del self._holders[key]
                 keys.append(key)
         self._moved.update(keys)
-        self.router.leave(name)
-        self.router.put_back(keys)
+        for rollout in self.rollouts.open.values():
+            rollout.router.leave(name)
+        for number, lost in self.rollouts.by_rollout(keys).items():
+            self.rollouts.open[number].router.put_back(lost)
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
-        return commands + self._start(now) + self._fill(list(self._workers), now)
+        return commands + self._start(now) + self._direct(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
         """Starts workers as far as some are wished for."""
@@ -325,39 +331,38 @@ class Coordinator:
             commands.append(Spawn(name))
         return commands
 
-    # -- a rollout -----------------------------------------------------------------------------------------
+    # -- rollouts ------------------------------------------------------------------------------------------
 
     def _begin(self, event: Begin, now: float) -> list[Command]:
-        self._rollout, self._version = event.rollout, event.version
-        self._requests, self._unfinished = dict(event.requests), len(event.requests)
-        self.ledger.open(event.requests, event.version)
-        self.statistics, self.ended, self._moved = {}, [], set()
-        self._holders, self._reached, self._drafts = {}, {}, {}
-        self.router.begin(self._requests)
+        self.ledger.open(event.requests, event.version, event.renewed, event.partials)
+        self.rollouts.begin(event)
         self._life = now
-        commands: list[Command] = []
-        current = []
-        for name, worker in self._workers.items():
-            worker.holds, worker.more, worker.fetch_failures = {}, False, 0
-            worker.heard = now  # nobody has listened since the last rollout
-            if worker.slots and worker.version != event.version:
-                commands += self._load(name, worker, now)
-            elif worker.slots:
-                current.append(name)
-        return commands + self._fill(current, now)
+        for worker in self._workers.values():
+            worker.heard = now  # nobody may have listened for a while
+        return self._direct(list(self._workers), now)
+
+    def _end(self, event: End) -> list[Command]:
+        self.rollouts.forget(event.rollout, event.keys)
+        self.ledger.close(event.keys)
+        self._moved.difference_update(event.keys)
+        for key in event.keys:
+            self._drafts.pop(key, None)
+        return []
 
     def _pieces(self, event: Pieces, worker: _Worker | None, now: float) -> list[Command]:
         if worker is not None:
             worker.heard = self._life = now
-            if event.rollout == self._rollout and event.statistics is not None:
-                known = self.statistics.get(event.worker)
-                if known is None or event.statistics.host_syncs >= known[0].host_syncs:
-                    self.statistics[event.worker] = event.statistics, event.busy_seconds
+        rollout = self.rollouts.open.get(event.rollout)
+        if rollout is not None and event.statistics is not None:
+            known = rollout.statistics.get(event.worker)
+            if known is None or event.statistics.host_syncs >= known[0].host_syncs:
+                rollout.statistics[event.worker] = event.statistics, event.busy_seconds
         commands: list[Command] = []
         gaps, ended = [], False
         for piece in event.pieces:
             entry = self.ledger.entries.get(piece.key)
-            if entry is None:
+            holds = worker is not None and piece.key in worker.holds
+            if entry is None or not entry.takes(piece):
                 self.counts.late += 1
                 continue
             begun = entry.ending is None
@@ -365,7 +370,7 @@ class Coordinator:
                 grown = self.ledger.add(event.worker, piece)
             except NumericsError as error:
                 return [Fail("NumericsError", str(error))]
-            holds = worker is not None and piece.key in worker.holds
+            self.rollouts.of(piece.key).tokens += grown
             if not grown and not self.ledger.has_gap(piece.key) and begun == (entry.ending is None):
                 self.counts.late += bool(piece.tokens)
             if grown and worker is not None:
@@ -382,53 +387,86 @@ class Coordinator:
             elif holds and len(self._holders[piece.key]) > 1:
                 commands += self._catch_up(event.worker, piece, now)
         if gaps:
-            commands.append(Ask(event.worker, self._rollout, tuple(gaps), self.router.waiting(event.worker)))
+            commands.append(self._ask(event.worker, worker, tuple(gaps)))
         if ended and worker is not None:
-            commands += self._fill([event.worker], now)
+            commands += self._direct([event.worker], now)
             if not worker.holds:
                 commands += self._rearrange(now)
         return commands
 
     def _finish(self, key: Key, by: str) -> list[Command]:
         """A request has ended: copies of it are of no more use."""
-        self._unfinished -= 1
-        self.ended.append(key)
+        rollout = self.rollouts.of(key)
+        rollout.unfinished -= 1
+        rollout.ended.append(key)
         holders = self._holders.pop(key, [])
         if not holders:  # a lost worker's last piece came late
-            self.router.discard(key)
+            rollout.router.discard(key)
         for name in holders:
             del self._workers[name].holds[key]
             self._reached.pop((key, name), None)
-        return [Withdraw(name, self._rollout, (key,)) for name in holders if name != by]
+        return [Withdraw(name, rollout.number, (key,)) for name in holders if name != by]
 
     def _missing(self, event: Missing, worker: _Worker, now: float) -> list[Command]:
-        if event.rollout != self._rollout or worker.version != self._version:
+        rollout = self.rollouts.open.get(event.rollout)
+        if rollout is None or worker.rollout != event.rollout or worker.version != rollout.version:
             return []
         keys = [key for key in event.keys if key in worker.holds]
         return [self._decode(event.worker, worker, keys, now)] if keys else []
 
     # -- who decodes what ----------------------------------------------------------------------------------
 
-    def _fill(self, names: Sequence[str], now: float) -> list[Command]:
-        """Gives waiting requests to these workers, as far as they have the weights and room."""
+    def _direct(self, names: Sequence[str], now: float) -> list[Command]:
+        """Gives waiting requests to these workers, or first the weights that it takes."""
         commands: list[Command] = []
         for name in names:
             worker = self._workers.get(name)
-            if worker is None or not worker.slots or worker.version != self._version:
+            if worker is None or not worker.slots:
                 continue
-            share = -(-self._unfinished // self.ready)
-            keys = self.router.take(Seat(name, worker.slots, len(worker.holds)), share)
-            if keys:
-                moved = self._moved.intersection(keys)
-                self.counts.migrations += len(moved)
-                self._moved -= moved
-                commands.append(self._decode(name, worker, keys, now))
-        if self.router.ran_empty():
-            told = {command.worker for command in commands}
+            if worker.holds:
+                # It gets no more while an earlier rollout waits for a worker.
+                candidates = [] if self._lonely(name, worker) else [self.rollouts.open[worker.rollout]]
+            else:
+                candidates = self.rollouts.for_free(name)
+            for rollout in candidates:
+                if rollout.version != worker.version:
+                    worker.rollout = rollout.number
+                    if worker.wants != rollout.version or now - worker.told >= self.limits.retry:
+                        commands.append(self._load(name, worker, rollout.version, now))
+                    break
+                share = -(-rollout.unfinished // self.ready)
+                keys = rollout.router.take(Seat(name, worker.slots, len(worker.holds)), share)
+                if keys:
+                    worker.rollout = rollout.number
+                    moved = self._moved.intersection(keys)
+                    self.counts.migrations += len(moved)
+                    self._moved -= moved
+                    commands.append(self._decode(name, worker, keys, now))
+                    break
+        if self.rollouts.ran_empty():
+            told = {command.worker for command in commands if isinstance(command, Decode)}
             for name, worker in self._workers.items():
-                if worker.more and name not in told and not self.router.waiting(name):
+                if worker.more and name not in told and not self._more(name, worker):
                     commands.append(self._decode(name, worker, [], now))
         return commands
+
+    def _ask(self, name: str, worker: _Worker, positions: tuple[tuple[Key, int], ...]) -> Ask:
+        entries = {key: self.ledger[key] for key, _ in positions}
+        orders = {key: entry.order for key, entry in entries.items() if entry.renewed}
+        return Ask(name, worker.rollout, positions, worker.more, orders)
+
+    def _lonely(self, name: str, worker: _Worker) -> bool:
+        """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
+        tended = {each.rollout for each in self._workers.values() if each.slots}
+        return any(
+            rollout.number < worker.rollout and rollout.number not in tended
+            for rollout in self.rollouts.for_free(name)
+        )
+
+    def _more(self, name: str, worker: _Worker) -> bool:
+        """Whether further requests may follow in the rollout that a worker works on."""
+        rollout = self.rollouts.open.get(worker.rollout)
+        return rollout is not None and rollout.router.waiting(name)
 
     def _decode(
         self, name: str, worker: _Worker, keys: Sequence[Key], now: float, drafter: str | None = None
@@ -438,23 +476,32 @@ class Coordinator:
             holders = self._holders.setdefault(key, [])
             if name not in holders:
                 holders.append(name)
-        worker.more = self.router.waiting(name)
-        work = tuple((key, self._requests[key], self.ledger[key].partial()) for key in keys)
-        return Decode(name, self._rollout, self._version, work, worker.more, drafter)
+        worker.more = self._more(name, worker)
+        self._orders += 1
+        for key in keys:
+            self.ledger[key].ordered(self._orders)
+        work = tuple((key, self.rollouts.of(key).requests[key], self.ledger[key].partial()) for key in keys)
+        return Decode(name, worker.rollout, worker.version, work, worker.more, drafter, self._orders)
 
     def _rearrange(self, now: float) -> list[Command]:
-        """Lets the router move requests to other workers, and copy them."""
-        if not self.router.mobile:
-            return []
+        """Lets routers move requests to other workers, and copy them."""
+        commands: list[Command] = []
+        for rollout in self.rollouts.open.values():
+            if rollout.router.mobile and not rollout.renewed:  # a renewed response has one writer
+                commands += self._rearrange_one(rollout, now)
+        return commands
+
+    def _rearrange_one(self, rollout: Rollout, now: float) -> list[Command]:
         seats = [
             Seat(name, worker.slots, len(worker.holds))
             for name, worker in self._workers.items()
-            if worker.slots and worker.version == self._version
+            if worker.slots and worker.version == rollout.version and worker.rollout == rollout.number
         ]
-        board = Board(seats, self._holders, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        holders_of = {key: names for key, names in self._holders.items() if key in rollout.requests}
+        board = Board(seats, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
         taken: dict[str, list[Key]] = {}
         given: dict[tuple[str, str | None], list[Key]] = {}
-        for move in self.router.moves(board):
+        for move in rollout.router.moves(board):
             holders = self._holders.get(move.key)
             if holders is None or move.worker in holders or move.worker not in self._workers:
                 continue
@@ -468,7 +515,9 @@ class Coordinator:
             for name in (*alone, move.worker):
                 self._reached[move.key, name] = len(self.ledger[move.key].tokens)
             given.setdefault((move.worker, move.drafter), []).append(move.key)
-        commands: list[Command] = [Withdraw(name, self._rollout, tuple(keys)) for name, keys in taken.items()]
+        commands: list[Command] = [
+            Withdraw(name, rollout.number, tuple(keys)) for name, keys in taken.items()
+        ]
         for (name, drafter), keys in given.items():
             commands.append(self._decode(name, self._workers[name], keys, now, drafter))
         return commands
@@ -484,7 +533,7 @@ class Coordinator:
         commands: list[Command] = []
         for other in self._holders[key]:
             behind = known - self._reached[key, other]
-            if behind >= self.router.catch_up:
+            if behind >= self.rollouts.of(key).router.catch_up:
                 self._reached[key, other] = known
                 commands.append(self._decode(other, self._workers[other], [key], now))
         return commands
@@ -514,12 +563,10 @@ class Coordinator:
             if worker.arrived and not worker.slots and self.building and overdue:
                 worker.told = now
                 commands.append(Build(name))
-            elif worker.slots and self._version is not None and worker.version != self._version and overdue:
-                commands += self._load(name, worker, now)
             quiet = [key for key, since in worker.holds.items() if now - since >= limits.retry]
             if quiet:
                 worker.holds.update(dict.fromkeys(quiet, now))
                 positions = tuple((key, len(self.ledger[key].tokens)) for key in quiet)
-                commands.append(Ask(name, self._rollout, positions, worker.more))
-        commands += self._fill(list(self._workers), now)
+                commands.append(self._ask(name, worker, positions))
+        commands += self._direct(list(self._workers), now)
         return commands + self._rearrange(now)

@@ -5,13 +5,20 @@
     completions, statistics = cluster.run(params, requests) # as `Scheduler.run`
     cluster.learn(outcomes)                                 # drafters of all workers learn what came of it
 
+    begun = cluster.begin(params, requests, version=3)      # several rollouts may be under way
+    with cluster.listening():                               # workers go on while the trainer updates
+        ...
+    completions, statistics = cluster.finish(begun)
+
 It carries out the coordinator's commands over a fabric, and publishes weights. The tokens are those that
 `Scheduler.run` returns, bit for bit.
 """
 
+import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from drafters.base import Outcome
@@ -24,31 +31,57 @@ from rljax.cluster.messages import (
     Build,
     Command,
     Delivery,
+    End,
     Fail,
+    FetchFailed,
     Key,
     Load,
     Plan,
+    Renew,
     Say,
     Spawn,
     Status,
     Stop,
     Tick,
-    Weights,
 )
-from rljax.cluster.weights import digest_of, parts_of, publish
+from rljax.cluster.publisher import Publisher
+from rljax.cluster.rollouts import Rollout
+from rljax.cluster.weights import make_channel
+from rljax.cluster.weights.object_store import ObjectStore
 from rljax.cluster.worker import make_blueprint
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
-from rljax.requests import Completion, DecodeStatistics, Request, accumulate
+from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate, difference
 from rljax.rollout.decode_loop import check_request
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
 from rljax.training.policy import Policy
 
 _WAIT = 0.2  # seconds for an event, at most
-_VERSIONS = 2  # of the weights that are kept
+_SHORT_WAIT = 0.02  # while somebody may want to go on at any moment
+
+
+@dataclasses.dataclass
+class BegunRollout:
+    """Requests that workers decode.
+
+    Attributes:
+      number: of the rollout in the coordinator.
+      keys: of the requests, in their order.
+      requests: the requests.
+      began: `time.perf_counter()` then.
+      running: number of running responses over time.
+      told: number of ended responses that were handed on.
+    """
+
+    number: int
+    keys: tuple[Key, ...]
+    requests: Sequence[Request]
+    began: float
+    running: RunningRequests
+    told: int = 0
 
 
 @dataclasses.dataclass
@@ -58,7 +91,6 @@ class _Sums:
     began: float
     busy: float = 0.0  # seconds of all workers
     rollout: float = 0.0  # seconds of rollouts times workers
-    publish: float = 0.0
     fetch: float = 0.0
 
 
@@ -69,20 +101,28 @@ class ClusterDecoder:
       fabric: carries messages; `close` closes it.
       config: keys of the cluster.
       say: shows a line to the user.
+      versions: versions of the weights that are kept.
 
     Raises:
       ClusterError: of what is known at once.
     """
 
-    def __init__(self, fabric: Fabric, config: ClusterConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, fabric: Fabric, config: ClusterConfig, say: Callable[[str], None], versions: int = 2
+    ) -> None:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
         strict = config.numerics == "refuse"
         self.coordinator = Coordinator(config.workers, facts(), limits, strict=strict)
         self._scheduler: Scheduler | None = None
         self._blueprint: Any = None
-        self._versions: dict[int, Weights] = {}
+        channel = make_channel(config, fabric.put)
+        self._publisher = Publisher(channel, ObjectStore(fabric.put), versions)
+        self._loads: dict[str, Load] = {}  # that wait for their version to be published
+        self._failure: Exception | None = None  # of the thread that listens
         self._rollout = self._next_key = 0
+        self._finished = 0.0  # when the last rollout was
+        self._renewed: int | None = None  # the rollout whose responses go on under newer weights
         self._lessons: dict[int, Any] = {}  # references, by number
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
@@ -99,7 +139,7 @@ class ClusterDecoder:
           ClusterError: one has another code or JAX, or none comes within `cluster.patience_seconds`.
         """
         while self.coordinator.arrived < self.coordinator.wish:
-            self._listen()
+            self.listen()
 
     def build(
         self, scheduler: Scheduler, config: ExperimentConfig, policy: Policy, invariance: Invariance | None
@@ -119,13 +159,14 @@ class ClusterDecoder:
     def wait(self) -> None:
         """Waits until every worker that there is has built its engine."""
         while not self.coordinator.ready or self.coordinator.ready < self.coordinator.arrived:
-            self._listen()
+            self.listen()
 
     def close(self) -> None:
         """Ends all workers."""
         self._fabric.close()
+        self._publisher.close()
 
-    # -- a rollout -----------------------------------------------------------------------------------------
+    # -- rollouts ------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -133,6 +174,8 @@ class ClusterDecoder:
         requests: Sequence[Request],
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
+        version: int = 0,
+        partials: Mapping[int, PartialResponse] | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Returns completions in the order of `requests`, and counts of the work; see `Scheduler.run`.
 
@@ -142,46 +185,133 @@ class ClusterDecoder:
           NumericsError: workers disagree about a token.
           UserError: what a worker raised.
         """
+        begun = self.begin(params, requests, version, partials)
+        return self.finish(begun, on_progress, on_finished)
+
+    def begin(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        version: int,
+        partials: Mapping[int, PartialResponse] | None = None,
+        renewed: bool = False,
+    ) -> BegunRollout:
+        """Lets workers decode requests, and returns at once.
+
+        Args:
+          params: weights from `engine.load_params`; the arrays must stay as they are until a rollout with
+            them is finished.
+          requests: the requests.
+          version: number of the weights: equal numbers are the same weights.
+          partials: what is known of some responses already, by place.
+          renewed: whether responses go on under newer weights (`renew`).
+
+        Raises:
+          ValueError: a request cannot fit.
+        """
         for request in requests:
             check_request(request, self._scheduler.engine.buckets)
-        coordinator, lengths = self.coordinator, self._scheduler.lengths
-        version = self._publish(params)
-        start = time.perf_counter()
-        first, self._next_key = self._next_key, self._next_key + len(requests)
+        self._publisher.publish(version, params)
+        lengths, first = self._scheduler.lengths, self._next_key
+        self._next_key += len(requests)
         longest_first = sorted(
             range(len(requests)), key=lambda place: -lengths.expected(requests[place].prompt_ids)
         )
         by_key = {first + place: requests[place] for place in longest_first}
-        self._rollout += 1
-        running, told = RunningRequests(), 0
-        self._do(coordinator.on(Begin(self._rollout, version, by_key), self._fabric.now()))
-        while not coordinator.done:
-            self._listen()
-            running.add(coordinator.decoding)
-            told = self._tell(told, first, on_finished)
+        known = {first + place: partial for place, partial in (partials or {}).items()}
+        if renewed and self._renewed is not None:
+            number = self._renewed
+        else:
+            self._rollout += 1
+            number = self._rollout
+            if renewed:
+                self._renewed = number
+        begin = Begin(number, version, by_key, renewed, known)
+        self._do(self.coordinator.on(begin, self._fabric.now()))
+        keys = tuple(range(first, first + len(requests)))
+        return BegunRollout(number, keys, requests, time.perf_counter(), RunningRequests())
+
+    def renew(self, params: Params, version: int) -> None:
+        """There are newer weights: what was begun as `renewed` goes on under them."""
+        self._publisher.publish(version, params)
+        self._do(self.coordinator.on(Renew(version), self._fabric.now()))
+
+    def place(self, begun: BegunRollout) -> int | None:
+        """Returns a number by which its end came before or after that of others of the same rollout; None
+        while it is decoded.
+        """
+        if not self.ended(begun):
+            return None
+        ended = self.coordinator.rollouts.open[begun.number].ended
+        return max(ended.index(key) for key in begun.keys)
+
+    def ended(self, begun: BegunRollout) -> bool:
+        """Whether all its responses have ended."""
+        return all(self.coordinator.ledger[key].ending is not None for key in begun.keys)
+
+    def finish(
+        self,
+        begun: BegunRollout,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Waits for a rollout's responses, and returns them as `run` does; raises as it does."""
+        rollout = self.coordinator.rollouts.open[begun.number]
+        self._tell(begun, on_finished)
+        while not self.ended(begun):
+            self.listen()
+            begun.running.add(self.coordinator.decoding)
+            self._tell(begun, on_finished)
             if on_progress is not None:
-                on_progress(coordinator.ledger.tokens, len(coordinator.ended))
-        seconds = time.perf_counter() - start
-        completions = [coordinator.ledger[first + place].completion() for place in range(len(requests))]
-        statistics = self._count(completions, seconds)
-        statistics.running.append(running.points())
-        self._scheduler.learn_lengths(requests, completions)
+                on_progress(rollout.tokens, len(rollout.ended))
+        now = time.perf_counter()
+        completions = [self.coordinator.ledger[key].completion() for key in begun.keys]
+        statistics = self._count(rollout, completions, now - max(begun.began, self._finished))
+        self._finished = now
+        statistics.running.append(begun.running.points())
+        self._scheduler.learn_lengths(begun.requests, completions)
+        self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 
-    def _tell(self, told: int, first: Key, on_finished: OnFinished | None) -> int:
-        """Hands on responses that have ended since the first `told`."""
-        ended = self.coordinator.ended[told:]
-        for key in ended:
-            if on_finished is not None:
-                on_finished(key - first, self.coordinator.ledger[key].completion())
-        return told + len(ended)
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context in which workers are listened to by another thread, while this one does something else. No
+        other method may be called in it. What goes wrong meanwhile is raised by the next `finish`.
+        """
+        end = threading.Event()
 
-    def _count(self, completions: Sequence[Completion], seconds: float) -> DecodeStatistics:
+        def listen() -> None:
+            try:
+                while not end.is_set():
+                    self.listen(_SHORT_WAIT)
+            except Exception as error:
+                self._failure = error
+
+        thread = threading.Thread(target=listen, name="listen", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
+
+    def _tell(self, begun: BegunRollout, on_finished: OnFinished | None) -> None:
+        """Hands on responses that have ended since the last call."""
+        if on_finished is None:
+            return
+        ended = self.coordinator.rollouts.open[begun.number].ended
+        for key in ended[begun.told :]:
+            on_finished(key - begun.keys[0], self.coordinator.ledger[key].completion())
+        begun.told = len(ended)
+
+    def _count(self, rollout: Rollout, completions: Sequence[Completion], seconds: float) -> DecodeStatistics:
         """Returns the counts of all workers. A token that two of them sampled is one."""
         statistics = DecodeStatistics()
-        for counts, busy in self.coordinator.statistics.values():
-            accumulate(statistics, counts)
-            self._sums.busy += busy
+        for name, (counts, busy) in rollout.statistics.items():
+            before, busy_before = rollout.counted.get(name, (DecodeStatistics(), 0.0))
+            accumulate(statistics, difference(counts, before))
+            self._sums.busy += busy - busy_before
+        rollout.counted = dict(rollout.statistics)
         statistics.tokens = sum(completion.sampled_tokens for completion in completions)
         self._sums.rollout += seconds * self.coordinator.ready
         self._sums.fetch = max(self._sums.fetch, self.coordinator.fetch_seconds)
@@ -207,7 +337,7 @@ class ClusterDecoder:
             "cluster/workers": workers,
             "cluster/busy_share": min(sums.busy / max(sums.rollout, 1e-9), 1.0),
             "cluster/idle_share": max(1 - sums.busy / max(workers * (now - sums.began), 1e-9), 0.0),
-            "cluster/publish_seconds": sums.publish,
+            "cluster/publish_seconds": self._publisher.seconds,
             "cluster/fetch_seconds": sums.fetch,
             "cluster/pieces_late": counts.late - self._counted.late,
             "cluster/migrations": counts.migrations - self._counted.migrations,
@@ -216,47 +346,47 @@ class ClusterDecoder:
         if not self.coordinator.strict:
             metrics["cluster/other_numerics"] = counts.other_numerics
             metrics["cluster/differences"] = self.coordinator.ledger.differences
-        self._sums, self._counted = _Sums(now), dataclasses.replace(counts)
+        self._sums, self._counted, self._publisher.seconds = _Sums(now), dataclasses.replace(counts), 0.0
         return metrics
 
     # -- weights -------------------------------------------------------------------------------------------
 
-    def _publish(self, params: Params) -> int:
-        """Returns the version of these weights, published now unless they are the last ones."""
-        start = time.perf_counter()
-        parts = parts_of(params)
-        digest = digest_of(parts)
-        last = max(self._versions, default=-1)
-        if not self._versions or self._versions[last].digest != digest:
-            last += 1
-            self._versions[last] = publish(last, parts, digest, self._fabric.put)
-            for version in [version for version in self._versions if version <= last - _VERSIONS]:
-                del self._versions[version]
-            self._sums.publish += time.perf_counter() - start
-        return last
-
-    def _delivery(self, name: str, version: int) -> Delivery:
-        """Returns what a worker needs for a version; the same again if it is sent again."""
+    def _deliver(self, load: Load) -> None:
+        """Sends a worker what it needs for a version; later, where that is still being published."""
+        name, version = load.worker, load.version
         sent = self._sent.get(name)
-        if sent is not None and sent[0].weights.version == version:
-            return sent[0]
+        if sent is not None and sent[0].weights.version == version:  # the same again
+            self._fabric.send(name, dataclasses.replace(sent[0], carry=load.carry))
+            return
+        weights = self._publisher.weights(name, version)
+        if weights is None:
+            self._loads[name] = load
+            return
         state, known = None, self._taught.get(name, self._num_lessons)
         if self._scheduler.speculator is not None and name not in self._taught:
             state = self._fabric.put(self._scheduler.speculator.state())
         lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        delivery = Delivery(self._versions[version], state, lessons)
+        delivery = Delivery(weights, state, lessons, load.carry)
         self._sent[name] = delivery, self._num_lessons
-        return delivery
+        self._fabric.send(name, delivery)
 
     # -- events and commands -------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def listen(self, seconds: float = _WAIT) -> None:
         """Waits for events, and does what the coordinator wants done."""
-        for event in self._fabric.receive(_WAIT):
+        if self._failure is not None:
+            raise self._failure
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            self._deliver(load)
+        for event in self._fabric.receive(min(seconds, _SHORT_WAIT) if self._loads else seconds):
             if isinstance(event, Status) and event.worker in self._sent:
                 delivery, lessons = self._sent[event.worker]
                 if event.version == delivery.weights.version:
                     self._taught[event.worker] = lessons
+            if isinstance(event, FetchFailed):
+                self._sent.pop(event.worker, None)
+                self._publisher.failed(event.worker, event.version)
             self._do(self.coordinator.on(event, self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
 
@@ -273,9 +403,10 @@ class ClusterDecoder:
                     self._fabric.stop(command.worker)
                     self._taught.pop(command.worker, None)
                     self._sent.pop(command.worker, None)
+                    self._loads.pop(command.worker, None)
                 case Build():
                     self._fabric.send(command.worker, Plan(self._blueprint))
                 case Load():
-                    self._fabric.send(command.worker, self._delivery(command.worker, command.version))
+                    self._deliver(command)
                 case _:
                     self._fabric.send(command.worker, command)

@@ -1,8 +1,11 @@
-"""The ledger: every token that any worker has sampled in the present rollout.
+"""The ledger: every token that any worker has sampled in the rollouts under way.
 
 A token is a function of the run's seed, its request, its position, the tokens before it and the weights. So
 pieces of responses may come twice, late, in any order and from any worker: what is known already must be the
 same bits, and what is new is appended. Whoever goes on with a response begins behind what the ledger has.
+
+A response that is `renewed` goes on under newer weights at a position that timing decides. So only pieces of
+the last order to decode it are taken: what came of an earlier one may have gone on otherwise.
 """
 
 import dataclasses
@@ -14,22 +17,30 @@ from rljax.cluster.messages import Key, Piece
 from rljax.errors import NumericsError
 from rljax.requests import Completion, PartialResponse
 
+_NOTHING = PartialResponse()
+
 
 @dataclasses.dataclass
 class Entry:
     """A response.
 
     Attributes:
-      version: version of the weights that it is sampled with.
+      version: version of the weights that it began with.
+      renewed: whether it goes on under newer ones.
+      order: number of the last order to decode it.
       tokens, logprobs: so far.
+      versions: (position, version) where each version began.
       writers: (position, worker) where each worker's tokens begin.
       ending: reason of its end; None before.
       drafted, accepted: by the worker that ended it.
     """
 
     version: int
+    renewed: bool = False
+    order: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     writers: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     ending: str | None = None
     drafted: int = 0
@@ -41,10 +52,19 @@ class Entry:
         """The worker whose token at a position was taken."""
         return next(worker for begin, worker in reversed(self.writers) if begin <= position)
 
+    def takes(self, piece: Piece) -> bool:
+        """Whether a piece is of the version that this is sampled with, or of the last order to do so."""
+        return piece.order == self.order if self.renewed else piece.version == self.version
+
+    def ordered(self, number: int) -> None:
+        """A worker is told to go on with what is known."""
+        self.order = number
+        if self.renewed:
+            self.early.clear()
+
     def partial(self) -> PartialResponse:
         """The response so far, for a worker to go on with."""
-        versions = ((0, self.version),) if self.tokens else ()
-        return PartialResponse(tuple(self.tokens), tuple(self.logprobs), versions=versions)
+        return PartialResponse(tuple(self.tokens), tuple(self.logprobs), versions=tuple(self.versions))
 
     def completion(self) -> Completion:
         """The ended response."""
@@ -54,12 +74,12 @@ class Entry:
             self.ending,
             self.drafted,
             self.accepted,
-            versions=((0, self.version),),
+            versions=tuple(self.versions),
         )
 
 
 class Ledger:
-    """The responses of one rollout.
+    """The responses of the rollouts under way.
 
     Args:
       strict: whether tokens or logprobs that differ are an error; False counts them, and keeps those that
@@ -67,16 +87,36 @@ class Ledger:
 
     Attributes:
       differences: pieces that differed from what was known.
-      tokens: of all responses of the rollout so far.
+      tokens: of all responses so far.
     """
 
     def __init__(self, strict: bool = True) -> None:
         self.strict, self.differences, self.tokens = strict, 0, 0
         self._entries: dict[Key, Entry] = {}
 
-    def open(self, keys: Iterable[Key], version: int) -> None:
-        """Begins a rollout: nothing is known of these requests, and those of the last one are forgotten."""
-        self._entries, self.tokens = {key: Entry(version) for key in keys}, 0
+    def open(
+        self,
+        keys: Iterable[Key],
+        version: int,
+        renewed: bool = False,
+        partials: Mapping[Key, PartialResponse] | None = None,
+    ) -> None:
+        """Takes requests in, of which nothing is known but what is in `partials`."""
+        for key in keys:
+            known = (partials or {}).get(key, _NOTHING)
+            self._entries[key] = Entry(
+                version,
+                renewed,
+                tokens=list(known.tokens),
+                logprobs=list(known.logprobs),
+                versions=list(known.versions),
+                writers=[(0, "an earlier rollout")] if known.tokens else [],
+            )
+
+    def close(self, keys: Iterable[Key]) -> None:
+        """Forgets requests."""
+        for key in keys:
+            del self._entries[key]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -93,13 +133,13 @@ class Ledger:
 
         Returns:
           The number of tokens by which the response has grown; 0 for what was known already, for a piece
-          whose predecessor is missing (kept until that comes), and for another rollout's.
+          whose predecessor is missing (kept until that comes), and for one of another rollout or order.
 
         Raises:
           NumericsError: it differs from what is known.
         """
         entry = self._entries.get(piece.key)
-        if entry is None or piece.version != entry.version:
+        if entry is None or not entry.takes(piece):
             return 0
         if piece.begin > len(entry.tokens):
             entry.early[piece.begin, worker] = piece
@@ -133,6 +173,8 @@ class Ledger:
         if new:
             if not entry.writers or entry.writers[-1][1] != worker:
                 entry.writers.append((known, worker))
+            if not entry.versions or entry.versions[-1][1] != piece.version:
+                entry.versions.append((known, piece.version))
             entry.tokens += piece.tokens[overlap:]
             entry.logprobs += piece.logprobs[overlap:]
             self.tokens += new

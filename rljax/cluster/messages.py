@@ -47,6 +47,7 @@ class Piece:
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
+      order: number of the `Decode` by which the worker decodes it.
     """
 
     key: Key
@@ -57,6 +58,7 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
+    order: int = 0
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -150,17 +152,36 @@ class Died:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The driver begins a rollout.
+    """The driver begins a rollout, or adds requests to one that is `renewed`. Others may be under way.
 
     Attributes:
       rollout: its number, ascending.
-      version: version of the weights that all its tokens are sampled with.
+      version: version of the weights that its tokens are sampled with.
       requests: by key, those of one prompt together, in the order in which they should begin.
+      renewed: whether its responses go on under newer weights once there are some (`Renew`).
+      partials: what is known of some responses already, by key.
     """
 
     rollout: int
     version: int
     requests: Mapping[Key, Request]
+    renewed: bool = False
+    partials: Mapping[Key, PartialResponse] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The driver has taken responses of a rollout that have ended: they may be forgotten."""
+
+    rollout: int
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Renew:
+    """There are newer weights: responses of rollouts that are `renewed` go on under them."""
+
+    version: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +189,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | Tick
+Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | End | Renew | Tick
 
 # -- commands ----------------------------------------------------------------------------------------------
 
@@ -196,10 +217,17 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Fetch weights on a worker."""
+    """Fetch weights on a worker.
+
+    Attributes:
+      worker: the worker.
+      version: the version to load.
+      carry: whether its responses go on under that version; False forgets them.
+    """
 
     worker: str
     version: int
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +240,7 @@ class Decode:
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
       drafter: name of the drafter to use from now on; None leaves it to the worker.
+      number: of this order, ascending; pieces say by which one they came about.
     """
 
     worker: str
@@ -220,6 +249,7 @@ class Decode:
     work: tuple[tuple[Key, Request, PartialResponse], ...]
     more: bool
     drafter: str | None = None
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,12 +265,23 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Send again what a worker has of these requests, from a position on."""
+    """Send again what a worker has of these requests, from a position on.
+
+    Attributes:
+      worker: the worker.
+      rollout: of the requests.
+      positions: (key, position) of each.
+      more: see `Decode`.
+      orders: numbers of the orders by which they are decoded, as far as it matters: one that the worker has
+      by
+        an earlier order is missing.
+    """
 
     worker: str
     rollout: int
     positions: tuple[tuple[Key, int], ...]
     more: bool
+    orders: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +311,13 @@ class Weights:
     Attributes:
       version: its number.
       digest: of names, shapes, types and bytes.
-      parts: references to the arrays in the fabric's store.
+      where: where they are, for the channel that published them (`rljax/cluster/weights`).
       nbytes: size.
     """
 
     version: int
     digest: str
-    parts: Any
+    where: Any
     nbytes: int
 
 
@@ -288,11 +329,13 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
+      carry: see `Load`.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

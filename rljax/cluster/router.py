@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copied
 from typing import Protocol
 
 from rljax.cluster.messages import Key
@@ -104,7 +105,12 @@ class Router(Protocol):
     catch_up: int
 
     def begin(self, requests: Mapping[Key, Request]) -> None:
-        """A rollout begins with these requests, those of one prompt together; the last one is forgotten."""
+        """A rollout begins with these requests, those of one prompt together. Rollouts under way have copies
+        of the router that go on apart: nothing of an earlier rollout's may be changed in place.
+        """
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        """Further requests of the same rollout, which wait behind the others."""
 
     def put_back(self, keys: Iterable[Key]) -> None:
         """Requests of a lost worker, which wait first."""
@@ -211,6 +217,10 @@ class SharedQueue:
         self._requests, self._queue = requests, GroupQueue()
         self._queue.add(by_prompt(requests, requests))
 
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self._requests = {**self._requests, **requests}
+        self._queue.add(by_prompt(requests, requests))
+
     def put_back(self, keys: Iterable[Key]) -> None:
         self._queue.add(by_prompt(keys, self._requests), first=True)
 
@@ -303,6 +313,10 @@ class RankedQueues:
                 self._parts[place].add(part)
             self.group_of |= {key: number for place in group for key in prompts[place]}
 
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self._requests = {**self._requests, **requests}
+        self._shared.add(by_prompt(requests, requests))
+
     def put_back(self, keys: Iterable[Key]) -> None:
         self._shared.add(by_prompt(keys, self._requests), first=True)
 
@@ -359,8 +373,16 @@ class _Around:
     def __init__(self, inner: Router) -> None:
         self.inner, self.mobile, self.catch_up = inner, True, inner.catch_up
 
+    def __copy__(self) -> "_Around":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, inner=copied(self.inner))
+        return new
+
     def begin(self, requests: Mapping[Key, Request]) -> None:
         self.inner.begin(requests)
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self.inner.add(requests)
 
     def put_back(self, keys: Iterable[Key]) -> None:
         self.inner.put_back(keys)

@@ -3,11 +3,13 @@
     worker.receive(order)       # Plan: build the engine. Delivery: load weights. Decode, Ask
     events = worker.turn()      # up to the next host sync
 
-It has no thread and no network of its own: a fabric gives it turns. One decode loop serves one rollout.
+It has no thread and no network of its own: a fabric gives it turns. One decode loop serves one rollout under
+one version of the weights.
 """
 
 import collections
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ from rljax.cluster.messages import (
     Pieces,
     Plan,
     Status,
+    Withdraw,
 )
 from rljax.cluster.weights import WeightsError, fetch
 from rljax.config import ExperimentConfig
@@ -41,6 +44,7 @@ from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, init_params
+from rljax.requests import DecodeStatistics, PartialResponse, Request, accumulate
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.scheduler import Scheduler
@@ -93,9 +97,12 @@ class RolloutWorker:
         self._version: int | None = None
         self._fetch_seconds = 0.0
         self._rollout = -1
+        self._counted = DecodeStatistics()  # of the rollout, in loops with earlier weights
         self._responses: dict[Key, LiveResponse] = {}
         self._keys: dict[LiveResponse, Key] = {}
         self._sent: dict[Key, int] = {}  # tokens, by request
+        self._order_of: dict[Key, int] = {}  # the order by which it is decoded
+        self._ended: list[Key] = []  # with earlier weights, in a rollout that is renewed
         self._pieces: list[Piece] = []
         self._busy_seconds = 0.0
 
@@ -148,6 +155,8 @@ class RolloutWorker:
             return self._load(order)
         if isinstance(order, Decode):
             return self._begin(order)
+        if isinstance(order, Withdraw):
+            return self._withdraw(order)
         assert isinstance(order, Ask)
         return self._answer(order)
 
@@ -178,11 +187,13 @@ class RolloutWorker:
 
     def _load(self, delivery: Delivery) -> list[Event]:
         weights, speculator = delivery.weights, self._scheduler.speculator
-        if weights.version == self._version:
+        late = delivery.carry and weights.version < (self._version or 0)
+        if weights.version == self._version or late:
             return [self._status()]
         start = time.perf_counter()
         try:
-            params = fetch(weights, self._get, self._blueprint.policy)
+            limit = self._blueprint.config.cluster.fetch_seconds
+            params = fetch(weights, self._get, self._blueprint.policy, limit)
             state = None if delivery.state is None else self._get(delivery.state)
             lessons = [self._get(lesson) for lesson in delivery.lessons]
         except WeightsError as error:
@@ -190,6 +201,7 @@ class RolloutWorker:
         except Exception as error:  # whatever the store raises
             reason = f"what drafters learn did not come: {type(error).__name__}"
             return [FetchFailed(self.name, weights.version, reason)]
+        carried = self._unfinished() if delivery.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
         self._version = weights.version
@@ -198,34 +210,45 @@ class RolloutWorker:
                 speculator.load_state(state)
             for lesson in lessons:
                 speculator.learn(lesson)
+        if carried:
+            self._start()
+            self._submit(carried)
         self._fetch_seconds = time.perf_counter() - start
         return [self._status()]
 
+    def _unfinished(self) -> list[tuple[Key, Request, PartialResponse]]:
+        """Takes the responses under way out of the loop, for one with other weights to go on with: keys and
+        values are computed again, so that a token depends on those before it and on its weights alone.
+        """
+        found = []
+        for key, response in self._responses.items():
+            partial = None if response.ending is not None else self.loop.withdraw(response)
+            if partial is not None:
+                found.append((key, response.request, partial))
+        for key in self._ended:  # nobody has asked for them for as long as a version lasts
+            self._responses.pop(key, None)
+        self._ended = [key for key, response in self._responses.items() if response.ending is not None]
+        self._keys = {response: key for key, response in self._responses.items()}
+        accumulate(self._counted, self.loop.statistics)
+        return found
+
     def _begin(self, order: Decode) -> list[Event]:
         """Takes requests; the first ones of a rollout end the last."""
-        if order.rollout < self._rollout:
+        if order.rollout < self._rollout and self._decodes:  # it comes late
             return []
         if order.version != self._version:  # what it needs was lost, or comes later
             return [self._status()]
-        if order.rollout > self._rollout or self.loop is None:
-            self._start(order.rollout)
+        if order.rollout != self._rollout or self.loop is None:
+            if order.rollout != self._rollout:
+                self._rollout, self._busy_seconds, self._counted = order.rollout, 0.0, DecodeStatistics()
+                self._responses, self._keys, self._sent, self._pieces, self._ended = {}, {}, {}, [], []
+            self._start()
         self.loop.expects_more = order.more
-        new = []
-        for key, request, partial in order.work:
-            if key in self._responses:
-                continue
-            response = LiveResponse.resume(request, partial, self._scheduler.stop_strings)
-            self._responses[key], self._keys[response] = response, key
-            self._sent[key] = len(response.tokens)
-            new.append(response)
-        if new:
-            self.loop.submit(new)
+        self._take(order)
         return []
 
-    def _start(self, rollout: int) -> None:
+    def _start(self) -> None:
         scheduler = self._scheduler
-        self._rollout, self._busy_seconds = rollout, 0.0
-        self._responses, self._keys, self._sent, self._pieces = {}, {}, {}, []
         self.loop = DecodeLoop(
             scheduler.engine,
             self._params,
@@ -237,18 +260,55 @@ class RolloutWorker:
             version=self._version,
         )
 
+    def _take(self, order: Decode) -> None:
+        """Decodes requests; one that it decodes already only if this has more of it."""
+        new = []
+        for key, request, partial in order.work:
+            known = self._responses.get(key)
+            if known is None:
+                new.append((key, request, partial))
+            elif order.number < self._order_of[key]:  # it comes late
+                continue
+            elif known in self.loop.live and len(partial.tokens) > len(known.tokens):
+                self.loop.cancel([known])
+                new.append((key, request, partial))
+            elif order.number > self._order_of[key]:  # what was sent by the last order may have been dropped
+                self._sent[key] = min(len(partial.tokens), self._sent[key])
+                if known.ending is not None:
+                    self._pieces += self._pieces_of(key, known, self._sent[key], order.number)
+                    self._sent[key] = len(known.tokens)
+            self._order_of[key] = order.number
+        self._submit(new)
+
+    def _submit(self, work: Sequence[tuple[Key, Request, PartialResponse]]) -> None:
+        responses = []
+        for key, request, partial in work:
+            response = LiveResponse.resume(request, partial, self._scheduler.stop_strings)
+            self._responses[key], self._keys[response] = response, key
+            self._sent[key] = len(response.tokens)
+            responses.append(response)
+        if responses:
+            self.loop.submit(responses)
+
+    def _withdraw(self, order: Withdraw) -> list[Event]:
+        if order.rollout == self._rollout and self.loop is not None:
+            known = [self._responses.pop(key) for key in order.keys if key in self._responses]
+            self.loop.cancel(known)
+        return []
+
     def _answer(self, order: Ask) -> list[Event]:
-        if order.rollout < self._rollout:
-            return []
-        if order.rollout > self._rollout or self.loop is None:
+        if order.rollout != self._rollout or self.loop is None:
             return [Missing(self.name, order.rollout, tuple(key for key, _ in order.positions))]
         self.loop.expects_more = order.more
-        missing = tuple(key for key, _ in order.positions if key not in self._responses)
+        missing = tuple(
+            key
+            for key, _ in order.positions
+            if key not in self._responses or self._order_of[key] < order.orders.get(key, 0)
+        )
         for key, position in order.positions:
-            response = self._responses.get(key)
+            response = None if key in missing else self._responses[key]
             if response is not None and (position < len(response.tokens) or response.ending is not None):
-                self._pieces.append(self._piece(key, response, min(position, len(response.tokens))))
-                self._sent[key] = len(response.tokens)
+                self._say(key, response, min(position, len(response.tokens)))
         return [Missing(self.name, order.rollout, missing)] if missing else []
 
     # -- what is sampled -----------------------------------------------------------------------------------
@@ -256,24 +316,38 @@ class RolloutWorker:
     def _collect(self, responses: Sequence[LiveResponse]) -> None:
         for response in responses:
             key = self._keys[response]
-            self._pieces.append(self._piece(key, response, self._sent[key]))
-            self._sent[key] = len(response.tokens)
+            if self._responses.get(key) is response and response.ending != "cancelled":
+                self._say(key, response, self._sent[key])
 
-    def _piece(self, key: Key, response: LiveResponse, begin: int) -> Piece:
-        logprobs = np.asarray(response.logprobs[begin:], np.float32).tolist()
-        counts = (response.drafted, response.accepted) if response.ending is not None else (0, 0)
-        return Piece(
-            key,
-            self._version,
-            begin,
-            tuple(response.tokens[begin:]),
-            tuple(logprobs),
-            response.ending,
-            *counts,
-        )
+    def _say(self, key: Key, response: LiveResponse, begin: int) -> None:
+        """Keeps a response's tokens from a position on to be sent."""
+        self._pieces += self._pieces_of(key, response, begin, self._order_of[key])
+        self._sent[key] = len(response.tokens)
+
+    def _pieces_of(self, key: Key, response: LiveResponse, begin: int, order: int) -> list[Piece]:
+        """Returns a response's tokens from a position on: a piece for each version of the weights."""
+        length, pieces = len(response.tokens), []
+        cuts = [at for at, _ in response.versions if begin < at < length]
+        for first, end in itertools.pairwise([begin, *cuts, length]):
+            ended = response.ending is not None and end == length
+            piece = Piece(
+                key,
+                next((version for at, version in reversed(response.versions) if at <= first), self._version),
+                first,
+                tuple(response.tokens[first:end]),
+                tuple(np.asarray(response.logprobs[first:end], np.float32).tolist()),
+                response.ending if ended else None,
+                response.drafted if ended else 0,
+                response.accepted if ended else 0,
+                order,
+            )
+            pieces.append(piece)
+        return pieces
 
     def _report(self, pieces: tuple[Piece, ...]) -> Pieces:
-        statistics = dataclasses.replace(self.loop.statistics)
+        statistics = dataclasses.replace(self._counted)
+        if self.loop is not None:
+            accumulate(statistics, self.loop.statistics)
         return Pieces(self.name, self._rollout, pieces, statistics, self._busy_seconds)
 
     def close(self) -> None:

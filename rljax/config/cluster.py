@@ -60,6 +60,24 @@ class ClusterConfig(Section):
         description="Seconds that a worker waits for a version of the weights before it asks again. Raise it"
         " for large policies over slow networks.",
     )
+    weights: Literal["object_store", "files", "jax_transfer"] = Field(
+        "object_store",
+        description="How weights come to the workers: Ray's object store (one copy a node), files in"
+        " weights_dir, or jax.experimental.transfer from device to device. What fails falls back to the"
+        " object store. Set files where a shared disk is faster, jax_transfer to spare the host's memory.",
+    )
+    weights_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of the weights with weights: files, which all workers see; null is shared"
+        " memory, for workers on this machine. Set it to a shared disk for several machines.",
+    )
+    replay: str | None = Field(
+        None,
+        min_length=1,
+        description="Run directory, or its schedule.jsonl, whose batches are formed again, every token by"
+        " the same version of the weights. Set it to repeat a run with rollout.max_staleness bit for bit.",
+    )
     numerics: Literal["refuse", "warn"] = Field(
         "refuse",
         description="Reaction to a worker whose processor computes other bits: refuse it, or admit it and"

@@ -79,6 +79,18 @@ class RolloutConfig(Section):
         description="Most tokens of a response. Raise it when many responses are truncated; lower it for"
         " faster steps, since the longest responses determine their time.",
     )
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        0,
+        description="Steps by which the weights that sample a step's responses are older than those that"
+        " learn from them. Set 1 with cluster.workers to decode the next step's responses while the trainer"
+        " updates; such a run can be repeated bit for bit as well, with any number of workers or none.",
+    )
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = Field(
+        0,
+        description="Most steps by which weights may be older, with batches formed of the groups that end"
+        " first and responses that go on under newer weights; 0 is off. Set it with cluster.workers where"
+        " few long responses hold up every step, and a run may depend on timing: schedule.jsonl repeats it.",
+    )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         (),
         description="Texts that end a response besides the end-of-sequence tokens. Set them for policies"

@@ -121,6 +121,9 @@ def check_over_processes(
                 f"{key}: decides by the clock of one process, which {num_processes} processes cannot share;"
                 f" {instead}"
             )
+    if config.rollout.staleness or config.rollout.max_staleness:
+        key = "staleness" if config.rollout.staleness else "max_staleness"
+        raise ConfigError(f"rollout.{key}: is for one process that trains, not for {num_processes}; set 0")
     if speculation.drafter is None:
         return
     if speculation.choice != "fixed":

@@ -227,6 +227,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.teacher: {algorithm.name} needs one; give the directory of a model with the policy's"
             " tokenizer, or of a run"
         )
+    yield from _impossible_staleness(config)
     if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
@@ -305,6 +306,38 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             yield f"{key}: {list(buckets)} must ascend, without repeats"
         elif buckets[-1] < largest:
             yield f"{key}: the largest, {buckets[-1]}, is less than {what}"
+
+
+def _impossible_staleness(config: ExperimentConfig) -> Iterator[str]:
+    """Yields one line for each contradiction between the age of weights and other keys."""
+    rollout, cluster = config.rollout, config.cluster
+    key = "rollout.staleness" if rollout.staleness else "rollout.max_staleness"
+    if rollout.staleness and rollout.max_staleness:
+        yield (
+            "rollout.max_staleness: is another mode than staleness: 1; set one of them to 0 (staleness: 1 can"
+            " be repeated without a log)"
+        )
+    if rollout.max_staleness and not cluster.workers and cluster.replay is None:
+        yield (
+            "rollout.max_staleness: needs cluster.workers; without them nothing is decoded during an update,"
+            " and rollout.staleness: 1 does the same"
+        )
+    if rollout.max_staleness and config.algorithm.dynamic_sampling:
+        yield (
+            "rollout.max_staleness: is not possible with algorithm.dynamic_sampling; set that to false, or"
+            " use rollout.staleness: 1"
+        )
+    if cluster.replay is not None and not rollout.max_staleness:
+        yield (
+            "cluster.replay: repeats a run with rollout.max_staleness; set that as it was there (other runs"
+            " are repeated by their config alone)"
+        )
+    if (rollout.staleness or rollout.max_staleness) and config.speculation.run_ahead_below:
+        yield f"{key}: is not possible with speculation.run_ahead_below; set that to 0"
+    if rollout.max_staleness and config.tools is not None:
+        yield "rollout.max_staleness: is not possible with tools; leave one of them out"
+    if cluster.weights_dir is not None and cluster.weights != "files":
+        yield f"cluster.weights_dir: is not used with cluster.weights: {cluster.weights}; set files"
 
 
 def check_devices(mesh: MeshConfig, num_devices: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,27 @@ class Timing:
     reward: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class BegunGroups:
+    """Groups that are being sampled, or will be.
+
+    Attributes:
+      decoding: what the scheduler has begun.
+      step: the training step of the requests' noise.
+      indices: of the problems.
+      version: of the weights that the requests were created with.
+      problems: the problems.
+      requests: their requests, those of one problem together.
+    """
+
+    decoding: Any
+    step: int
+    indices: tuple[int, ...]
+    version: int
+    problems: list[Problem]
+    requests: list[Request]
+
+
 class Collector:
     """Samples groups of responses to a task's problems.
 
@@ -90,6 +112,7 @@ class Collector:
         step: int,
         on_progress: OnProgress | None = None,
         sampling: SamplingParams | None = None,
+        version: int = 0,
     ) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Samples and rewards responses to problems.
 
@@ -102,17 +125,52 @@ class Collector:
           step: the training step; with purpose, problem and sample it identifies a request's noise.
           on_progress: see `OnProgress`.
           sampling: see `Request`.
+          version: number of the weights, the steps that they have learned; rollout workers know them by it.
 
         Returns:
           One group per problem, counts of decoding, and seconds.
         """
+        begun = self.begin(params, split, indices, samples, purpose, step, sampling, version)
+        return self.finish(begun, on_progress)
+
+    def begin(
+        self,
+        params: Params,
+        split: Split,
+        indices: Sequence[int],
+        samples: int,
+        purpose: int,
+        step: int,
+        sampling: SamplingParams | None = None,
+        version: int = 0,
+        **how: Any,
+    ) -> BegunGroups:
+        """Begins what `finish` waits for. Rollout workers begin at once; without any, `finish` decodes.
+
+        Args:
+          params: as in `collect`; the arrays must stay as they are until `finish`.
+          how: further arguments of the scheduler's `begin`.
+        """
         problems = [self.task.problem(split, index) for index in indices]
         requests = self._requests(problems, indices, samples, purpose, step, sampling)
-        timing = Timing()
+        begun = self.scheduler.begin(params, requests, version, **how)
+        return BegunGroups(begun, step, tuple(indices), version, problems, requests)
+
+    def finish(
+        self, begun: BegunGroups, on_progress: OnProgress | None = None
+    ) -> tuple[list[Group], DecodeStatistics, Timing]:
+        """Waits for responses that were begun, and rewards them; see `collect`."""
         start = time.perf_counter()
-        completions, statistics = self.scheduler.run(params, requests, on_progress)
-        timing.decode = time.perf_counter() - start
-        start = time.perf_counter()
+        completions, statistics = self.scheduler.finish(begun.decoding, on_progress)
+        decode = time.perf_counter() - start
+        groups, seconds = self.reward(begun.problems, begun.requests, completions)
+        return groups, statistics, Timing(decode, seconds)
+
+    def reward(
+        self, problems: Sequence[Problem], requests: Sequence[Request], completions: Sequence[Completion]
+    ) -> tuple[list[Group], float]:
+        """Returns the rewarded groups of problems, and the seconds that rewarding took."""
+        start, samples = time.perf_counter(), len(requests) // len(problems)
         answered = [
             (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
             for i, completion in enumerate(completions)
@@ -123,9 +181,8 @@ class Collector:
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
             prompt_ids = requests[members.start].prompt_ids
-            groups.append(Group(problem, prompt_ids, completions[members], rewards[members]))
-        timing.reward = time.perf_counter() - start
-        return groups, statistics, timing
+            groups.append(Group(problem, prompt_ids, list(completions[members]), rewards[members]))
+        return groups, time.perf_counter() - start
 
     def requests(
         self,

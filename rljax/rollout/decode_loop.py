@@ -16,7 +16,7 @@ the time that it takes: a token depends on its request and its prefix alone (see
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -216,6 +216,11 @@ class DecodeLoop:
             for proposer in self.speculator.proposers:
                 proposer.refresh(params)
             self.statistics.draft_seconds += time.perf_counter() - start
+
+    @property
+    def live(self) -> Collection[LiveResponse]:
+        """Responses that wait or are decoded."""
+        return self._live.keys()
 
     @property
     def waiting(self) -> bool:

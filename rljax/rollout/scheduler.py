@@ -1,10 +1,11 @@
 """Decodes a list of requests to its end: the decode loop of training and evaluation."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from rljax.engine.engine import DecodeEngine
 from rljax.models.transformer import Params
-from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
 from rljax.rollout.live_response import LiveResponse
@@ -18,6 +19,17 @@ OnProgress = Callable[[int, int], None]
 
 OnFinished = Callable[[int, Completion], None]
 """Called with the index of a request and its response, as soon as the response has ended."""
+
+_NOTHING = PartialResponse()
+
+
+@dataclasses.dataclass(frozen=True)
+class BegunRequests:
+    """Requests that are decoded once somebody waits for them: `Scheduler.finish`."""
+
+    params: Params
+    requests: Sequence[Request]
+    version: int
 
 
 class Scheduler:
@@ -57,6 +69,8 @@ class Scheduler:
         requests: Sequence[Request],
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
+        version: int = 0,
+        partials: Mapping[int, PartialResponse] | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Returns completions in the order of `requests`, and counts of the work.
 
@@ -65,6 +79,8 @@ class Scheduler:
           requests: requests to decode.
           on_progress: see `OnProgress`.
           on_finished: see `OnFinished`.
+          version: number of the weights, for `Completion.versions`.
+          partials: what is known of some responses already, by place.
 
         Raises:
           ValueError: a request has an empty prompt, no response tokens, or more positions than the largest
@@ -72,7 +88,11 @@ class Scheduler:
         """
         for request in requests:
             check_request(request, self.engine.buckets)
-        responses = [LiveResponse(request, self.stop_strings) for request in requests]
+        known = partials or {}
+        responses = [
+            LiveResponse.resume(request, known.get(place, _NOTHING), self.stop_strings)
+            for place, request in enumerate(requests)
+        ]
         places = {response: place for place, response in enumerate(responses)}
         finished = 0
 
@@ -88,7 +108,15 @@ class Scheduler:
 
         policy = LoopPolicy(start_full=True, longest_first=self.lengths)
         loop = DecodeLoop(
-            self.engine, params, self.max_slots, self.speculator, self.overlap, self.tools, policy, report
+            self.engine,
+            params,
+            self.max_slots,
+            self.speculator,
+            self.overlap,
+            self.tools,
+            policy,
+            report,
+            version,
         )
         run_ahead = None if self.speculator is None else self.speculator.run_ahead
         taken: dict[int, Completion] = {}
@@ -118,6 +146,22 @@ class Scheduler:
         ]
         self.learn_lengths(requests, completions)
         return completions, loop.statistics
+
+    def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRequests:
+        """Takes requests for `finish`. Rollout workers would begin now (`rljax/cluster/decoder.py`).
+
+        Args:
+          params: weights from `engine.load_params`; the arrays must stay as they are until then.
+          requests: the requests.
+          version: number of the weights.
+        """
+        return BegunRequests(params, requests, version)
+
+    def finish(
+        self, begun: BegunRequests, on_progress: OnProgress | None = None
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Decodes what was begun, as `run` does."""
+        return self.run(begun.params, begun.requests, on_progress, version=begun.version)
 
     def learn_lengths(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
         """Learns how long responses are; with drafts, `Speculator.learn` does."""

@@ -8,7 +8,7 @@ The trainer and the order of steps are simulated here:
     one-off     s - 2                                           these are there, and rollout s - 1 has ended
     pipe        s - 2                                           these are there; a worker, when it is free
 
-In a pipe two rollouts are under way at once, each with a coordinator of its own over the same workers.
+In a pipe two rollouts are under way at once; a worker works on one of them at a time.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ from rljax.cluster.messages import (
     Command,
     Decode,
     Died,
+    End,
     Facts,
     Fail,
     Key,
@@ -43,7 +44,7 @@ from rljax.cluster.messages import (
     Tick,
     Withdraw,
 )
-from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.router import Router
 from rljax.errors import ClusterError
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
@@ -143,23 +144,12 @@ class Span:
     kind: str = "rollout"
 
 
-class _Lane:
-    """A coordinator, and the rollout that it has."""
-
-    def __init__(self, number: int, coordinator: Coordinator) -> None:
-        self.number, self.coordinator = number, coordinator
-        self.step, self.version, self.open = 0, 0, False
-        self.responses: Mapping[Key, Response] = {}
-
-
 class _Place:
     """A worker as the fabric has it."""
 
     def __init__(self, number: int, worker: SimulatedWorker) -> None:
         self.number, self.worker = number, worker
-        self.loads: dict[int, int] = {}  # versions that lanes wait for
-        self.more: dict[int, bool] = {}  # whether lanes may send more
-        self.held: dict[int, int] = {}  # requests by lane
+        self.loads: int | None = None  # version that it waits for
         self.busy_since: float | None = None
         self.step = 0
         self.kind = "rollout"
@@ -171,7 +161,7 @@ class Cluster:
     Args:
       machines: what steps run on.
       order: the order of steps.
-      routers: makes the router of each coordinator.
+      router: decides who decodes what.
       spans: whether to record when each worker decoded.
       seed: of failures.
 
@@ -188,7 +178,7 @@ class Cluster:
         self,
         machines: Machines,
         order: Order = "on-policy",
-        routers: Callable[[], Router] = SharedQueue,
+        router: Router | None = None,
         spans: bool = False,
         seed: int = 0,
     ) -> None:
@@ -207,22 +197,17 @@ class Cluster:
         self._version = self._training = 0
         self._trained_steps = 0
         self._trainer_free = 0.0
-        lanes = 2 if order == "pipe" else 1
-        self._lanes = [
-            _Lane(
-                number,
-                Coordinator(
-                    machines.workers, _FACTS, _NO_LIMITS, router=routers(), ledger=CountingLedger(strict=True)
-                ),
-            )
-            for number in range(lanes)
-        ]
-        self._mobile = any(lane.coordinator.router.mobile for lane in self._lanes)
-        for lane in self._lanes:
-            self._tell(lane, Tick())
-            lane.coordinator.building = True
+        self._most_open = 2 if order == "pipe" else 1
+        self._responses: dict[int, dict[Key, Response]] = {}  # of the rollouts under way
+        self._counted_migrations = 0
+        self.coordinator = Coordinator(
+            machines.workers, _FACTS, _NO_LIMITS, router=router, ledger=CountingLedger(strict=True)
+        )
+        self._mobile = self.coordinator.rollouts.router.mobile
+        self._tell(Tick())
+        self.coordinator.building = True
         for name in list(self._places):
-            self._arrive(name)
+            self._tell(Arrived(name, _FACTS))
 
     # -- time --------------------------------------------------------------------------------------------
 
@@ -249,38 +234,29 @@ class Cluster:
     def _begin_next(self) -> None:
         """Begins the next rollout as far as its weights are there."""
         step = len(self.steps) + 1
-        lane = self._lanes[step % len(self._lanes)]
-        if step > self._count or lane.open or self._version < self._needed(step):
-            return
-        if self._order != "pipe" and self.steps and not self.steps[-1].end:
+        version = self._needed(step)
+        if step > self._count or len(self._responses) >= self._most_open or self._version < version:
             return
         responses = {next(self._keys): response for response in next(self._coming)}
         requests = {
             key: Request((response.prompt,), _NO_KEY, response.tokens, step=step)
             for key, response in responses.items()
         }
-        lane.step, lane.version, lane.open, lane.responses = step, self._needed(step), True, responses
+        self._responses[step] = responses
         self.steps.append(StepTimes(self.now))
-        for place in self._places.values():
-            place.more[lane.number] = True
-        self._tell(lane, Begin(step, lane.version, requests))
-        for place in list(self._places.values()):
-            self._load(place)
+        self._tell(Begin(step, version, requests))
         if self._mobile:
-            self._at(self.now + self.machines.look_seconds, self._look, lane, step)
+            self._at(self.now + self.machines.look_seconds, self._look, step)
 
-    def _rollout_ended(self, lane: _Lane) -> None:
-        times = self.steps[lane.step - 1]
-        times.end, times.tokens = self.now, lane.coordinator.ledger.tokens
-        times.migrations = lane.coordinator.counts.migrations
-        lane.coordinator.counts.migrations = 0
-        lane.open = False
+    def _rollout_ended(self, step: int) -> None:
+        times, coordinator = self.steps[step - 1], self.coordinator
+        times.end, times.tokens = self.now, coordinator.rollouts.open[step].tokens
+        times.migrations = coordinator.counts.migrations - self._counted_migrations
+        self._counted_migrations = coordinator.counts.migrations
+        self._tell(End(step, tuple(self._responses.pop(step))))
         begin = max(self.now, self._trainer_free)
         self._trainer_free = begin + self.machines.train_seconds(times.tokens)
-        self._at(self._trainer_free, self._trained, lane.step)
-        for place in list(self._places.values()):
-            place.more[lane.number] = False
-            self._load(place)
+        self._at(self._trainer_free, self._trained, step)
         self._begin_next()
 
     def _trained(self, step: int) -> None:
@@ -289,13 +265,13 @@ class Cluster:
 
     def _published(self, version: int) -> None:
         self._version = version
+        for place in list(self._places.values()):
+            self._load(place)
         self._begin_next()
 
     # -- workers -----------------------------------------------------------------------------------------
 
     def _spawn(self, name: str) -> None:
-        if name in self._places:  # of another lane's coordinator already
-            return
         machines = self.machines
         worker = SimulatedWorker(name, machines.slots, machines.costs, machines.drafting)
         worker.advance(self.now)
@@ -306,9 +282,8 @@ class Cluster:
             self._at(self.now + 3600 * hours, self._fail, name)
 
     def _arrive(self, name: str) -> None:
-        for lane in self._lanes:
-            if name in self._places:
-                self._tell(lane, Arrived(name, _FACTS))
+        if name in self._places:
+            self._tell(Arrived(name, _FACTS))
 
     def _fail(self, name: str) -> None:
         place = self._places.pop(name, None)
@@ -323,75 +298,70 @@ class Cluster:
 
     def _noticed(self, name: str) -> None:
         before = set(self._places)
-        for lane in self._lanes:
-            self._tell(lane, Died(name, "it failed"))
+        self._tell(Died(name, "it failed"))
         for new in self._places.keys() - before:
             self._at(self.now + self.machines.start_seconds, self._arrive, new)
 
     def _load(self, place: _Place) -> None:
-        """A worker loads the weights of the earliest rollout that waits for it, when it has no other work."""
-        name = place.worker.name
-        for lane in sorted(self._lanes, key=lambda lane: lane.step):
-            if place.loads.get(lane.number) is not None and self._version >= lane.version:
-                others = [other for other in self._lanes if other.step < lane.step and other.open]
-                if any(place.held.get(o.number) or place.more.get(o.number) for o in others):
-                    return
-                version = place.loads.pop(lane.number)
-                self._tell(lane, Status(name, None, place.worker.slots, version))
+        """A worker takes the weights that it waits for, once they are there."""
+        version = place.loads
+        if version is not None and version <= self._version:
+            place.loads = None
+            self._tell(Status(place.worker.name, None, place.worker.slots, version))
 
-    # -- messages ----------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------
 
-    def _tell(self, lane: _Lane, event: Any) -> None:
+    def _tell(self, event: Any) -> None:
         self.events += 1
-        was_done = lane.coordinator.done
-        for command in lane.coordinator.on(event, self.now):
-            self._do(lane, command)
-        if lane.open and lane.coordinator.done and not (was_done and isinstance(event, Begin)):
-            self._rollout_ended(lane)
+        for command in self.coordinator.on(event, self.now):
+            self._do(command)
+        if isinstance(event, Pieces):
+            rollout = self.coordinator.rollouts.open.get(event.rollout)
+            if rollout is not None and rollout.done:
+                self._rollout_ended(event.rollout)
 
-    def _do(self, lane: _Lane, command: Command) -> None:
+    def _do(self, command: Command) -> None:
         match command:
+            case Decode():
+                self._decode(command)
+            case Withdraw():
+                self._withdraw(command)
+            case Load():
+                place = self._places.get(command.worker)
+                if place is not None:
+                    place.loads = command.version
+                    self._load(place)
             case Spawn():
                 self._spawn(command.worker)
             case Build():
                 place = self._places.get(command.worker)
                 if place is not None:
-                    self._tell(lane, Status(command.worker, None, place.worker.slots, None))
-            case Load():
-                place = self._places.get(command.worker)
-                if place is not None:
-                    place.loads[lane.number] = command.version
-                    self._load(place)
-            case Decode():
-                self._decode(lane, command)
-            case Withdraw():
-                self._withdraw(lane, command)
+                    self._tell(Status(command.worker, None, place.worker.slots, None))
             case Fail():
                 raise ClusterError(command.message)
             case Ask() | Say() | Stop():
                 pass
 
-    def _decode(self, lane: _Lane, command: Decode) -> None:
+    def _decode(self, command: Decode) -> None:
         place = self._places.get(command.worker)
         if place is None:
             return
-        place.more[lane.number] = command.more
         if command.drafter is not None:
             place.worker.use(command.drafter, self.now)
             place.kind = "copy"
-        worker, jobs = place.worker, []
+        worker, jobs, responses = place.worker, [], self._responses[command.rollout]
         for key, _, partial in command.work:
-            response, begin = lane.responses[key], len(partial.tokens)
+            response, begin = responses[key], len(partial.tokens)
             known = worker.jobs.get(key)
             if known is not None:
                 worker.advance(self.now)
                 if worker.tokens(known) >= begin:
                     continue
-                self._take_out(place, lane, [key])
+                worker.remove([key], self.now)
             jobs.append(
                 Job(
                     key,
-                    lane.number,
+                    command.rollout,
                     response.tokens,
                     begin,
                     response.prompt_tokens,
@@ -401,28 +371,19 @@ class Cluster:
                 )
             )
         if jobs:
-            place.held[lane.number] = place.held.get(lane.number, 0) + len(jobs)
-            if place.busy_since is None:
-                place.busy_since, place.step = self.now, lane.step
-            elif place.step != lane.step:
+            if place.busy_since is None or place.step != command.rollout:
                 self._span_ends(place)
-                place.busy_since, place.step = self.now, lane.step
+                place.busy_since, place.step = self.now, command.rollout
             worker.add(jobs, self.now)
             self._schedule(place)
-        elif not command.more:
-            self._load(place)
 
-    def _withdraw(self, lane: _Lane, command: Withdraw) -> None:
+    def _withdraw(self, command: Withdraw) -> None:
         place = self._places.get(command.worker)
-        if place is not None and command.rollout == lane.step:
-            self._take_out(place, lane, list(command.keys))
+        if place is not None:
+            place.worker.remove(list(command.keys), self.now)
             self._schedule(place)
             if not place.worker:
                 self._span_ends(place)
-            self._load(place)
-
-    def _take_out(self, place: _Place, lane: _Lane, keys: list[Key]) -> None:
-        place.held[lane.number] -= len(place.worker.remove(keys, self.now))
 
     def _schedule(self, place: _Place) -> None:
         """Notes when the next response of a worker ends."""
@@ -439,43 +400,37 @@ class Cluster:
         if worker.generation != generation or self._places.get(worker.name) is not place:
             return
         done = worker.ended(self.now)
-        by_lane: dict[int, list[Piece]] = {}
-        for job in done:
-            version = self._lanes[job.lane].version
-            tokens: Any = range(job.sent, job.total)
-            piece = Piece(job.key, version, job.sent, tokens, tokens, "eos")
-            by_lane.setdefault(job.lane, []).append(piece)
-            place.held[job.lane] -= 1
         if not worker:
             self._span_ends(place)
         generation = worker.generation
-        for number, pieces in by_lane.items():
-            lane = self._lanes[number]
-            self._tell(lane, Pieces(worker.name, lane.step, tuple(pieces)))
-        if worker.generation == generation or not done:
+        pieces: dict[int, list[Piece]] = {}
+        for job in done:
+            tokens: Any = range(job.sent, job.total)
+            piece = Piece(job.key, self._needed(job.rollout), job.sent, tokens, tokens, "eos")
+            pieces.setdefault(job.rollout, []).append(piece)
+        for rollout, ended in pieces.items():
+            self._tell(Pieces(worker.name, rollout, tuple(ended)))
+        if worker.generation == generation:
             self._schedule(place)
-        self._load(place)
 
-    def _look(self, lane: _Lane, step: int) -> None:
+    def _look(self, step: int) -> None:
         """All workers report what is under way, and the router may move it."""
-        if not lane.open or lane.step != step:
-            return
+        version = self._needed(step)
         for place in list(self._places.values()):
             worker, pieces = place.worker, []
             worker.advance(self.now)
             for job in worker.jobs.values():
                 tokens = worker.tokens(job)
-                if job.lane == lane.number and tokens > job.sent:
+                if job.rollout == step and tokens > job.sent:
                     new: Any = range(job.sent, tokens)
                     drafted = 100 if job.levels else 0
-                    piece = Piece(job.key, lane.version, job.sent, new, new, None, drafted, 5 * job.level)
-                    pieces.append(piece)
+                    pieces.append(Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level))
                     job.sent = tokens
             if pieces:
-                self._tell(lane, Pieces(worker.name, step, tuple(pieces)))
-        self._tell(lane, Tick())
-        if lane.open and lane.step == step:
-            self._at(self.now + self.machines.look_seconds, self._look, lane, step)
+                self._tell(Pieces(worker.name, step, tuple(pieces)))
+        if step in self._responses:
+            self._tell(Tick())
+            self._at(self.now + self.machines.look_seconds, self._look, step)
 
     # -- what is told ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ lengths of ranges.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rljax.cluster.ledger import Ledger
@@ -25,6 +25,16 @@ class Count:
     version: int
     tokens: range = _NOTHING
     ending: str | None = None
+    renewed: bool = False
+    order: int = 0
+
+    def takes(self, piece: Piece) -> bool:
+        """Whether a piece is one of this response."""
+        return piece.version == self.version
+
+    def ordered(self, number: int) -> None:
+        """A worker is told to go on with what is known."""
+        self.order = number
 
     def partial(self) -> PartialResponse:
         """The response so far."""
@@ -35,18 +45,22 @@ class Count:
 
 
 class CountingLedger(Ledger):
-    """The responses of one rollout, as `Ledger`, without what they say. A piece that leaves a gap is an
-    error: a simulated network loses nothing.
+    """The responses of the rollouts under way, as `Ledger`, without what they say. A piece that leaves a gap
+    is an error: a simulated network loses nothing.
     """
 
-    def open(self, keys: Iterable[Key], version: int) -> None:
-        self._entries: Any = {key: Count(version) for key in keys}
-        self.tokens = 0
+    def open(
+        self,
+        keys: Iterable[Key],
+        version: int,
+        renewed: bool = False,
+        partials: Mapping[Key, PartialResponse] | None = None,
+    ) -> None:
+        entries: Any = self._entries
+        entries.update((key, Count(version)) for key in keys)
 
     def add(self, worker: str, piece: Piece) -> int:
-        entry = self._entries.get(piece.key)
-        if entry is None or piece.version != entry.version:
-            return 0
+        entry: Any = self._entries[piece.key]
         known, end = len(entry.tokens), piece.begin + len(piece.tokens)
         if piece.begin > known:
             raise ValueError(f"request {piece.key}: tokens from {known} to {piece.begin} are missing")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
 from rljax.cluster.migration import OutlierRule
@@ -210,8 +210,8 @@ class Scenario:
             look_seconds=self.look,
         )
 
-    def routers(self, workload: Workload, machines: Machines) -> Callable[[], Router]:
-        """Returns what makes the router of a coordinator."""
+    def router_of(self, workload: Workload, machines: Machines) -> Router:
+        """Returns the router."""
 
         def pass_seconds(running: int, tokens: float) -> float:
             cached = machines.costs.cached * (tokens + running * self.prompt_tokens)
@@ -239,31 +239,28 @@ class Scenario:
             most = max(1, 4 * self.workers // len(groups))
             return workers_of_groups(means, self.workers, time, self.train, most=most)
 
-        def router() -> Router:
-            made: Router
-            if self.router in ("ranked", "two-tiers"):
-                two_tiers = sizes if self.router == "two-tiers" else None
-                made = RankedQueues(
-                    self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
-                )
-                if self.migration:
-                    made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
-            elif self.router == "static":
-                made = RankedQueues(self.workers, dict)
-            else:
-                made = SharedQueue()
-            if self.balance:
-                made = Balancing(made, self.balance)
-            if self.race:
-                made = Racing(made, list(self.drafters_of()), self.race)
-            return made
-
-        return router
+        made: Router
+        if self.router in ("ranked", "two-tiers"):
+            two_tiers = sizes if self.router == "two-tiers" else None
+            made = RankedQueues(
+                self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
+            )
+            if self.migration:
+                made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
+        elif self.router == "static":
+            made = RankedQueues(self.workers, dict)
+        else:
+            made = SharedQueue()
+        if self.balance:
+            made = Balancing(made, self.balance)
+        if self.race:
+            made = Racing(made, list(self.drafters_of()), self.race)
+        return made
 
     def run(self, spans: bool = False) -> Cluster:
         """Returns the cluster after all steps."""
         workload, machines = self.workload(), self.machines()
-        cluster = Cluster(machines, self.order, self.routers(workload, machines), spans, self.seed)
+        cluster = Cluster(machines, self.order, self.router_of(workload, machines), spans, self.seed)
         cluster.run(workload.steps(), self.steps)
         return cluster
 

@@ -30,7 +30,7 @@ class Job:
 
     Attributes:
       key: the request.
-      lane: the rollout that it belongs to, for whom it matters.
+      rollout: number of the rollout that it belongs to.
       total: tokens of the response.
       begin: tokens that it had when it came.
       prompt: tokens of its prompt.
@@ -42,7 +42,7 @@ class Job:
     """
 
     key: Key
-    lane: int
+    rollout: int
     total: int
     begin: int
     prompt: int

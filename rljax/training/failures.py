@@ -22,13 +22,14 @@ def during_rollout(run: TrainingRun) -> Iterator[None]:
     the run is resumed. After a DrafterError or a PolicyError nothing is saved, because a broken drafter or
     policy would be part of the checkpoint.
     """
-    position = run.data_position
+    position, begun = run.data_position, dict(run.begun)
     try:
         yield
     except (DrafterError, PolicyError):
         raise
     except UserError:
-        run.data_position = position
+        if run.under_way is None:  # else what was begun is under way as it is saved
+            run.data_position, run.begun = position, begun
         save_after_failure(run)
         raise
 

@@ -9,7 +9,7 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.requests import spans_of
 from rljax.rollout.collector import Group
 from rljax.training.critic import Critic, ValueTargets
 from rljax.training.minibatches import (
@@ -112,8 +113,15 @@ class Learner:
         critic = None if self._critic is None else self._critic.init(policy_params)
         return self._trainer.init(policy_params).replace(critic=critic)
 
-    def warm_up(self, state: TrainState) -> None:
-        """Compiles every program that `learn` needs, without running any."""
+    def warm_up(self, state: TrainState, sampler: Params | None = None) -> None:
+        """Compiles every program that `learn` needs, without running any.
+
+        Args:
+          state: from `init`.
+          sampler: weights like those of `sampled_by`; None where `learn` gets none.
+        """
+        if sampler is not None:
+            self._trainer.warm_up_score(self._trainer.place(sampler))
         policy_state = state.replace(critic=None)
         self._trainer.warm_up(policy_state, self._kl_in_loss)
         if self._reference is not None:
@@ -127,14 +135,17 @@ class Learner:
         groups: Sequence[Group],
         step: int,
         on_update: Callable[[int], None] = lambda number: None,
+        sampled_by: Mapping[int, Params] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Runs all updates of one step. Consumes `state`.
 
         Args:
-          state: the state whose weights sampled the groups.
+          state: the state whose weights sampled the groups, or that comes some steps after it.
           groups: P prompts with G responses each, and their rewards.
           step: number of the step, from 0; with the seed it determines the order of the mini-batches.
           on_update: called with the number of each update, from 1, before it begins.
+          sampled_by: weights by the versions that sampled the groups (`Completion.versions`); None where all
+            are those of `state`.
 
         Returns:
           The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`
@@ -144,17 +155,20 @@ class Learner:
           `policy/...` are measured on the others); `correction/...` with a rollout correction (see
           `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
           with a teacher also `teacher/kl` (KL of the policy to it, by k1, in nats per token), and
-          `critic/...` with a critic.
+          `critic/...` with a critic. With `sampled_by`, `mismatch/...` is that of all tokens, each under
+          the version that sampled it.
         """
         minibatches = self._pack(groups, step)
         scoring_start = time.perf_counter()
         self._score(state, minibatches)
+        mismatch = {} if sampled_by is None else self._mismatch(groups, minibatches, sampled_by)
         update_start = time.perf_counter()
         minibatches, prepared = self._prepare(groups, minibatches)
         state, updated = self._update(state, minibatches, on_update)
         end = time.perf_counter()
         return state, {
             **updated,
+            **mismatch,
             **prepared,
             "update/padding": padding_share(minibatches),
             "update/prompt_tokens_shared": shared_share(minibatches),
@@ -178,6 +192,35 @@ class Learner:
                 minibatch.old_logprobs = self._trainer.score(state.params, minibatch.batches)
             if self._critic is not None:
                 minibatch.old_values = self._critic.values(state.critic.params, minibatch.batches)
+
+    def _mismatch(
+        self, groups: Sequence[Group], minibatches: Sequence[Minibatch], sampled_by: Mapping[int, Params]
+    ) -> dict[str, float]:
+        """Compares the rollout's logprobs with those of the training pass under the versions of the weights
+        that sampled them: the first update, which otherwise does, has newer ones.
+        """
+        completions, longest = completions_of(groups), self._config.rollout.max_response_length
+        found = np.zeros((len(completions), longest), np.float32)
+        for version in sorted({version for each in completions for _, version in each.versions}):
+            # As the trainer has them on its mesh; on one device they stay as they are.
+            params = self._trainer.place(sampled_by[version])
+            scores = np.zeros_like(found)
+            for minibatch in minibatches:
+                minibatch.gather(self._trainer.score(params, minibatch.batches), scores)
+            for scored, into, completion in zip(scores, found, completions, strict=True):
+                for begin, end in spans_of(completion, version):
+                    into[begin:end] = scored[begin:end]
+        differences = []
+        for scored, completion in zip(found, completions, strict=True):
+            difference = np.abs(scored[: len(completion.logprobs)] - completion.logprobs)
+            mask = completion.sampled_mask
+            differences.append(difference if mask is None else difference[mask])
+        every = np.concatenate(differences)
+        return {
+            "mismatch/logprob_abs_mean": float(every.mean(dtype=np.float64)),
+            "mismatch/logprob_abs_max": float(every.max()),
+            "mismatch/tokens": float(np.count_nonzero(every)),
+        }
 
     def _prepare(
         self, groups: Sequence[Group], minibatches: Sequence[Minibatch]

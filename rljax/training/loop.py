@@ -22,24 +22,27 @@ from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcome
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
+from rljax.training.arrival import arrived_groups
+from rljax.training.staleness import begin_rollouts, begin_round, lag_metrics, oldest_lag, sampled_by
 from rljax.training.training_run import TrainingRun
 
 
 def training_step(run: TrainingRun) -> dict[str, Any]:
     """One RL step: `run.state` is replaced by the updated one. Returns the metrics of the step."""
-    start, position = time.perf_counter(), run.data_position
+    start, run.passed_over = time.perf_counter(), 0
 
     # ROLL OUT AND REWARD
     with failures.during_rollout(run):
-        rollout = roll_out(run)
+        in_order_of_arrival = run.config.rollout.max_staleness > 0
+        rollout = take_arrived(run) if in_order_of_arrival else roll_out(run)
 
-    # LEARN: advantages, losses, updates; the curriculum learns pass rates
-    update_metrics = learn(run, rollout.groups)
-    if run.curriculum is not None:
+    # LEARN: advantages, losses, updates, while workers decode what was begun for the next step
+    with run.meanwhile():
+        update_metrics = learn(run, rollout.groups)
+    if run.curriculum is not None:  # it learns pass rates
         success = run.config.evaluation.success
         update_metrics |= run.curriculum.learn(pass_shares(rollout.sampled, success))
-        passed_over = run.data_position - position - len(rollout.sampled)
-        update_metrics["curriculum/passed_over"] = passed_over
+        update_metrics["curriculum/passed_over"] = run.passed_over
     end = time.perf_counter()
 
     # RECORD
@@ -48,6 +51,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **rollout_metrics(rollout.groups, rollout.sampled, rollout.statistics, rollout.timing),
         **({} if run.speculator is None else run.speculator.metrics(rollout.statistics)),
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
+        **(lag_metrics(rollout.groups, run.step) if oldest_lag(run) else {}),
         **update_metrics,
         **run.compilation_metrics,
         **({} if run.cluster is None else run.cluster.metrics()),
@@ -75,23 +79,22 @@ class Rollout(NamedTuple):
 
 def roll_out(run: TrainingRun) -> Rollout:
     """Samples and rewards responses to the next prompts; dynamic sampling may take several rounds."""
-    config, params = run.config, run.engine.load_params(run.state.params)
+    config = run.config
     num_prompts, num_samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     show = functools.partial(reporting.show_rollout, run, num_prompts * num_samples)
     sampled: list[Group] = []
     statistics, timing = DecodeStatistics(), Timing()
     sampler = DynamicSampler(num_prompts, config.algorithm.dynamic_sampling_max_rounds)
+    begin_rollouts(run)
+    begun = run.begun.pop(run.step)
     while True:
-        # The next prompts, and those behind them for run-ahead.
+        # Prompts behind this round's, for run-ahead.
         round_ = sampler.rounds
-        indices, run.data_position = run.prompts.next_problems("train", run.data_position, num_prompts)
         if run.run_ahead is not None:
             plan_ahead(run, round_)
 
         # Decode and reward.
-        groups, round_statistics, round_timing = run.collector.collect(
-            params, "train", indices, num_samples, TRAINING, run.step, show
-        )
+        groups, round_statistics, round_timing = run.collector.finish(begun, show)
         sampled += groups
         accumulate(statistics, round_statistics)
         accumulate(timing, round_timing)
@@ -108,6 +111,21 @@ def roll_out(run: TrainingRun) -> Rollout:
             run.run_ahead.count_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
+        begun = begin_round(run, run.step, begun.version)
+
+
+def take_arrived(run: TrainingRun) -> Rollout:
+    """Takes and rewards the groups that have ended first, with `rollout.max_staleness`."""
+    rollout = run.config.rollout
+    total = rollout.prompts_per_step * rollout.samples_per_prompt
+    show = functools.partial(reporting.show_rollout, run, total)
+    show_arrivals = functools.partial(reporting.show_arrivals, run, rollout.prompts_per_step)
+    groups, statistics, timing = arrived_groups(run, show, show_arrivals)
+    if run.speculator is not None:
+        run.speculator.learn(outcomes(groups))
+    if run.cluster is not None:
+        run.cluster.learn(outcomes(groups))
+    return Rollout(groups, groups, statistics, timing)
 
 
 def plan_ahead(run: TrainingRun, round_: int) -> None:
@@ -129,7 +147,9 @@ def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     if run.run_ahead is not None:
         run.run_ahead.weights_change()
     show = functools.partial(reporting.show_update, run)
-    run.state, metrics = run.learner.learn(run.state, groups, run.step, show)
+    if not oldest_lag(run):
+        run.versions.clear()  # an update needs the memory
+    run.state, metrics = run.learner.learn(run.state, groups, run.step, show, sampled_by(run))
     return metrics
 
 
@@ -140,6 +160,8 @@ def evaluate(run: TrainingRun) -> dict[str, float]:
     if problems == 0:
         return {}
     run.progress.stage("evaluate", 1)
+    if run.under_way is not None:
+        run.under_way.renew()  # one version for all that workers decode
     groups, statistics, timing = run.collector.collect(
         run.engine.load_params(run.state.params),
         "heldout",
@@ -149,6 +171,7 @@ def evaluate(run: TrainingRun) -> dict[str, float]:
         0,  # the same noise at every evaluation: differences come from the policy
         functools.partial(reporting.show_rollout, run, problems * samples),
         run.evaluation_sampling,
+        version=run.step,
     )
     means = mean_rewards(groups)
     means |= group_metrics(groups, run.collector.task, run.collector.tokenizer, evaluation)

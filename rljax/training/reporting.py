@@ -17,6 +17,11 @@ def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> No
     run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{compiling}")
 
 
+def show_arrivals(run: TrainingRun, needed: int, arrived: int) -> None:
+    """Shows how many groups have ended, of those that a batch needs."""
+    run.progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
+
+
 def show_update(run: TrainingRun, number: int) -> None:
     """Shows the number of the current update, from 1."""
     run.progress.update("update", f"{number}")

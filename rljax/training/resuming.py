@@ -4,6 +4,7 @@ from typing import Any
 
 from rljax import processes
 from rljax.errors import CheckpointError
+from rljax.training import staleness
 from rljax.training.checkpoint import template_of
 from rljax.training.training_run import TrainingRun
 
@@ -56,6 +57,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     if run.curriculum is not None:
         run.curriculum.load_state(host_state.get("curriculum", {}))
     drafter_state = run.checkpoints.host_arrays(run.step)
+    staleness.restore(run, host_state, drafter_state)
     if run.speculator is None:
         run.drafter_state = drafter_state
     else:

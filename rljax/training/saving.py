@@ -6,6 +6,7 @@ from typing import Any
 
 from rljax import processes
 from rljax.errors import CheckpointError, RunDirectoryError
+from rljax.training import staleness
 from rljax.training.training_run import TrainingRun
 
 
@@ -72,4 +73,5 @@ def save(run: TrainingRun, score: float | None) -> None:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:
         host_state["reference"] = run.learner.reference_digest
-    run.checkpoints.save(run.step, run.state, host_state, drafter, score)
+    begun, weights = staleness.state_of(run)
+    run.checkpoints.save(run.step, run.state, host_state | begun, {**drafter, **weights}, score)

@@ -85,7 +85,9 @@ def cluster_of(config: ExperimentConfig, say: Callable[[str], None]) -> Iterator
     from rljax.cluster.decoder import ClusterDecoder
     from rljax.cluster.ray_fabric import connect
 
-    with contextlib.closing(ClusterDecoder(connect(config.cluster), config.cluster, say)) as cluster:
+    versions = 2 + max(config.rollout.staleness, config.rollout.max_staleness)
+    decoder = ClusterDecoder(connect(config.cluster), config.cluster, say, versions)
+    with contextlib.closing(decoder) as cluster:
         cluster.gather()
         yield cluster
 

@@ -1,5 +1,6 @@
 """Everything a training run holds between steps, built from a config."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,15 +11,16 @@ from rljax.engine.executables import ExecutablePool
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
-from rljax.models.transformer import num_params
+from rljax.models.transformer import Params, num_params
 from rljax.progress import Progress
-from rljax.rollout.collector import TRAINING, Collector
+from rljax.rollout.collector import TRAINING, BegunGroups, Collector
 from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
+from rljax.training.arrival import GroupsUnderWay
 from rljax.training.assembly import (
     evaluation_sampling,
     make_numerics,
@@ -32,6 +34,8 @@ from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
 from rljax.training.policy import check_policy, grown_policy, make_policy
 from rljax.training.reference import load_teacher, teacher_line
+from rljax.training.schedule import Replay
+from rljax.training.staleness import oldest_lag
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
@@ -56,6 +60,12 @@ class TrainingRun:
       state: weights, optimizer state and critic.
       step: number of finished steps.
       data_position: index of the next training problem.
+      passed_over: problems that the curriculum has passed over since the step began.
+      versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by
+        version.
+      begun: rollouts that have begun, by their step.
+      under_way: with rollout.max_staleness, groups that are in no batch yet; else None.
+      replay: decodes the batches of another run's schedule; None for those of this run.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
       prompts: the task's prompts in tokens.
       curriculum: pass rates of the training problems; None without a curriculum.
@@ -157,6 +167,15 @@ class TrainingRun:
         self.state = self.learner.init(policy.params)
         self.step = 0
         self.data_position = 0
+        self.passed_over = 0
+        self.versions: dict[int, Params] = {}
+        self.begun: dict[int, BegunGroups] = {}
+        self.under_way: GroupsUnderWay | None = None
+        self.replay: Replay | None = None
+        if config.cluster.replay is not None:
+            self.replay = Replay(self, config.cluster.replay)
+        elif rollout.max_staleness:
+            self.under_way = GroupsUnderWay(self)
         self.owes_evaluation = False
         self.data_digests: dict[str, str] = fingerprint(task)
         self.drafter_state: dict[str, np.ndarray] = {}
@@ -169,18 +188,19 @@ class TrainingRun:
           wait: whether to wait for these, too; None for `engine.compile`.
         """
         self.progress.message("compiling")
+        params = self.engine.load_params(self.state.params)
+        sampler = params if oldest_lag(self) else None
         if self.cluster is not None:  # the workers compile what decodes
-            self.learner.warm_up(self.state)
+            self.learner.warm_up(self.state, sampler)
             self.progress.message(self.pool.summary())
             self.cluster.wait()
             return
-        params = self.engine.load_params(self.state.params)
         num_prompts = self.config.rollout.prompts_per_step
         indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
         requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
         first_prompts = [len(request.prompt_ids) for request in requests]
         warm_up(self._scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
-        self.learner.warm_up(self.state)
+        self.learner.warm_up(self.state, sampler)
         self.progress.message(self.pool.summary())
         if self.compiling:
             self.progress.message(f"{self.compiling} more shapes are compiled meanwhile")
@@ -209,6 +229,10 @@ class TrainingRun:
                 "time/compiled_behind": self.pool.seconds_behind,
             }
         return metrics
+
+    def meanwhile(self) -> contextlib.AbstractContextManager[None]:
+        """Context of work beside which rollout workers decode what was begun."""
+        return contextlib.nullcontext() if self.cluster is None else self.cluster.listening()
 
     def close(self) -> None:
         """Ends what goes on in the background."""

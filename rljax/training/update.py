@@ -266,6 +266,11 @@ class Trainer:
             inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
             self._accumulation.compile(state, inputs, self._policy_step, _kind("policy", inputs))
 
+    def warm_up_score(self, params: Params) -> None:
+        """Compiles every program that `score` needs, as `warm_up` does those of updates."""
+        for batch in self._empty_batches():
+            self._score_program((params, batch, self._rope))
+
     def warm_up_reference(self, params: Params) -> None:
         """Compiles every program that `score_reference` needs, as `warm_up` does those of updates."""
         for batch in self._empty_batches():

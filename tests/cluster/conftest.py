@@ -20,3 +20,9 @@ def alone(world):
     alone = run(world, "alone")
     assert before or "ray" not in sys.modules
     return alone
+
+
+@pytest.fixture(scope="package")
+def stale_alone(world):
+    """The run with staleness of one process, which every other one must equal."""
+    return run(world, "stale_alone", "rollout.staleness=1", steps=3)

@@ -38,7 +38,7 @@ def lucky_world(tmp_path_factory):
             yield tmp_path_factory.mktemp("world")
 
 
-def run(world, name, *overrides, resumes=False):
+def run(world, name, *overrides, resumes=False, steps=STEPS):
     """A run in a directory of its own, which only one that resumes finds there; all share warm start and
     compiled programs.
     """
@@ -46,8 +46,8 @@ def run(world, name, *overrides, resumes=False):
     directory.mkdir(exist_ok=resumes)
     shared = (f"warm_start.cache_dir={world}/warm_start", f"engine.compilation_cache={world}/programs")
     shared += ("engine.decode_steps_per_sync=1",)  # a rollout has a middle
-    metrics = train(directory, f"training.steps={STEPS}", "task.problems=2", *shared, *overrides)
-    path = directory / "run" / "checkpoints" / str(STEPS) / "arrays"
+    metrics = train(directory, f"training.steps={steps}", "task.problems=2", *shared, *overrides)
+    path = directory / "run" / "checkpoints" / str(steps) / "arrays"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return Run(metrics, jax.tree_util.tree_leaves_with_path(checkpointer.restore(path)))
 

@@ -9,6 +9,7 @@ from rljax.cluster.messages import (
     Begin,
     Build,
     Decode,
+    End,
     Facts,
     Fail,
     Load,
@@ -33,10 +34,19 @@ def length_of(key):
     return 3 + 7 * key % 11
 
 
+def token(key, position, version=0):
+    return 100 * key + 10_000 * version + position
+
+
 def response_to(key, version=0):
     """The tokens and logprobs of a request's whole response."""
-    tokens = tuple(100 * key + 10_000 * version + position for position in range(length_of(key)))
-    return tokens, tuple(-token / 8 for token in tokens)
+    return response_under(key, [version] * length_of(key))
+
+
+def response_under(key, versions):
+    """The same, with a version for each token."""
+    tokens = tuple(token(key, position, version) for position, version in enumerate(versions))
+    return tokens, tuple(-each / 8 for each in tokens)
 
 
 def make_requests(count, samples=2, first=0, step=1):
@@ -48,12 +58,16 @@ def make_requests(count, samples=2, first=0, step=1):
 
 
 class ScriptedWorker:
-    """A worker that decodes one token of each of its slots a turn."""
+    """A worker that decodes one token of each of its slots a turn.
+
+    Attributes:
+      at: the version of every token so far, by request.
+    """
 
     def __init__(self, name, get=None, slots=2, facts=FACTS, fingerprint=NUMERICS):
         self.name, self.slots, self.facts, self.fingerprint = name, slots, facts, fingerprint
         self.orders, self.built, self.version, self.rollout = [], False, None, -1
-        self.at, self.begun = {}, {}
+        self.at, self.orders_of = {}, {}
         self.counts = DecodeStatistics()
 
     def receive(self, order):
@@ -69,22 +83,25 @@ class ScriptedWorker:
             elif not self.built:
                 continue
             elif isinstance(order, Load):
-                self.version = max(order.version, self.version or 0)
+                if order.version != self.version and not order.carry:
+                    self.at = {}
+                if not order.carry or order.version >= (self.version or 0):
+                    self.version = order.version
                 events.append(self.status())
             elif isinstance(order, Decode):
                 events += self.decode(order)
             elif isinstance(order, Withdraw):
                 if order.rollout == self.rollout:
-                    self.at = {key: at for key, at in self.at.items() if key not in order.keys}
+                    self.at = {key: versions for key, versions in self.at.items() if key not in order.keys}
             else:
                 assert isinstance(order, Ask)
                 events += self.answer(order)
         if not self.built:
             return [*events, Arrived(self.name, self.facts)]
         pieces = []
-        for key in [key for key in self.at if self.at[key] < length_of(key)][: self.slots]:
-            pieces.append(self.piece(key, self.at[key], self.at[key] + 1))
-            self.at[key] += 1
+        for key in [key for key in self.at if len(self.at[key]) < length_of(key)][: self.slots]:
+            self.at[key].append(self.version)
+            pieces += self.pieces(key, len(self.at[key]) - 1)
         if pieces:
             self.counts = DecodeStatistics(host_syncs=self.counts.host_syncs + 1)
             events.append(Pieces(self.name, self.rollout, tuple(pieces), self.counts, 0.1))
@@ -93,35 +110,64 @@ class ScriptedWorker:
     def status(self):
         return Status(self.name, self.fingerprint, self.slots, self.version)
 
-    def piece(self, key, begin, end):
-        tokens, logprobs = response_to(key, self.version)
-        ending = "eos" if end == length_of(key) else None
-        return Piece(key, self.version, begin, tokens[begin:end], logprobs[begin:end], ending)
+    def pieces(self, key, begin):
+        """What a response has from a position on: a piece for each version."""
+        versions = self.at[key]
+        tokens, logprobs = response_under(key, versions)
+        cuts = [i for i in range(begin + 1, len(versions)) if versions[i] != versions[i - 1]]
+        pieces = []
+        for first, end in itertools.pairwise([begin, *cuts, len(versions)]):
+            ending = "eos" if end == length_of(key) else None
+            version = versions[min(first, len(versions) - 1)]
+            order = self.orders_of[key]
+            pieces.append(
+                Piece(key, version, first, tokens[first:end], logprobs[first:end], ending, order=order)
+            )
+        return pieces
 
     def decode(self, order):
-        if order.rollout < self.rollout:
-            return []
         if order.version != self.version:
             return [self.status()]
-        if order.rollout > self.rollout:
+        if order.rollout != self.rollout:
             self.rollout, self.at = order.rollout, {}
+        again = []
         for key, _, partial in order.work:
-            assert partial.tokens == response_to(key, self.version)[0][: len(partial.tokens)]
+            begins = [at for at, _ in partial.versions] + [len(partial.tokens)]
+            versions = [
+                version
+                for (_, version), (begin, end) in zip(
+                    partial.versions, itertools.pairwise(begins), strict=True
+                )
+                for _ in range(begin, end)
+            ]
+            assert partial.tokens == response_under(key, versions)[0]
             assert len(partial.tokens) < length_of(key)
-            self.at[key] = max(self.at.get(key, 0), len(partial.tokens))
-        return []
+            known = self.at.get(key)
+            if known is not None and order.number <= self.orders_of[key]:
+                continue
+            self.orders_of[key] = order.number
+            if known is None or len(known) < len(versions):
+                self.at[key] = versions
+            elif known:  # what the last order brought may have been dropped
+                pieces = tuple(self.pieces(key, min(len(versions), len(known))))
+                again.append(Pieces(self.name, self.rollout, pieces))
+        return again
 
     def answer(self, order):
-        if order.rollout < self.rollout:
-            return []
-        missing = tuple(key for key, _ in order.positions if key not in self.at)
-        if order.rollout > self.rollout:
+        missing = tuple(
+            key
+            for key, _ in order.positions
+            if key not in self.at or self.orders_of[key] < order.orders.get(key, 0)
+        )
+        if order.rollout != self.rollout:
             missing = tuple(key for key, _ in order.positions)
-        pieces = [
-            self.piece(key, position, self.at[key])
-            for key, position in order.positions
-            if key not in missing and (self.at[key] > position or self.at[key] == length_of(key))
-        ]
+        pieces = []
+        for key, position in order.positions:
+            if key in missing:
+                continue
+            known = len(self.at[key])
+            if known > position or known == length_of(key):
+                pieces += self.pieces(key, min(position, known))
         events = [Missing(self.name, order.rollout, missing)] if missing else []
         return events + ([Pieces(self.name, self.rollout, tuple(pieces))] if pieces else [])
 
@@ -157,13 +203,28 @@ class Driver:
             self.do(self.coordinator.on(event, self.fabric.now()))
         self.do(self.coordinator.on(Tick(), self.fabric.now()))
 
-    def run(self, requests, version=0, most_turns=3000):
-        """Decodes requests to their end, and returns (tokens, logprobs) by key."""
-        self.do(self.coordinator.on(Begin(next(self.rollouts), version, requests), self.fabric.now()))
+    def begin(self, requests, version, renewed=False, rollout=None):
+        """Lets requests be decoded, and returns the number of their rollout."""
+        number = next(self.rollouts) if rollout is None else rollout
+        self.do(self.coordinator.on(Begin(number, version, requests, renewed), self.fabric.now()))
+        return number
+
+    def wait(self, keys, most_turns=3000):
+        """Waits until these responses have ended."""
+        ended = lambda: all(self.coordinator.ledger[key].ending is not None for key in keys)  # noqa: E731
         for _ in range(most_turns):
-            if self.coordinator.done:
+            if ended():
                 break
             self.listen()
-        assert self.coordinator.done
-        entries = self.coordinator.ledger.entries
+        assert ended()
+
+    def finish(self, number, keys, most_turns=3000):
+        """Waits for responses, takes them, and returns (tokens, logprobs) by key."""
+        self.wait(keys, most_turns)
+        entries = {key: self.coordinator.ledger[key] for key in keys}
+        self.do(self.coordinator.on(End(number, tuple(keys)), self.fabric.now()))
         return {key: (tuple(entry.tokens), tuple(entry.logprobs)) for key, entry in entries.items()}
+
+    def run(self, requests, version=0, most_turns=3000):
+        """Decodes requests to their end, and returns (tokens, logprobs) by key."""
+        return self.finish(self.begin(requests, version), requests, most_turns)

@@ -16,6 +16,7 @@ from rljax.cluster.messages import (
     Build,
     Decode,
     Died,
+    End,
     Facts,
     Fail,
     FetchFailed,
@@ -24,6 +25,7 @@ from rljax.cluster.messages import (
     Missing,
     Piece,
     Pieces,
+    Renew,
     Say,
     Spawn,
     Status,
@@ -39,6 +41,7 @@ from tests.cluster.scripted import (
     length_of,
     make_requests,
     response_to,
+    response_under,
 )
 
 LIMITS = Limits(lease=10, patience=60, retry=5)
@@ -278,7 +281,74 @@ def test_no_order_of_messages_changes_a_token(seed, workers, lost, doubled, late
     for version in range(2):
         requests = make_requests(10, first=10 * version)
         assert_whole(driver.run(requests, version), requests, version)
-    assert driver.coordinator.ledger.tokens == sum(map(length_of, requests))
+    # With staleness: the next rollout begins, under newer weights, while the one before is decoded.
+    requests = make_requests(10, first=20)
+    number = driver.begin(requests, 2)
+    for version in range(3, 6):
+        following = make_requests(10, first=10 * version)
+        next_number = driver.begin(following, version)
+        assert_whole(driver.finish(number, requests), requests, version - 1)
+        number, requests = next_number, following
+    assert_whole(driver.finish(number, requests), requests, 5)
+    assert not driver.coordinator.rollouts.open
+    assert not driver.coordinator.ledger.entries
+
+
+def test_a_free_worker_goes_on_with_the_next_rollout_and_comes_back_for_what_is_lost():
+    coordinator, work = begun(count=8)
+    assert not coordinator.on(Begin(2, 1, make_requests(8, first=8)), 0.5)  # nobody is free
+    commands = coordinator.on(Pieces("worker-0", 1, tuple(map(whole, work["worker-0"]))), 1.0)
+    assert commands == [Load("worker-0", 1)]
+    decode, *_ = coordinator.on(Status("worker-0", NUMERICS, 4, 1), 2.0)
+    assert (decode.worker, decode.rollout, decode.version) == ("worker-0", 2, 1)
+    assert [key for key, *_ in decode.work] == [8, 9, 10, 11]
+    # What worker-1 leaves of the first rollout waits first.
+    assert not [c for c in coordinator.on(Died("worker-1", "of a test"), 3.0) if isinstance(c, Decode | Load)]
+    ended = tuple(Piece(key, 1, 0, *response_to(key, 1), "eos") for key in (8, 9, 10, 11))
+    assert coordinator.on(Pieces("worker-0", 2, ended), 4.0) == [Load("worker-0", 0)]
+    decode, *_ = coordinator.on(Status("worker-0", NUMERICS, 4, 0), 5.0)
+    assert (decode.rollout, decode.version) == (1, 0)
+    assert [key for key, *_ in decode.work] == work["worker-1"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3]), st.sampled_from([0.0, 0.15]), st.integers(0, 8))
+def test_responses_that_go_on_under_newer_weights_know_which_sampled_what(seed, workers, lost, latest):
+    """Weights come at any moment; messages are lost and late, workers crash and hang."""
+    rng = random.Random(seed)
+    fabric = LocalFabric(
+        ScriptedWorker, lambda data: () if rng.random() < lost else (rng.randint(0, latest),)
+    )
+    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
+
+    def before_turn(fabric):
+        if fabric.turns in trouble and fabric.workers:
+            trouble[fabric.turns](rng.choice(list(fabric.workers)))
+
+    fabric.before_turn = before_turn
+    driver, number = Driver(fabric, workers), None
+    waiting = []
+    for version in range(4):
+        if version:
+            driver.do(driver.coordinator.on(Renew(version), fabric.now()))
+        requests = make_requests(8, first=8 * version)
+        number = driver.begin(requests, version, renewed=True, rollout=number)
+        waiting += requests
+        for _ in range(rng.randint(0, 30)):
+            driver.listen()
+    driver.wait(waiting)
+    spans = set()
+    for key in waiting:
+        entry = driver.coordinator.ledger[key]
+        begins = [*entry.versions, (len(entry.tokens), None)]
+        versions = [v for (a, v), (b, _) in itertools.pairwise(begins) for _ in range(a, b)]
+        assert versions == sorted(versions)
+        assert versions[0] >= key // 8
+        assert (tuple(entry.tokens), tuple(entry.logprobs)) == response_under(key, versions)
+        assert len(versions) == length_of(key)
+        spans.add(len(entry.versions))
+    driver.do(driver.coordinator.on(End(number, tuple(waiting)), fabric.now()))
+    assert not driver.coordinator.ledger.entries
 
 
 def test_the_network_of_these_tests_can_break_it():

@@ -1,47 +1,16 @@
 """The tiny run, decoded by two workers in this process, is the run without workers, bit for bit."""
 
-import contextlib
-
-import jax
 import numpy as np
 import pytest
 
-from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.worker import RolloutWorker
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
-from rljax.training import session
-from tests.cluster.same_run import differences, run
-from tests.tiny_policy import CONFIG, make_params
+from tests.cluster.local_run import local_run
+from tests.cluster.same_run import differences
 
 pytestmark = pytest.mark.slow
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-
-
-class Turns:
-    """Makes local fabrics in place of Ray's, and lets a test interfere."""
-
-    def __init__(self, interfere=None, network=lambda data: (0,)):
-        self.interfere, self.network, self.fabrics = interfere, network, []
-
-    @contextlib.contextmanager
-    def cluster_of(self, config, say):
-        self.said = []
-        fabric = LocalFabric(RolloutWorker, self.network)
-        fabric.before_turn = self.interfere
-        self.fabrics.append(fabric)
-        with contextlib.closing(ClusterDecoder(fabric, config.cluster, self.said.append)) as cluster:
-            cluster.gather()
-            yield cluster
-
-
-def local_run(world, name, monkeypatch, *overrides, resumes=False, **options):
-    turns = Turns(**options)
-    monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
-    return run(world, name, *overrides, resumes=resumes), turns
 
 
 def test_two_workers_make_the_same_run(world, alone, monkeypatch):
@@ -143,25 +112,6 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
         )
     resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
     assert not differences(alone, resumed)
-
-
-def test_damaged_weights_are_never_used():
-    from rljax.cluster.weights import WeightsError, digest_of, fetch, parts_of, publish
-
-    parts = parts_of(make_params())
-    store = []
-    put = lambda value: store.append([(*rest, data.copy()) for *rest, data in value]) or 0  # noqa: E731
-    weights = publish(3, parts, digest_of(parts), put)
-    fetched = fetch(weights, lambda reference: store[reference], CONFIG)
-    same = jax.tree.map(
-        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), fetched, make_params()
-    )
-    assert all(jax.tree.leaves(same))
-    store[0][1][3][5] ^= 1
-    with pytest.raises(WeightsError, match="version 3 of the weights came damaged"):
-        fetch(weights, lambda reference: store[reference], CONFIG)
-    with pytest.raises(WeightsError, match="did not come: TimeoutError, after 3 seconds"):
-        fetch(weights, lambda reference: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), CONFIG)
 
 
 def test_what_a_worker_raises_for_the_user_ends_the_run(world, monkeypatch):

@@ -80,12 +80,13 @@ def computed(figure: Figure) -> dict[str, Any]:
     rows = []
     for name, value in central.items():
         values = [value, *(other[name] for other in others.values())]
-        row: dict[str, Any] = {"name": name, "value": value, "low": min(values), "high": max(values)}
+        row: dict[str, Any] = {"name": name, "value": float(value)}
+        row |= {"low": float(min(values)), "high": float(max(values))}
         published = figure.published.get(name)
         if published is not None:
             row |= {"published": published.value, "where": published.where, "most": published.most}
-            row["agrees"] = abs(value / published.value - 1) <= AGREES
-            row["in_band"] = row["low"] <= published.value <= row["high"]
+            row["agrees"] = bool(abs(value / published.value - 1) <= AGREES)
+            row["in_band"] = bool(row["low"] <= published.value <= row["high"])
         rows.append(row)
     return {
         "figure": figure.name,

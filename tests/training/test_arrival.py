@@ -1,0 +1,59 @@
+"""Batches in the order of arrival: the lag is bounded whatever the times; schedules are read as written."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.errors import ConfigError
+from rljax.training.arrival import Arrivals
+from rljax.training.schedule import ScheduledGroup, read_schedule
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
+def test_no_lag_is_larger_and_every_group_is_in_one_batch(seed, size, lag, steps, resumes):
+    rng = random.Random(seed)
+    arrivals, ended, batches = Arrivals(size, lag, steps * size), [], []
+    for step in range(steps):
+        while arrivals.room(step):
+            arrivals.create(problem=arrivals.created, step=step)
+        while (batch := arrivals.batch(step, ended)) is None:
+            ended.append(rng.choice([number for number in arrivals.open if number not in ended]))
+        assert len(batch) == size
+        assert all(step - arrivals.open[number].version <= lag for number in batch)
+        arrivals.take(batch)
+        ended = [number for number in ended if number not in batch]
+        batches += batch
+        if resumes:  # what had ended is decoded again
+            state = json.loads(json.dumps(arrivals.state()))
+            arrivals, ended = Arrivals(size, lag, steps * size), []
+            arrivals.load_state(state)
+    assert sorted(batches) == list(range(steps * size))
+    assert not arrivals.open
+
+
+def test_those_that_end_first_come_first_unless_others_are_due():
+    arrivals = Arrivals(size=2, lag=1, total=8)
+    assert [arrivals.create(problem, 0) for problem in range(arrivals.room(0))] == [0, 1, 2, 3]
+    assert arrivals.batch(0, [3]) is None
+    assert arrivals.batch(0, [3, 1, 2]) == [3, 1]
+    arrivals.take([3, 1])
+    assert [arrivals.create(problem, 1) for problem in range(arrivals.room(1))] == [4, 5]
+    assert arrivals.batch(1, [4, 5, 2]) is None  # 0 and 2 are of step 0
+    assert arrivals.batch(1, [4, 5, 0]) is None
+    assert arrivals.batch(1, [4, 5, 2, 0]) == [2, 0]
+
+
+def test_a_schedule_is_read_as_it_was_written(tmp_path):
+    group = ScheduledGroup(1, 7, 0, (((0, 0), (5, 1)), ((0, 1),)))
+    line = json.dumps({"step": 2, "groups": [group.record()]})
+    (tmp_path / "schedule.jsonl").write_text(line + "\n")
+    assert read_schedule(str(tmp_path)) == read_schedule(str(tmp_path / "schedule.jsonl")) == {1: [group]}
+    with pytest.raises(ConfigError, match=r"^cluster.replay: .*nowhere cannot be read \(No such file"):
+        read_schedule(str(tmp_path / "nowhere"))
+    (tmp_path / "schedule.jsonl").write_text('{"step": 2}\n')
+    with pytest.raises(ConfigError, match="is no schedule of a run with max_staleness"):
+        read_schedule(str(tmp_path))
