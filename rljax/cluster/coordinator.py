@@ -457,6 +457,8 @@ class Coordinator:
 
     def _lonely(self, name: str, worker: _Worker) -> bool:
         """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
+        if next(iter(self.rollouts.open), worker.rollout) >= worker.rollout:
+            return False
         tended = {each.rollout for each in self._workers.values() if each.slots}
         return any(
             rollout.number < worker.rollout and rollout.number not in tended
