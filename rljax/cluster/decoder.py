@@ -46,6 +46,7 @@ from rljax.cluster.messages import (
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
+from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
 from rljax.cluster.worker import make_blueprint
@@ -127,6 +128,7 @@ class ClusterDecoder:
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
+        self._history = RolloutHistory()
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -154,6 +156,9 @@ class ClusterDecoder:
         """
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
+        drafters = list(config.speculation.kinds)
+        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
+        self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 
     def wait(self) -> None:
@@ -212,6 +217,8 @@ class ClusterDecoder:
         for request in requests:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
+        if self._finished:
+            self._history.train_seconds = time.perf_counter() - self._finished
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -270,6 +277,8 @@ class ClusterDecoder:
         self._finished = now
         statistics.running.append(begun.running.points())
         self._scheduler.learn_lengths(begun.requests, completions)
+        self._history.learn(begun.requests, completions)
+        self._history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
 from rljax.cluster.migration import OutlierRule
+from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.pipe import group_seconds, workers_of_groups
 from rljax.cluster.planner import Affine
-from rljax.cluster.router import Balancing, Migrating, Racing, RankedQueues, Router, SharedQueue
+from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.router import Router, SharedQueue
 from rljax.errors import ConfigError, known_names
 from rljax.simulation.cluster import Cluster, Machines, Order
 from rljax.simulation.costs import (

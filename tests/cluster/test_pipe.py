@@ -15,7 +15,7 @@ from rljax.cluster.pipe import (
     workers_of_groups,
 )
 from rljax.cluster.racing import Copy, assign
-from rljax.cluster.router import dealt
+from rljax.cluster.ranked_queues import dealt
 
 PROMPTS = [(1,), (2,), (3,), (4,)]
 

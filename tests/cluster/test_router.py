@@ -20,7 +20,9 @@ from rljax.cluster.messages import (
     Withdraw,
 )
 from rljax.cluster.migration import OutlierRule
-from rljax.cluster.router import Balancing, Migrating, Move, Racing, RankedQueues, SharedQueue
+from rljax.cluster.moving_routers import Balancing, Migrating, Racing
+from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.router import Move, SharedQueue
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 
