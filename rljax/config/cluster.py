@@ -109,8 +109,8 @@ class ClusterConfig(Section):
     )
     race: CountOrOff = Field(
         0,
-        description="Responses of which a worker without work decodes copies, each with a drafter that has not"
-        " been tried on them (SpecActor's best-of-N); the longest copy counts. 0 never copies any. Set a few"
+        description="Responses of which a worker without work decodes copies, with a drafter that they have"
+        " not had (SpecActor's best-of-N); the longest copy counts. 0 never copies any. Set a few"
         " where there are several drafters and rollouts end with few responses for long.",
     )
 
@@ -153,7 +153,7 @@ def check_with_workers(config: "ExperimentConfig", host_drafters: Collection[str
             " rollout.staleness to 1"
         )
     if config.cluster.race and len(speculation.kinds) < 2:
-        raise ConfigError("cluster.race: copies need another drafter; set two or more in speculation.drafter")
+        raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
     for key, used, instead in (
         (
             "engine.row_invariant",

@@ -247,6 +247,7 @@ class Cluster:
         self._tell(Begin(step, version, requests))
         if self._mobile:
             self._at(self.now + self.machines.look_seconds, self._look, step)
+        self._begin_next()
 
     def _rollout_ended(self, step: int) -> None:
         times, coordinator = self.steps[step - 1], self.coordinator

@@ -40,9 +40,14 @@ def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):
         return sizes[-1]
 
     monkeypatch.setattr(selection, "best_rows", verify_always)
-    race = ("speculation.drafter=[srt, ngram]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+    race = (
+        "speculation.drafter=srt",
+        "speculation.others={prompt_lookup: {}}",
+        "speculation.verify_buckets=[16]",
+        "speculation.max_drafts=3",
+    )
     clustered, _ = local_run(world, "raced", monkeypatch, *race, "cluster.race=2")
     assert not differences(alone, clustered)
     copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
-    assert {command.drafter for command in copies} == {"ngram"}
+    assert {command.drafter for command in copies} == {"prompt_lookup"}
     assert any(partial.tokens for command in copies for _, _, partial in command.work)
