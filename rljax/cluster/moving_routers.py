@@ -2,6 +2,7 @@
 copies that race (`racing.py`).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy as copied
 
@@ -143,18 +144,29 @@ class Racing(_Around):
         super().leave(worker)
 
     def moves(self, board: Board) -> list[Move]:
-        moves, held = self.inner.moves(board), board.held()
-        free = [name for name, keys in held.items() if not keys and not self.inner.waiting(name)]
+        first, held = self._drafters[0], board.held()
+        moves = []
+        for move in self.inner.moves(
+            board
+        ):  # on a worker that has raced before, again with the first drafter
+            changes = self._using.pop(move.worker, first) != first
+            moves.append(dataclasses.replace(move, drafter=first) if changes else move)
+        given = {move.worker for move in moves}
+        free = [
+            name
+            for name, keys in held.items()
+            if not keys and name not in given and not self.inner.waiting(name)
+        ]
         if not free:
             return moves
         using: dict[str, list[str]] = {drafter: [] for drafter in self._drafters}
         for name in held:
             if name not in free:
-                using[self._using.get(name, self._drafters[0])].append(name)
+                using[self._using.get(name, first)].append(name)
         open_keys = {key: board.acceptance(key) for key, holders in board.holders.items() if holders}
-        given = {key: self._given.get(key, [self._drafters[0]]) for key in open_keys}
-        for copy in assign(open_keys, using, free, self._most, given):
+        tried = {key: self._given.get(key, [first]) for key in open_keys}
+        for copy in assign(open_keys, using, free, self._most, tried):
             self._using[copy.worker] = copy.drafter
-            self._given.setdefault(copy.key, [self._drafters[0]]).append(copy.drafter)
+            self._given.setdefault(copy.key, [first]).append(copy.drafter)
             moves.append(Move(copy.key, copy.worker, True, copy.drafter))
         return moves

@@ -16,7 +16,7 @@ from typing import Any
 from rljax.errors import ConfigError, known_names
 
 AGREES = 0.15
-_MODULES = ("rhymerl", "specactor", "tlt", "srt")
+_MODULES = ("rhymerl", "specactor", "tlt", "srt", "turn_on")
 _RESULTS = Path("benchmarks/results")
 
 
