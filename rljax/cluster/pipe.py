@@ -19,6 +19,8 @@ one in a step complements a short one in the next. The listing of Fig. 12 is men
 """
 
 import bisect
+import functools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -155,6 +157,36 @@ def group_seconds(
         total += (length - before) * seconds * running / at_a_time
         before = length
     return total
+
+
+def tier_sizes(
+    groups: Sequence[Sequence[int]],
+    workers: int,
+    slots: int,
+    pass_seconds: Callable[[int, float], float],
+    train_seconds: float,
+    most: int | None = None,
+    outliers: float = 0.0,
+) -> list[int]:
+    """Returns the number of workers of each ranking group, from the lengths of its responses in the previous
+    epoch.
+
+    Args:
+      groups: lengths of each group's responses, groups ascending.
+      workers, train_seconds, most: see `workers_of_groups`.
+      slots, pass_seconds: see `group_seconds`.
+      outliers: share of each group's longest responses, but the last group's, that will be decoded elsewhere.
+    """
+    kept = [sorted(lengths)[: math.ceil((1 - outliers) * len(lengths))] for lengths in groups[:-1]]
+    kept.append(list(groups[-1]))
+    means = [sum(lengths) / len(lengths) for lengths in kept]
+    of_mean = dict(zip(means, kept, strict=True))
+
+    @functools.cache
+    def time(mean: float, count: int) -> float:
+        return group_seconds(of_mean[mean], count, slots, pass_seconds)
+
+    return workers_of_groups(means, workers, time, train_seconds, most=most)
 
 
 def seats(sizes: Sequence[int], step: int) -> list[int]:

@@ -1,8 +1,6 @@
 """The router of a run, from its config, and what it learns from rollouts."""
 
 import dataclasses
-import functools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +8,7 @@ import numpy as np
 
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import group_seconds, growth_factor, workers_of_groups
+from rljax.cluster.pipe import growth_factor, tier_sizes
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
 from rljax.config.cluster import ClusterConfig
@@ -92,18 +90,9 @@ def make_router(
     if config.pipe != "off":
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            if config.migration:  # the longest of a group will be decoded elsewhere
-                keep = 1 - OutlierRule().last
-                short = [sorted(lengths)[: math.ceil(keep * len(lengths))] for lengths in groups[:-1]]
-                groups = [*short, groups[-1]]
-            means = [sum(lengths) / len(lengths) for lengths in groups]
-            of_mean = dict(zip(means, groups, strict=True))
-
-            @functools.cache
-            def time(mean: float, workers: int) -> float:
-                return group_seconds(of_mean[mean], workers, slots, history.pass_seconds)
-
-            return workers_of_groups(means, config.workers, time, history.train_seconds)
+            outliers = OutlierRule().last if config.migration else 0.0
+            seconds, update = history.pass_seconds, history.train_seconds
+            return tier_sizes(groups, config.workers, slots, seconds, update, outliers=outliers)
 
         two_tiers = sizes if config.pipe == "two_tiers" else None
         router = RankedQueues(config.workers, lambda: history.lengths, two_tiers, config.pipe_groups)

@@ -1,14 +1,12 @@
 """A simulation as keys and values: `python scripts/simulate.py workers=64 order=pipe router=ranked`."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import group_seconds, workers_of_groups
+from rljax.cluster.pipe import tier_sizes
 from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
@@ -227,19 +225,9 @@ class Scenario:
             return seconds / drafting.tokens(level, way)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            if self.migration:  # the longest of a group will be decoded elsewhere
-                last = OutlierRule().last
-                short = [sorted(lengths)[: math.ceil((1 - last) * len(lengths))] for lengths in groups[:-1]]
-                groups = [*short, groups[-1]]
-            means = [sum(lengths) / len(lengths) for lengths in groups]
-            by_mean = dict(zip(means, groups, strict=True))
-
-            @functools.cache
-            def time(mean: float, workers: int) -> float:
-                return group_seconds(by_mean[mean], workers, self.slots, pass_seconds)
-
+            outliers = OutlierRule().last if self.migration else 0.0
             most = max(1, 4 * self.workers // len(groups))
-            return workers_of_groups(means, self.workers, time, self.train, most=most)
+            return tier_sizes(groups, self.workers, self.slots, pass_seconds, self.train, most, outliers)
 
         made: Router
         if self.router in ("ranked", "two-tiers"):
