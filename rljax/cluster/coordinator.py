@@ -529,15 +529,24 @@ class Coordinator:
         return accepted / drafted if drafted else 1.0
 
     def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
-        """The longest copy counts: those that are far behind go on from there."""
+        """The longest copy counts: one that is far behind goes on from there, or is given up on a worker that
+        has more requests than that of the longest, since all of them would wait for its prefill.
+        """
         key, known = piece.key, len(self.ledger[piece.key].tokens)
+        rollout = self.rollouts.of(key)
         self._reached[key, name] = piece.begin + len(piece.tokens)
         commands: list[Command] = []
-        for other in self._holders[key]:
-            behind = known - self._reached[key, other]
-            if behind >= self.rollouts.of(key).router.catch_up:
+        for other in list(self._holders[key]):
+            worker = self._workers[other]
+            if known - self._reached[key, other] < rollout.router.catch_up:
+                continue
+            if len(worker.holds) > len(self._workers[name].holds):
+                self._holders[key].remove(other)
+                del worker.holds[key], self._reached[key, other]
+                commands.append(Withdraw(other, rollout.number, (key,)))
+            else:
                 self._reached[key, other] = known
-                commands.append(self._decode(other, self._workers[other], [key], now))
+                commands.append(self._decode(other, worker, [key], now))
         return commands
 
     # -- time ----------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class Cluster:
         self._keys = itertools.count()
         self._places: dict[str, _Place] = {}
         self._free_numbers = list(range(machines.workers))[::-1]
-        self._version = self._training = 0
+        self._version = 0
         self._trained_steps = 0
         self._trainer_free = 0.0
         self._most_open = 2 if order == "pipe" else 1
@@ -255,10 +255,16 @@ class Cluster:
         times.migrations = coordinator.counts.migrations - self._counted_migrations
         self._counted_migrations = coordinator.counts.migrations
         self._tell(End(step, tuple(self._responses.pop(step))))
-        begin = max(self.now, self._trainer_free)
-        self._trainer_free = begin + self.machines.train_seconds(times.tokens)
-        self._at(self._trainer_free, self._trained, step)
+        self._train_next()
         self._begin_next()
+
+    def _train_next(self) -> None:
+        """Updates with the rollouts that have ended, in their order."""
+        while self._trained_steps < len(self.steps) and self.steps[self._trained_steps].end:
+            self._trained_steps += 1
+            seconds = self.machines.train_seconds(self.steps[self._trained_steps - 1].tokens)
+            self._trainer_free = max(self.now, self._trainer_free) + seconds
+            self._at(self._trainer_free, self._trained, self._trained_steps)
 
     def _trained(self, step: int) -> None:
         self.steps[step - 1].trained = self.now

@@ -152,18 +152,22 @@ def test_a_free_worker_takes_half_of_the_fullest_ones():
     assert coordinator.counts.migrations == 2
 
 
-def test_copies_race_and_the_longest_counts():
-    coordinator, work = begun(Racing(SharedQueue(), ["srt", "ngram"], 1, catch_up=2), count=4, slots=2)
-    slow, other = work["worker-1"]
-    tokens = len(response_to(slow)[0])
+def raced(count):
+    """A coordinator in which worker-0 has a copy of worker-1's first request, which has one token."""
+    coordinator, work = begun(Racing(SharedQueue(), ["srt", "ngram"], 1, catch_up=2), count=count, slots=2)
+    slow = work["worker-1"][0]
     coordinator.on(Pieces("worker-1", 1, (whole(slow, 0, 1),)), 0.5)
     commands = []
     for key in work["worker-0"]:
         commands += coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
     (copy,) = [command for command in commands if isinstance(command, Decode) and command.work]
-    assert copy.drafter == "ngram"
-    ((key, _, partial),) = copy.work
-    assert (copy.worker, key, len(partial.tokens)) == ("worker-0", slow, 1)
+    assert (copy.worker, copy.drafter) == ("worker-0", "ngram")
+    assert [(key, len(partial.tokens)) for key, _, partial in copy.work] == [(slow, 1)]
+    return coordinator, slow, len(response_to(slow)[0])
+
+
+def test_copies_race_and_the_longest_counts():
+    coordinator, slow, tokens = raced(3)
     # The copy is ahead: the first one goes on from there.
     (behind,) = coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0)
     assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 3)
@@ -171,7 +175,16 @@ def test_copies_race_and_the_longest_counts():
     assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5) == []
     commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
     assert Withdraw("worker-1", 1, (slow,)) in commands
-    assert next(command for command in commands if isinstance(command, Decode)).work[0][0] == other
+    assert coordinator.done
+
+
+def test_a_copy_behind_on_a_fuller_worker_is_given_up():
+    coordinator, slow, tokens = raced(4)
+    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0) == [
+        Withdraw("worker-1", 1, (slow,))
+    ]
+    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
+    assert not [command for command in commands if isinstance(command, Withdraw)]
 
 
 def test_outliers_of_short_groups_go_to_the_longest_group():
