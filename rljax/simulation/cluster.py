@@ -355,7 +355,6 @@ class Cluster:
             return
         if command.drafter is not None:
             place.worker.use(command.drafter, self.now)
-            place.kind = "copy"
         worker, jobs, responses = place.worker, [], self._responses[command.rollout]
         for key, _, partial in command.work:
             response, begin = responses[key], len(partial.tokens)
@@ -381,6 +380,7 @@ class Cluster:
             if place.busy_since is None or place.step != command.rollout:
                 self._span_ends(place)
                 place.busy_since, place.step = self.now, command.rollout
+                place.kind = "rollout" if command.drafter is None else "copy"
             worker.add(jobs, self.now)
             self._schedule(place)
 
