@@ -202,8 +202,8 @@ FIGURES = (
         _CENTRAL,
         _BAND,
         (
-            "The earliest of 32 workers with 32 responses each is idle for longer than the paper's, whose number"
-            " of responses is not published: with 64 each it is idle for 0.88 of the rollout.",
+            "The earliest of 32 workers with 32 responses each is idle for longer than the paper's, whose"
+            " number of responses is not published: with 64 each it is idle for 0.88 of the rollout.",
             "A pipe whose workers take their next part as soon as they are free has most of HistoPipe's gain"
             " without any ranks: waiting for the slowest worker in every step is what is lost, and ranks and"
             " tiers add what balance over two steps adds.",
