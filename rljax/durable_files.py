@@ -15,9 +15,10 @@ def write_durably(path: Path, content: bytes | Sequence[Any]) -> None:
     sequence of buffers.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    parts: Sequence[Any] = [content] if isinstance(content, bytes) else content
     try:
         with open(temporary, "wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
     except OSError:  # a full disk needs every byte

@@ -16,7 +16,6 @@ All but the first need the cluster extra, and a quiet machine.
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -33,9 +32,12 @@ from rljax.benchmarking import Row
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
-from rljax.cluster.weights import Part, digest_of, publish
+from rljax.cluster.weights import WeightChannel
+from rljax.cluster.weights.files import Files, FileWeights, read_file
+from rljax.cluster.weights.object_store import ObjectStore
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
+from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
 
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
@@ -229,12 +231,14 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     class Other:
         def fetch(self, weights: Any) -> tuple[float, float]:
             start = time.perf_counter()
-            parts = ray.get(weights.parts)
+            where = weights.where
+            parts = read_file(where) if isinstance(where, FileWeights) else ray.get(where.reference)
             got = time.perf_counter() - start
             assert digest_of(parts) == weights.digest
             return got, time.perf_counter() - start
 
     rows = []
+    channels: dict[str, WeightChannel] = {"object store": ObjectStore(ray.put), "files": Files(None)}
     try:
         other = Other.remote()
         for size in megabytes:
@@ -244,13 +248,18 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
             copies = [part[3].copy() for part in parts]
             copy = time.perf_counter() - start
             del copies
-            start = time.perf_counter()
-            weights = publish(0, parts, digest_of(parts), ray.put)
-            published = time.perf_counter() - start
-            got, fetched = ray.get(other.fetch.remote(dataclasses.replace(weights)))
-            for what, seconds in (("publish", published), ("get", got), ("get and check", fetched)):
-                rows.append(Row(f"weights/{size} MiB/{what}", seconds, "s", "a copy", copy, copy / seconds))
+            for channel_name, channel in channels.items():
+                start = time.perf_counter()
+                published = channel.publish(0, {}, parts, digest_of(parts))
+                publish = time.perf_counter() - start
+                got, fetched = ray.get(other.fetch.remote(channel.deliver(published)))
+                channel.remove(published)
+                for what, seconds in (("publish", publish), ("get", got), ("get and check", fetched)):
+                    name = f"weights/{size} MiB/{channel_name}/{what}"
+                    rows.append(Row(name, seconds, "s", "a copy", copy, copy / seconds))
     finally:
+        for channel in channels.values():
+            channel.close()
         ray.shutdown()
     return rows
 

@@ -278,7 +278,8 @@ class Coordinator:
         if worker.wants != version:
             worker.fetch_failures = 0
         worker.told, worker.wants = now, version
-        return Load(name, version, carry=bool(worker.holds))
+        carry = bool(worker.holds) and self.rollouts.open[worker.rollout].renewed
+        return Load(name, version, carry)
 
     def _fetch_failed(self, event: FetchFailed, worker: _Worker, now: float) -> list[Command]:
         if event.version != worker.wants or worker.version == worker.wants:

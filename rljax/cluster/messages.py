@@ -272,9 +272,8 @@ class Ask:
       rollout: of the requests.
       positions: (key, position) of each.
       more: see `Decode`.
-      orders: numbers of the orders by which they are decoded, as far as it matters: one that the worker has
-      by
-        an earlier order is missing.
+      orders: numbers of the orders by which they are decoded, where it matters: what the worker has by an
+        earlier order is missing.
     """
 
     worker: str

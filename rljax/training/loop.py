@@ -19,7 +19,7 @@ from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics, pass_shares
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcomes
-from rljax.rollout.metrics import mean_rewards, rollout_metrics
+from rljax.rollout.metrics import mean_rewards, rollout_metrics, tokens_per_second
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
 from rljax.training.arrival import arrived_groups
@@ -52,6 +52,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **({} if run.speculator is None else run.speculator.metrics(rollout.statistics)),
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
         **(lag_metrics(rollout.groups, run.step) if oldest_lag(run) else {}),
+        **decoding_rate(run, rollout.statistics.tokens, end - start),
         **update_metrics,
         **run.compilation_metrics,
         **({} if run.cluster is None else run.cluster.metrics()),
@@ -59,6 +60,13 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         "time/reward": rollout.timing.reward,
         "time/step": end - start,
     }
+
+
+def decoding_rate(run: TrainingRun, tokens: int, seconds: float) -> dict[str, float]:
+    """Returns the rate of decoding where workers decode all the time: of the whole step's seconds."""
+    if run.cluster is None or not oldest_lag(run):
+        return {}
+    return {"rollout/tokens_per_second": tokens_per_second(tokens, seconds)}
 
 
 class Rollout(NamedTuple):

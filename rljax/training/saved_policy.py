@@ -24,6 +24,7 @@ from rljax.models.transformer import param_shapes
 from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import Policy, policy_parts
+from rljax.training.staleness import SAMPLED_BY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ class SavedPolicy:
         """
         if self.experiment is None:
             return {}
-        return _checkpoints(self.path).host_arrays(self.step)
+        arrays = _checkpoints(self.path).host_arrays(self.step)
+        return {name: array for name, array in arrays.items() if not name.startswith(SAMPLED_BY)}
 
 
 def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> SavedPolicy:

@@ -22,7 +22,8 @@ from rljax.rollout.collector import TRAINING, BegunGroups, Group
 if TYPE_CHECKING:
     from rljax.training.training_run import TrainingRun
 
-_ARRAYS = "sampled_by/"  # begins the names of weights among a checkpoint's host arrays
+SAMPLED_BY = "sampled_by/"
+"""Begins the names of older weights among a checkpoint's host arrays."""
 
 
 def oldest_lag(run: "TrainingRun") -> int:
@@ -102,7 +103,7 @@ def state_of(run: "TrainingRun") -> tuple[dict[str, Any], dict[str, np.ndarray]]
     for version in sorted(needed):
         parts = parts_of(run.versions[version])
         layouts[str(version)] = [[name, dtype, list(shape)] for name, dtype, shape, _ in parts]
-        arrays |= {f"{_ARRAYS}{version}/{name}": data for name, _, _, data in parts}
+        arrays |= {f"{SAMPLED_BY}{version}/{name}": data for name, _, _, data in parts}
     state: dict[str, Any] = {"begun": begun, "sampled_by": layouts} if needed else {}
     if run.under_way is not None:  # decoded again, under the weights of the checkpoint
         state["under_way"] = run.under_way.arrivals.state()
@@ -115,13 +116,12 @@ def restore(run: "TrainingRun", host_state: Mapping[str, Any], arrays: dict[str,
     Raises:
       CheckpointError: they are of another architecture.
     """
-    held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_ARRAYS)}
+    held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(SAMPLED_BY)}
     if not oldest_lag(run):  # by --allow-changes: the problems that were begun are passed over
         return
     for version, layout in host_state.get("sampled_by", {}).items():
-        parts = [
-            (name, dtype, tuple(shape), held[f"{_ARRAYS}{version}/{name}"]) for name, dtype, shape in layout
-        ]
+        begin = f"{SAMPLED_BY}{version}/"
+        parts = [(name, dtype, tuple(shape), held[begin + name]) for name, dtype, shape in layout]
         params = params_of(parts, run.engine.config)
         if params is None:
             raise CheckpointError(f"checkpoint: version {version} of the weights is of another policy")

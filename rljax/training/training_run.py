@@ -232,7 +232,8 @@ class TrainingRun:
 
     def meanwhile(self) -> contextlib.AbstractContextManager[None]:
         """Context of work beside which rollout workers decode what was begun."""
-        return contextlib.nullcontext() if self.cluster is None else self.cluster.listening()
+        idle = self.cluster is None or not oldest_lag(self)
+        return contextlib.nullcontext() if idle else self.cluster.listening()
 
     def close(self) -> None:
         """Ends what goes on in the background."""

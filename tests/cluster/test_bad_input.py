@@ -56,3 +56,34 @@ def test_a_run_goes_on_with_other_workers(config_with):
     changes = config_changes(config_with(), config_with("cluster.workers=2", "cluster.address=auto"))
     assert [change.name for change in changes] == ["cluster.workers", "cluster.address"]
     assert all(change.harmless for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.staleness=2"], "rollout.staleness: "),
+        (["rollout.staleness=1", "rollout.max_staleness=2"], "rollout.max_staleness: is another mode than"),
+        (["rollout.max_staleness=2"], "rollout.max_staleness: needs cluster.workers"),
+        (["cluster.replay=runs/other"], "cluster.replay: repeats a run with rollout.max_staleness"),
+        (
+            ["rollout.max_staleness=2", "cluster.workers=2", "algorithm.dynamic_sampling=true"],
+            "rollout.max_staleness: is not possible with algorithm.dynamic_sampling",
+        ),
+        (
+            ["rollout.staleness=1", "speculation.drafter=srt", "speculation.run_ahead_below=1"],
+            "rollout.staleness: is not possible with speculation.run_ahead_below",
+        ),
+        (["cluster.weights_dir=/tmp"], "cluster.weights_dir: is not used with cluster.weights: object_store"),
+    ],
+)
+def test_staleness_that_cannot_be(config_with, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        config_with(*overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_staleness_is_another_experiment_but_how_weights_travel_is_not(config_with):
+    before = config_with()
+    assert not any(change.harmless for change in config_changes(before, config_with("rollout.staleness=1")))
+    assert all(change.harmless for change in config_changes(before, config_with("cluster.weights=files")))

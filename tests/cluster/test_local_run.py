@@ -63,16 +63,15 @@ def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
     """One worker's last bit of a logprob is another, and a piece of its comes from the other one, too."""
     from rljax.cluster import worker as module
 
-    honest = module.RolloutWorker._piece
+    honest = module.RolloutWorker._pieces_of
 
-    def lies(self, key, response, begin):
-        piece = honest(self, key, response, begin)
-        if self.name == "worker-1" and piece.logprobs:
-            bits = np.float32(piece.logprobs[0]).view(np.uint32) ^ np.uint32(1)
-            return module.dataclasses.replace(
-                piece, logprobs=(float(bits.view(np.float32)), *piece.logprobs[1:])
-            )
-        return piece
+    def lies(self, key, response, begin, order):
+        pieces = honest(self, key, response, begin, order)
+        if self.name == "worker-1" and pieces[0].logprobs:
+            first, *rest = pieces[0].logprobs
+            bits = np.float32(first).view(np.uint32) ^ np.uint32(1)
+            pieces[0] = module.dataclasses.replace(pieces[0], logprobs=(float(bits.view(np.float32)), *rest))
+        return pieces
 
     def interfere(fabric):
         """What worker-1 decodes is decoded by worker-0 as well, from the beginning."""
@@ -87,7 +86,7 @@ def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
         if work:
             zero.receive(module.Decode("worker-0", zero._rollout, zero._version, tuple(work), False))
 
-    monkeypatch.setattr(module.RolloutWorker, "_piece", lies)
+    monkeypatch.setattr(module.RolloutWorker, "_pieces_of", lies)
     with pytest.raises(NumericsError, match=r"workers worker-\d and worker-\d sampled different bits"):
         local_run(world, "lies", monkeypatch, interfere=interfere)
 

@@ -41,6 +41,16 @@ def test_two_processes_make_the_same_run(world, alone, ray):
 
 @pytest.mark.ray
 @pytest.mark.slow
+def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, ray):
+    """They decode while the trainer updates, and get their weights from shared memory."""
+    overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
+    clustered = run(world, "ray_stale", *overrides, steps=3)
+    assert not differences(stale_alone, clustered)
+    assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, ray, monkeypatch):
     """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on."""
     signals, hit = [signal.SIGKILL, signal.SIGSTOP], []

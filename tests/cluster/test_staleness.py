@@ -7,6 +7,7 @@ import pytest
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.training import loop
 from rljax.training.learner import Learner
+from rljax.training.saved_policy import _checkpoints, load_saved_policy
 from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences, run
 
@@ -70,6 +71,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(world, stale_alone, monkeypatch
     monkeypatch.setattr(loop, "learn", honest)
     resumed, _ = local_run(world, "stale_killed", monkeypatch, STALE, resumes=True, steps=3)
     assert not differences(stale_alone, resumed)
+    saved = load_saved_policy(world / "stale_killed" / "run", step=2)
+    assert any(name.startswith("sampled_by/1/") for name in _checkpoints(saved.path).host_arrays(2))
+    assert not saved.drafter_state()  # which others read
 
 
 def schedule_of(world, name):
