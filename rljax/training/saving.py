@@ -6,6 +6,8 @@ from typing import Any
 
 from rljax import processes
 from rljax.errors import CheckpointError, RunDirectoryError
+from rljax.training.adapter import BASE_DIGEST
+from rljax.training.factor_updates import trained_alone
 from rljax.training.training_run import TrainingRun
 
 
@@ -72,4 +74,6 @@ def save(run: TrainingRun, score: float | None) -> None:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:
         host_state["reference"] = run.learner.reference_digest
-    run.checkpoints.save(run.step, run.state, host_state, drafter, score)
+    if run.base_digest is not None:
+        host_state[BASE_DIGEST] = run.base_digest
+    run.checkpoints.save(run.step, trained_alone(run.state), host_state, drafter, score)
