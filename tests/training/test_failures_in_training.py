@@ -60,6 +60,8 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
     run.invariance = run.curriculum = run.evaluation_sampling = None
     run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
+    run.begun, run.versions, run.under_way, run.replay = {}, {}, None, None
+    run.base_digest = None
     run.compile = quiet
 
     def training_step():
@@ -145,7 +147,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
 def test_an_evaluation_asks_each_problem_once(tmp_path):
     asked, run = [], make_run(tmp_path, Checkpoints(), [], evaluate=None)
 
-    def collect(params, split, indices, samples, *_):
+    def collect(params, split, indices, samples, *_, **__):
         asked.extend(indices)
         group = SimpleNamespace(rewards=[{"reward": 0.5}])
         return [group] * len(indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
