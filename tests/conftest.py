@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 _COMPILED = None
@@ -35,6 +36,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(mark.kwargs.get("needed", True) for mark in item.iter_markers("accelerator")):
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With `--durations`, also what each folder took; the files of tests/ itself stand for themselves."""
+    if config.option.durations is None:
+        return
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):  # a warning has none
+                file = report.nodeid.split("::")[0]
+                seconds["/".join(file.split("/")[:2])] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, spent in seconds.most_common():
+        terminalreporter.line(f"{spent:9.1f}s {folder}")
 
 
 _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, loading a program crashes

@@ -480,10 +480,11 @@ class Coordinator:
                     self._moved -= moved
                     commands.append(self._decode(name, worker, keys, now))
                     break
-        told = {command.worker for command in commands if isinstance(command, Decode)}
-        for name, worker in self._workers.items():
-            if worker.more and name not in told and not self._more(name, worker):
-                commands.append(self._decode(name, worker, [], now))
+        if self.rollouts.ran_empty():
+            told = {command.worker for command in commands if isinstance(command, Decode)}
+            for name, worker in self._workers.items():
+                if worker.more and name not in told and not self._more(name, worker):
+                    commands.append(self._decode(name, worker, [], now))
         return commands
 
     def _ask(self, name: str, worker: _Worker, positions: tuple[tuple[Key, int], ...]) -> Ask:
@@ -493,6 +494,8 @@ class Coordinator:
 
     def _lonely(self, name: str, worker: _Worker) -> bool:
         """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
+        if next(iter(self.rollouts.open), worker.rollout) >= worker.rollout:
+            return False
         tended = {each.rollout for each in self._workers.values() if each.slots}
         return any(
             rollout.number < worker.rollout and rollout.number not in tended
@@ -547,6 +550,9 @@ class Coordinator:
                     taken.setdefault(name, []).append(move.key)
                     del self._workers[name].holds[move.key]
                 holders.clear()
+            alone = holders if len(holders) == 1 else []
+            for name in (*alone, move.worker):
+                self._reached[move.key, name] = len(self.ledger[move.key].tokens)
             given.setdefault((move.worker, move.drafter), []).append(move.key)
         commands: list[Command] = [
             Withdraw(name, rollout.number, tuple(keys)) for name, keys in taken.items()
@@ -560,15 +566,24 @@ class Coordinator:
         return accepted / drafted if drafted else 1.0
 
     def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
-        """The longest copy counts: those that are far behind go on from there."""
+        """The longest copy counts: one that is far behind goes on from there, or is given up on a worker that
+        has more requests than that of the longest, since all of them would wait for its prefill.
+        """
         key, known = piece.key, len(self.ledger[piece.key].tokens)
+        rollout = self.rollouts.of(key)
         self._reached[key, name] = piece.begin + len(piece.tokens)
         commands: list[Command] = []
-        for other in self._holders[key]:
-            behind = known - self._reached.setdefault((key, other), known)
-            if behind >= self.rollouts.of(key).router.catch_up:
+        for other in list(self._holders[key]):
+            worker = self._workers[other]
+            if known - self._reached[key, other] < rollout.router.catch_up:
+                continue
+            if len(worker.holds) > len(self._workers[name].holds):
+                self._holders[key].remove(other)
+                del worker.holds[key], self._reached[key, other]
+                commands.append(Withdraw(other, rollout.number, (key,)))
+            else:
                 self._reached[key, other] = known
-                commands.append(self._decode(other, self._workers[other], [key], now))
+                commands.append(self._decode(other, worker, [key], now))
         return commands
 
     # -- time ----------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from rljax.cluster.messages import (
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
+from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
@@ -141,6 +142,7 @@ class ClusterDecoder:
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
+        self._history = RolloutHistory()
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -174,6 +176,9 @@ class ClusterDecoder:
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
+        drafters = list(config.speculation.kinds)
+        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
+        self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 
     def wait(self) -> None:
@@ -232,6 +237,8 @@ class ClusterDecoder:
         for request in requests:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
+        if self._finished:
+            self._history.train_seconds = time.perf_counter() - self._finished
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -302,6 +309,8 @@ class ClusterDecoder:
         ]
         if self._scheduler.speculator is not None and trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
+        self._history.learn(begun.requests, completions)
+        self._history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 

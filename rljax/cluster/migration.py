@@ -28,8 +28,8 @@ class OutlierRule:
         Args:
           running: tokens so far, by request.
           size: responses of the group, ended ones included.
-          longest: tokens of the longest response to the group's prompts in the previous epoch; without one,
-            infinity.
+          longest: largest length of the group's prompts in the previous epoch, each the median of its
+            responses; infinity in the first epoch.
         """
         if len(running) > math.ceil(self.last * size):
             return []

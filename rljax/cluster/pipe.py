@@ -10,13 +10,17 @@ Two tiers: groups of long responses get several workers, so that the groups' tim
 one in a step complements a short one in the next. The listing of Fig. 12 is mended where it is open:
 
 - `t0` is printed with a misplaced parenthesis: it is max(time of the shortest group on MAX workers, t_train).
+  So the shortest group would get MAX workers wherever training is fast. How fast it should be is a choice: of
+  all its sizes, the one counts whose first and last group take the least time together, which is the time of
+  two steps.
 - If no plan of the bisection is feasible the listing returns nothing. Here the steepest slope that can help
-  is tried first: where even that needs more workers than there are, every group gets one in turn, from the
-  longest.
+  is tried first; where even that needs more workers than there are, all groups have the fewest.
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
 """
 
 import bisect
+import functools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -83,38 +87,106 @@ def workers_of_groups(
         raise ValueError(
             f"{count} ranking groups of at least {fewest} workers need more than the {workers} that there are"
         )
-    start = max(time(lengths[0], most), train_seconds)
-
-    def needed(slope: float) -> list[int] | None:
-        sizes = []
-        for i in range(count):
-            target = start + i * slope
-            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
-            if size is None:
-                return None
-            sizes.append(size)
-        return sizes if sum(sizes) <= workers else None
-
-    # Beyond this slope every group but the first is in time with the fewest workers.
-    last = max((time(lengths[i], fewest) - start) / i for i in range(1, count)) if count > 1 else 0.0
-    low, high = 0.0, max(last, 0.0)
-    plan = needed(high)
-    if plan is None:
-        plan = [fewest] * count
+    starts = {max(time(lengths[0], size), train_seconds) for size in range(fewest, most + 1)}
+    found = (_steepness(lengths, workers, time, start, fewest, most, precision) for start in sorted(starts))
+    plans = [(2 * start + (count - 1) * slope, start, slope, plan) for start, slope, plan in found if plan]
+    if not plans:
+        start, slope, plan = max(starts), 0.0, [fewest] * count
     else:
-        while high - low > precision:
-            middle = (low + high) / 2
-            better = needed(middle)
-            if better is None:
-                low = middle
-            else:
-                high, plan = middle, better
+        _, start, slope, plan = min(plans)
     while sum(plan) < workers:
         room = [i for i in range(count) if plan[i] < most]
         if not room:
             break
-        plan[max(room, key=lambda i: time(lengths[i], plan[i]) - start - i * high)] += 1
+        plan[max(room, key=lambda i: time(lengths[i], plan[i]) - start - i * slope)] += 1
     return plan
+
+
+def _steepness(
+    lengths: Sequence[float],
+    workers: int,
+    time: GroupTime,
+    start: float,
+    fewest: int,
+    most: int,
+    precision: float,
+) -> tuple[float, float, list[int]]:
+    """Returns (start, the least slope, sizes) of the groups' times; no sizes where none are feasible."""
+    count = len(lengths)
+
+    def needed(slope: float) -> list[int]:
+        sizes: list[int] = []
+        for i in range(count):
+            target = start + i * slope
+            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
+            if size is None:
+                return []
+            sizes.append(size)
+        return sizes if sum(sizes) <= workers else []
+
+    # Beyond this slope every group but the first is in time with the fewest workers.
+    low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
+    plan = needed(high)
+    while plan and high - low > precision:
+        middle = (low + high) / 2
+        better = needed(middle)
+        low, high, plan = (low, middle, better) if better else (middle, high, plan)
+    return start, high, plan
+
+
+def group_seconds(
+    lengths: Sequence[int], workers: int, slots: int, pass_seconds: Callable[[int, float], float]
+) -> float:
+    """Returns tau of a ranking group: seconds of decoding responses of these lengths on some workers.
+
+    The lengths are dealt out evenly. A worker's batch shrinks as its responses end, and between two ends a
+    token takes what a pass over the rest takes; those without a slot share the time of the others.
+
+    Args:
+      lengths: tokens of every response, such as the previous epoch's.
+      workers: workers of the group.
+      slots: responses that a worker decodes at a time.
+      pass_seconds: (running responses, their tokens so far in all) -> seconds of a token of each.
+    """
+    ascending = sorted(lengths, reverse=True)[::workers][::-1]
+    total, before = 0.0, 0
+    for place, length in enumerate(ascending):
+        running = len(ascending) - place
+        at_a_time = min(running, slots)
+        seconds = pass_seconds(at_a_time, at_a_time * (before + length) / 2)
+        total += (length - before) * seconds * running / at_a_time
+        before = length
+    return total
+
+
+def tier_sizes(
+    groups: Sequence[Sequence[int]],
+    workers: int,
+    slots: int,
+    pass_seconds: Callable[[int, float], float],
+    train_seconds: float,
+    most: int | None = None,
+    outliers: float = 0.0,
+) -> list[int]:
+    """Returns the number of workers of each ranking group, from the lengths of its responses in the previous
+    epoch.
+
+    Args:
+      groups: lengths of each group's responses, groups ascending.
+      workers, train_seconds, most: see `workers_of_groups`.
+      slots, pass_seconds: see `group_seconds`.
+      outliers: share of each group's longest responses, but the last group's, that will be decoded elsewhere.
+    """
+    kept = [sorted(lengths)[: math.ceil((1 - outliers) * len(lengths))] for lengths in groups[:-1]]
+    kept.append(list(groups[-1]))
+    means = [sum(lengths) / len(lengths) for lengths in kept]
+    of_mean = dict(zip(means, kept, strict=True))
+
+    @functools.cache
+    def time(mean: float, count: int) -> float:
+        return group_seconds(of_mean[mean], count, slots, pass_seconds)
+
+    return workers_of_groups(means, workers, time, train_seconds, most=most)
 
 
 def seats(sizes: Sequence[int], step: int) -> list[int]:

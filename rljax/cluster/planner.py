@@ -131,17 +131,13 @@ def plan(
       modes: kinds to choose among.
 
     Raises:
-      ValueError: no verifier fits the devices.
+      ValueError: nothing of it fits the devices.
     """
-    return max(
-        _choices(requests, devices, profile, acceptance, most_window, modes),
-        key=lambda choice: choice.speed,
-        default=None,
-    ) or _no_verifier(devices, profile)
-
-
-def _no_verifier(devices: int, profile: Profile) -> Choice:
-    raise ValueError(f"{devices} devices are fewer than any verifier of {sorted(profile.verifiers)} needs")
+    choices = list(_choices(requests, devices, profile, acceptance, most_window, modes))
+    if not choices:
+        sizes = ", ".join(map(str, profile.verifiers))
+        raise ValueError(f"nothing of {', '.join(modes)} fits {devices} devices with verifiers of {sizes}")
+    return max(choices, key=lambda choice: choice.speed)
 
 
 def _choices(

@@ -109,3 +109,7 @@ class Rollouts:
     def for_free(self, worker: str) -> list[Rollout]:
         """Rollouts that have something for a worker that holds nothing, the earliest first."""
         return [rollout for rollout in self.open.values() if rollout.router.waiting(worker)]
+
+    def ran_empty(self) -> bool:
+        """Whether requests that some worker waited for have run out since the last call."""
+        return sum(rollout.router.ran_empty() for rollout in self.open.values()) > 0  # of every one

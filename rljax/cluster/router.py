@@ -1,9 +1,9 @@
 """Who decodes what: the part of the coordinator that policies replace.
 
     SharedQueue    every worker takes the next group of requests as it has room: the default
-    RankedQueues   each worker has its own ranking group of them (HistoPipe, `pipe.py`)
-    Migrating      around either: outliers and halves of full batches go to other workers (`migration.py`)
-    Racing         around either: free workers decode copies of stragglers (`racing.py`)
+    RankedQueues   each worker has its own ranking group of them (`ranked_queues.py`)
+    Balancing, Migrating, Racing
+                   around either: requests move to other workers, or are copied (`moving_routers.py`)
 
 A router decides times, never tokens. It is as pure as the coordinator, and what it forgets costs nothing but
 time: a request that it never gives out is one that the coordinator's own list of unfinished ones still has,
@@ -13,18 +13,14 @@ so `take` must give every waiting request to somebody as long as somebody asks.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy as copied
 from typing import Protocol
 
 from rljax.cluster.messages import Key
-from rljax.cluster.migration import OutlierRule, halves, less_loaded
-from rljax.cluster.pipe import equal_groups, rank, seats
-from rljax.cluster.racing import assign
 from rljax.requests import Request
 
 _BACKLOG_SHARE = 4  # a worker holds a quarter more requests than slots, so that none waits for a message
 _REFILL_SHARE = 8  # and is sent new ones when an eighth of its slots has come free
-_CATCH_UP = 64  # tokens: what a prefill of the response costs
+CATCH_UP = 256  # tokens: a copy prefills its whole response to go on from there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +119,9 @@ class Router(Protocol):
     def waiting(self, worker: str) -> bool:
         """Whether a worker may be given further requests in this rollout."""
 
+    def ran_empty(self) -> bool:
+        """Whether requests that somebody waited for have run out since the last call."""
+
     def take(self, seat: Seat, share: int) -> list[Key]:
         """Returns requests for a worker, which wait no longer.
 
@@ -140,6 +139,7 @@ class GroupQueue:
 
     def __init__(self) -> None:
         self._groups: collections.deque[list[Key]] = collections.deque()
+        self._ran_empty = False
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -159,6 +159,7 @@ class GroupQueue:
             del group[: len(taken)]
             if not group:
                 self._groups.popleft()
+        self._ran_empty |= not self._groups
         return keys
 
     def discard(self, key: Key) -> None:
@@ -166,6 +167,12 @@ class GroupQueue:
             if key in group:
                 group.remove(key)
         self._groups = collections.deque(group for group in self._groups if group)
+        self._ran_empty |= not self._groups
+
+    def ran_empty(self) -> bool:
+        """Whether it has become empty since the last call."""
+        ran_empty, self._ran_empty = self._ran_empty, False
+        return ran_empty
 
 
 def by_prompt(keys: Iterable[Key], requests: Mapping[Key, Request]) -> list[list[Key]]:
@@ -179,7 +186,7 @@ def by_prompt(keys: Iterable[Key], requests: Mapping[Key, Request]) -> list[list
 class SharedQueue:
     """Every worker takes the next requests as it has room."""
 
-    mobile, catch_up = False, _CATCH_UP
+    mobile, catch_up = False, CATCH_UP
 
     def __init__(self) -> None:
         self._requests: Mapping[Key, Request] = {}
@@ -205,259 +212,11 @@ class SharedQueue:
     def waiting(self, worker: str) -> bool:
         return bool(self._queue)
 
+    def ran_empty(self) -> bool:
+        return self._queue.ran_empty()
+
     def take(self, seat: Seat, share: int) -> list[Key]:
         return self._queue.take(seat.room(share)) if self._queue else []
 
     def moves(self, board: Board) -> list[Move]:
         return []
-
-
-class RankedQueues:
-    """Ranking groups of prompts, each with workers of its own (HistoPipe).
-
-    A worker takes the lowest place that is free; the place says which group is its own in odd and in even
-    steps. Groups of places that nobody has, and the requests of lost workers, are for everyone whose own
-    group has nothing left, so that none waits for a worker that does not come.
-
-    Args:
-      places: number of workers that are wished for.
-      history: lengths of the previous epoch's responses by prompt.
-      sizes: (rankings, mean lengths of the ranking groups) -> number of workers of each ranking group.
-    """
-
-    def __init__(
-        self,
-        places: int,
-        history: Callable[[], Mapping[tuple[int, ...], Sequence[int]]],
-        sizes: Callable[[Sequence[float]], Sequence[int]] | None = None,
-        groups: int | None = None,
-    ) -> None:
-        self.mobile, self.catch_up = False, _CATCH_UP
-        self._history, self._sizes, self._num_groups = history, sizes, groups or places
-        self._places = places
-        self._step = 0
-        self._requests: Mapping[Key, Request] = {}
-        self._place: dict[str, int] = {}
-        self._group_of_place: list[int] = []
-        self._queues: list[GroupQueue] = []
-        self._shared = GroupQueue()
-        self.group_of: dict[Key, int] = {}
-        self.longest: list[float] = []
-        self.members: list[int] = []
-
-    def begin(self, requests: Mapping[Key, Request]) -> None:
-        self._requests, self._shared = requests, GroupQueue()
-        self._step += 1
-        prompts = by_prompt(requests, requests)
-        texts = [requests[keys[0]].prompt_ids for keys in prompts]
-        history = self._history()
-        # In the first epoch nothing is known, and the order in which requests came is as good as any.
-        ranked = rank(texts, history)
-        groups = equal_groups(ranked, min(self._num_groups, self._places))
-        known = [[length for place in group for length in history.get(texts[place], ())] for group in groups]
-        means = [sum(lengths) / len(lengths) if lengths else 1.0 for lengths in known]
-        if self._sizes is not None and all(known):
-            sizes = list(self._sizes(means))
-        else:
-            sizes = [len(places) for places in equal_groups(range(self._places), len(groups))]
-        self._group_of_place = seats(sizes, self._step)
-        self._queues = [GroupQueue() for _ in groups]
-        self.longest = [float(max(lengths)) if lengths else float("inf") for lengths in known]
-        self.members = [sum(len(prompts[place]) for place in group) for group in groups]
-        self.group_of = {}
-        for number, group in enumerate(groups):
-            # Long ones first: none of them should wait for a slot.
-            self._queues[number].add([prompts[place] for place in reversed(group)])
-            self.group_of |= {key: number for place in group for key in prompts[place]}
-
-    def add(self, requests: Mapping[Key, Request]) -> None:
-        self._requests = {**self._requests, **requests}
-        self._shared.add(by_prompt(requests, requests))
-
-    def put_back(self, keys: Iterable[Key]) -> None:
-        self._shared.add(by_prompt(keys, self._requests), first=True)
-
-    def discard(self, key: Key) -> None:
-        for queue in (self._shared, *self._queues):
-            queue.discard(key)
-
-    def leave(self, worker: str) -> None:
-        self._place.pop(worker, None)
-
-    def _own(self, worker: str) -> int:
-        """Returns the ranking group of a worker, -1 for one beyond those that were wished for."""
-        if worker not in self._place:
-            taken = set(self._place.values())
-            self._place[worker] = next(i for i in range(len(taken) + 1) if i not in taken)
-        place = self._place[worker]
-        return self._group_of_place[place] if place < len(self._group_of_place) else -1
-
-    def _orphans(self) -> list[GroupQueue]:
-        """Queues of groups of which nobody has a place."""
-        present = {
-            self._group_of_place[place] for place in self._place.values() if place < len(self._group_of_place)
-        }
-        return [queue for group, queue in enumerate(self._queues) if group not in present]
-
-    def _sources(self, worker: str) -> list[GroupQueue]:
-        own = self._own(worker)
-        first = [self._queues[own]] if 0 <= own < len(self._queues) else []
-        return [*first, self._shared, *self._orphans()]
-
-    def waiting(self, worker: str) -> bool:
-        return bool(self._queues) and any(self._sources(worker))
-
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        if not self._queues:
-            return []
-        # A group is shared evenly among its workers, whatever the others have.
-        own = self._own(seat.name)
-        if 0 <= own < len(self._queues):
-            share = max(share, -(-self.members[own] // max(self._group_of_place.count(own), 1)))
-        room = seat.room(share)
-        for queue in self._sources(seat.name):
-            if queue and room > 0:
-                return queue.take(room)
-        return []
-
-    def moves(self, board: Board) -> list[Move]:
-        return []
-
-
-class _Around:
-    """A router that adds moves to another one's."""
-
-    def __init__(self, inner: Router) -> None:
-        self.inner, self.mobile, self.catch_up = inner, True, inner.catch_up
-
-    def __copy__(self) -> "_Around":
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, inner=copied(self.inner))
-        return new
-
-    def begin(self, requests: Mapping[Key, Request]) -> None:
-        self.inner.begin(requests)
-
-    def add(self, requests: Mapping[Key, Request]) -> None:
-        self.inner.add(requests)
-
-    def put_back(self, keys: Iterable[Key]) -> None:
-        self.inner.put_back(keys)
-
-    def discard(self, key: Key) -> None:
-        self.inner.discard(key)
-
-    def leave(self, worker: str) -> None:
-        self.inner.leave(worker)
-
-    def waiting(self, worker: str) -> bool:
-        return self.inner.waiting(worker)
-
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        return self.inner.take(seat, share)
-
-
-class Balancing(_Around):
-    """Workers without requests take half of those of the worker that has most.
-
-    Args:
-      inner: the router.
-      least: requests of a worker from which on half of them go; with fewer, its passes are not faster.
-    """
-
-    def __init__(self, inner: Router, least: int) -> None:
-        super().__init__(inner)
-        self._least = least
-
-    def moves(self, board: Board) -> list[Move]:
-        held = board.held()
-        idle = [name for name, keys in held.items() if not keys and not self.inner.waiting(name)]
-        if not idle:
-            return self.inner.moves(board)
-        busy = {name: keys for name, keys in held.items() if keys}
-        return self.inner.moves(board) + [Move(key, to) for key, to in halves(busy, idle, self._least)]
-
-
-class Migrating(_Around):
-    """Outliers of ranking groups go to the workers of the groups with the longest responses.
-
-    Args:
-      inner: the ranking groups.
-      rule: returns the threshold of this step.
-    """
-
-    inner: RankedQueues
-
-    def __init__(self, inner: RankedQueues, rule: Callable[[], OutlierRule]) -> None:
-        super().__init__(inner)
-        self._rule = rule
-        self._moved: set[Key] = set()
-
-    def begin(self, requests: Mapping[Key, Request]) -> None:
-        self._moved = set()
-        super().begin(requests)
-
-    def moves(self, board: Board) -> list[Move]:
-        ranked, rule = self.inner, self._rule()
-        running: dict[int, dict[Key, int]] = {}
-        for key, holders in board.holders.items():
-            if holders and key not in self._moved:
-                running.setdefault(ranked.group_of[key], {})[key] = board.length(key)
-        last = len(ranked.longest) - 1
-        held = {name: len(keys) for name, keys in board.held().items()}
-        moves = self.inner.moves(board)
-        for group, lengths in running.items():
-            if group == last:  # these may take as long as they do
-                continue
-            for key in rule.outliers(lengths, ranked.members[group], ranked.longest[group]):
-                longer = {name: load for name, load in held.items() if ranked._own(name) == last}
-                to = less_loaded(longer, board.holders[key])
-                if to is None:
-                    continue
-                self._moved.add(key)
-                held[to] += 1
-                moves.append(Move(key, to))
-        return moves
-
-
-class Racing(_Around):
-    """Workers without requests decode copies of the stragglers.
-
-    Args:
-      inner: the router.
-      drafters: names of the drafters; the first one is what workers begin with.
-      most: requests of which a worker takes copies.
-      catch_up: see `Router`.
-    """
-
-    def __init__(self, inner: Router, drafters: Sequence[str], most: int, catch_up: int = _CATCH_UP) -> None:
-        super().__init__(inner)
-        self.catch_up = catch_up
-        self._drafters, self._most = tuple(drafters), most
-        self._using: dict[str, str] = {}
-        self._given: dict[Key, list[str]] = {}
-
-    def begin(self, requests: Mapping[Key, Request]) -> None:
-        self._using, self._given = {}, {}
-        super().begin(requests)
-
-    def leave(self, worker: str) -> None:
-        self._using.pop(worker, None)
-        super().leave(worker)
-
-    def moves(self, board: Board) -> list[Move]:
-        moves, held = self.inner.moves(board), board.held()
-        free = [name for name, keys in held.items() if not keys and not self.inner.waiting(name)]
-        if not free:
-            return moves
-        using: dict[str, list[str]] = {drafter: [] for drafter in self._drafters}
-        for name in held:
-            if name not in free:
-                using[self._using.get(name, self._drafters[0])].append(name)
-        open_keys = {key: board.acceptance(key) for key, holders in board.holders.items() if holders}
-        given = {key: self._given.get(key, [self._drafters[0]]) for key in open_keys}
-        for copy in assign(open_keys, using, free, self._most, given):
-            self._using[copy.worker] = copy.drafter
-            self._given.setdefault(copy.key, [self._drafters[0]]).append(copy.drafter)
-            moves.append(Move(copy.key, copy.worker, True, copy.drafter))
-        return moves

@@ -201,11 +201,15 @@ class RolloutWorker:
                 self._responses, self._keys, self._sent, self._pieces, self._ended = {}, {}, {}, [], []
             self._start()
         self.loop.expects_more = order.more
+        if order.drafter is not None and self._scheduler.speculator is not None:
+            self._scheduler.speculator.prefer(order.drafter)
         self._take(order)
         return []
 
     def _start(self) -> None:
         scheduler = self._scheduler
+        if scheduler.speculator is not None:
+            scheduler.speculator.prefer(None)
         self.loop = DecodeLoop(
             scheduler.engine,
             self._params,

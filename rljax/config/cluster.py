@@ -92,8 +92,41 @@ class ClusterConfig(Section):
         " not matter.",
     )
 
+    pipe: Literal["off", "ranked", "two_tiers"] = Field(
+        "off",
+        description="Who decodes which prompts (RhymeRL's HistoPipe): ranked by the lengths of their last"
+        " responses, ascending in odd steps and descending in even ones, so that a worker's long step follows"
+        " a short one; two_tiers gives long ones more workers. Needs rollout.staleness: 1. Set it where"
+        " prompts come again in many epochs and their lengths stay alike.",
+    )
+    pipe_groups: Count | None = Field(
+        None,
+        description="Number of ranking groups; null for one a worker. Set fewer than workers for two_tiers,"
+        " such as half of them.",
+    )
+    migration: bool = Field(
+        False,
+        description="Whether responses that become much longer than their ranking group was go on on workers"
+        " that decode longer ones (RhymeRL, section 6.3). Set it with pipe.",
+    )
+    balance: CountOrOff = Field(
+        0,
+        description="Responses of a worker from which on one without work takes half of them; 0 never moves"
+        " any. Set it where passes over half of a batch are quicker, such as 8.",
+    )
+    race: CountOrOff = Field(
+        0,
+        description="Responses of which a worker without work decodes copies, with a drafter that they have"
+        " not had (SpecActor's best-of-N); the longest copy counts. 0 never copies any. Set a few"
+        " where there are several drafters and rollouts end with few responses for long.",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        if self.migration and self.pipe == "off":
+            raise ValueError("cluster.migration: moves what outgrows its group; set cluster.pipe")
+        if self.pipe_groups is not None and self.pipe == "off":
+            raise ValueError("cluster.pipe_groups: are those of cluster.pipe, which is off")
         address = self.address
         if address is None or address == "auto":
             return self
@@ -116,6 +149,15 @@ def check_with_workers(config: "ExperimentConfig") -> None:
     """
     if not config.cluster.workers:
         return
+    if config.cluster.pipe != "off" and not config.rollout.staleness:
+        raise ConfigError(
+            "cluster.pipe: every step would wait for the worker with the longest responses; set"
+            " rollout.staleness to 1"
+        )
+    if config.cluster.race and len(config.speculation.kinds) < 2:
+        raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
+    if config.cluster.race and config.tools is not None:
+        raise ConfigError("cluster.race: a copy would call tools again, which may answer otherwise; set 0")
     for key, used, instead in (
         (
             "engine.row_invariant",

@@ -43,7 +43,8 @@ def speculation_metrics(
         metrics["run_ahead_seconds"] = statistics.ahead_seconds + statistics.ahead_pass_seconds
         metrics["run_ahead_saved"] = statistics.ahead_saved_seconds
     for number, (name, drafter) in enumerate(drafters.items()):
-        prefix, taken = (f"{name}/" if number else ""), tuple(metrics)
+        prefix = f"{name}/" if number else ""
+        taken = [other.removeprefix(prefix) for other in metrics if other.startswith(prefix)]
         reported = ask_for(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))
         metrics |= {prefix + key: value for key, value in reported.items()}
     return {f"speculation/{name}": value for name, value in metrics.items()}

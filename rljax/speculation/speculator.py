@@ -23,6 +23,7 @@ from rljax.response_lengths import ResponseLengths
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
 from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
@@ -197,6 +198,14 @@ class Speculator:
     def counts(self, request: int) -> tuple[int, int]:
         """Draft nodes verified for a request, and accepted."""
         return int(self.decoder.drafted[request]), int(self.decoder.accepted[request])
+
+    def prefer(self, name: str | None) -> None:
+        """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
+        proposers = [proposer for proposer in self.proposers if proposer.name == name]
+        if proposers:
+            self.decoder.manager = ExpectedManager(proposers, self.engine.buckets, self._times)
+        else:
+            self.decoder.manager = self.manager
 
     # -- slots -----------------------------------------------------------------------------------------------
 

@@ -49,10 +49,10 @@ def response_under(key, versions):
     return tokens, tuple(-each / 8 for each in tokens)
 
 
-def make_requests(count, samples=2, first=0):
+def make_requests(count, samples=2, first=0, step=1):
     """Requests by key; so many samples share a prompt."""
     return {
-        first + i: Request((7, i // samples), request_key(0, 0, 0, i // samples, i % samples), 16)
+        first + i: Request((7, i // samples), request_key(0, 0, 0, i // samples, i % samples), 16, step=step)
         for i in range(count)
     }
 
@@ -179,9 +179,9 @@ class Failure(Exception):
 class Driver:
     """Carries the commands of a coordinator out over a local fabric."""
 
-    def __init__(self, fabric, workers=2, limits=None, strict=True):
+    def __init__(self, fabric, workers=2, limits=None, strict=True, router=None):
         self.fabric = fabric
-        self.coordinator = Coordinator(workers, FACTS, limits or LIMITS, NUMERICS, strict)
+        self.coordinator = Coordinator(workers, FACTS, limits or LIMITS, NUMERICS, strict, router)
         self.said, self.rollouts, self.keys = [], itertools.count(1), itertools.count()
         self.do(self.coordinator.build(0.0))
 

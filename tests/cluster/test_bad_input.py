@@ -8,6 +8,9 @@ from rljax.config.cluster import check_with_workers
 from rljax.errors import ConfigError
 from tests.training.tiny_run import write_config
 
+_OTHER = "speculation.others={prompt_lookup: {}}"
+_TOOLS = "tools={names: [calculator]}"
+
 
 @pytest.fixture
 def config_with(tmp_path):
@@ -23,6 +26,9 @@ def config_with(tmp_path):
         ("cluster.address=ray://10.0.0.1:10001", "cluster.address: 'ray://10.0.0.1:10001' is a Ray client's"),
         ("cluster.address=somewhere", "cluster.address: 'somewhere' is not auto or host:port"),
         ("cluster.lease_seconds=0", "cluster.lease_seconds: "),
+        ("cluster.pipe=ranks", "cluster.pipe: "),
+        ("cluster.migration=true", "cluster.migration: moves what outgrows its group; set cluster.pipe"),
+        ("cluster.pipe_groups=2", "cluster.pipe_groups: are those of cluster.pipe, which is off"),
         ("cluster.resources_per_worker={TPU: 0}", "cluster.resources_per_worker.TPU: "),
     ],
 )
@@ -48,6 +54,20 @@ def test_what_workers_do_not_support(config_with, overrides, key):
     with pytest.raises(ConfigError, match=rf"^{key}: .*cluster\.workers") as error:
         check_with_workers(config_with(*overrides, "cluster.workers=2"))
     assert "\n" not in str(error.value)
+
+
+def test_routers_that_need_more(config_with):
+    for overrides, message in (
+        (["cluster.pipe=ranked"], "cluster.pipe: every step would wait for the worker with the longest"),
+        (["cluster.race=2", "speculation.drafter=srt"], "cluster.race: copies need another drafter"),
+        (["cluster.race=2", "speculation.drafter=srt", _OTHER, _TOOLS], "cluster.race: a copy would"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}") as error:
+            check_with_workers(config_with(*overrides, "cluster.workers=2"))
+        assert "\n" not in str(error.value)
+    enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
+    enough += [_OTHER, "cluster.workers=2"]
+    check_with_workers(config_with(*enough))
 
 
 def test_a_run_goes_on_with_other_workers(config_with):

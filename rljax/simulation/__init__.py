@@ -1,0 +1,13 @@
+"""A cluster on a virtual clock: the coordinator and the routers of runs, and workers of which only times are
+computed. See docs/simulation.md.
+
+cluster.py     the fabric: workers, trainer, and the rollouts of steps in their order. Read this one first
+worker.py      a worker: finish times in closed form between two events
+costs.py       seconds of passes, from a model's shape and a device, or from measured passes
+drafting.py    how far is drafted at which batch, and what it brings
+lengths.py     how long responses are, and how that changes from epoch to epoch
+ledger.py      the ledger, which counts tokens instead of keeping them
+scenario.py    a simulation as keys and values
+outcome.py     what a simulation tells: table, JSON, and a timeline picture
+figures/       the papers' figures by simulation, with their inputs
+"""

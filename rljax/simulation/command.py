@@ -1,0 +1,95 @@
+"""The command line of a simulation."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rljax.errors import ConfigError, UserError
+from rljax.simulation.outcome import as_json, draw_timeline, outcome_of, table
+from rljax.simulation.scenario import Scenario, keys_text
+
+_DESCRIPTION = """Simulate a cluster: the coordinator and the routers of runs on a virtual clock.
+
+  python scripts/simulate.py workers=64 order=pipe router=two-tiers --timeline pipe.png
+  python scripts/simulate.py workers=64 --compare order=one-off --compare order=pipe,router=ranked
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="simulate.py",
+        description=_DESCRIPTION,
+        epilog=f"keys:\n{keys_text()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key; see below")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="key=value[,key=value]",
+        help="also with these keys; may be repeated. Speed-ups are over the first simulation",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write keys and figures as JSON")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw when each worker decoded, as PNG")
+    parser.add_argument(
+        "--figure", metavar="NAME", help="a paper's figure by simulation, or all; see docs/simulation.md"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        if arguments.figure is not None:
+            from rljax.simulation.figures import run_figures
+
+            run_figures(arguments.figure)
+        else:
+            _simulate(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    first = Scenario().replaced(arguments.overrides)
+    scenarios = {" ".join(arguments.overrides) or "default": first}
+    for more in arguments.compare:
+        scenarios[more] = first.replaced(more.split(","))
+    clusters, outcomes, spent = {}, {}, {}
+    for name, scenario in scenarios.items():
+        start = time.perf_counter()
+        clusters[name] = scenario.run(spans=True)
+        spent[name] = time.perf_counter() - start
+        responses = scenario.prompts_per_step * scenario.samples
+        outcomes[name] = outcome_of(clusters[name], scenario.warm_up, responses)
+    print(table(outcomes))
+    total = sum(spent.values())
+    print(f"{sum(each.events for each in clusters.values()):,} events in {total:.1f} s")
+    if arguments.json is not None:
+        rows = [
+            {
+                "name": name,
+                "scenario": dataclasses.asdict(scenarios[name]),
+                "outcome": as_json(outcomes[name]),
+                "steps": [dataclasses.asdict(step) for step in clusters[name].steps],
+                "events": clusters[name].events,
+                "seconds_to_simulate": spent[name],
+            }
+            for name in scenarios
+        ]
+        try:
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror})") from error
+    if arguments.timeline is not None:
+        last = min(first.steps, first.warm_up + 4)
+        draw_timeline(clusters, arguments.timeline, first.warm_up + 1, last)

@@ -1,0 +1,279 @@
+"""A simulation as keys and values: `python scripts/simulate.py workers=64 order=pipe router=ranked`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Literal, get_args, get_type_hints
+
+from rljax.cluster.migration import OutlierRule
+from rljax.cluster.moving_routers import Balancing, Migrating, Racing
+from rljax.cluster.pipe import tier_sizes
+from rljax.cluster.planner import Affine
+from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.router import Router, SharedQueue
+from rljax.errors import ConfigError, known_names
+from rljax.simulation.cluster import Cluster, Machines, Order
+from rljax.simulation.costs import (
+    PassCosts,
+    named_hardware,
+    named_shape,
+    planned_costs,
+    roofline_costs,
+)
+from rljax.simulation.drafting import LEVELS, Drafting
+from rljax.simulation.lengths import LengthModel, recorded_lengths
+from rljax.simulation.workload import Workload
+
+Modes = Literal["coupled", "decoupled", "either"]
+Routing = Literal["shared", "static", "ranked", "two-tiers"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Everything that a simulation is computed from. Times are seconds."""
+
+    model: Annotated[str, "policy: a shape of costs.py"] = "qwen3-14b"
+    device: Annotated[str, "device of the planner's table"] = "h100"
+    tensor: Annotated[int, "devices of a worker"] = 2
+    workers: Annotated[int, "rollout workers"] = 16
+    slots: Annotated[int, "responses that a worker decodes at a time"] = 256
+    order: Annotated[Order, "on-policy, one-off (one version behind), or pipe"] = "on-policy"
+    router: Annotated[
+        Routing,
+        "shared: workers take prompts as they have room; static: as many for each, dealt out at once; ranked:"
+        " HistoPipe's ranking groups; two-tiers: with more workers for long ones",
+    ] = "shared"
+    groups: Annotated[int, "ranking groups; 0 for one a worker"] = 0
+    migration: Annotated[bool, "move outliers of ranking groups (RhymeRL, section 6.3)"] = False
+    balance: Annotated[
+        int, "free workers take half of a worker that has at least so many responses; 0 never"
+    ] = 0
+    race: Annotated[int, "free workers decode copies of so many stragglers each; 0 never"] = 0
+    prompts: Annotated[int, "prompts of an epoch; 0 for four steps"] = 0
+    prompts_per_step: Annotated[int, "prompts of a step"] = 256
+    samples: Annotated[int, "responses to a prompt"] = 16
+    prompt_tokens: Annotated[int, "tokens of a prompt"] = 300
+    mean: Annotated[float, "mean tokens of a response in the first epoch"] = 4000.0
+    longest: Annotated[int, "longest response"] = 16384
+    sigma: Annotated[float, "spread of the logarithm of lengths"] = 0.8
+    within: Annotated[float, "share of that variance within a prompt's responses"] = 0.3
+    drift: Annotated[float, "movement of a prompt's logarithm from epoch to epoch"] = 0.1
+    growth: Annotated[float, "growth of the mean from epoch to epoch"] = 1.0
+    outliers: Annotated[float, "share of responses that are longer than their prompt lets expect"] = 0.0
+    jump: Annotated[float, "spread of the logarithm by which these are longer"] = 1.0
+    rollouts: Annotated[str, "rollouts.jsonl of a run, for its lengths"] = ""
+    costs: Annotated[str, "plan written by scripts/plan.py --json, for its decode passes"] = ""
+    arithmetic: Annotated[float, "share of the device's FLOP/s that is reached"] = 0.5
+    memory: Annotated[float, "share of its bandwidth that is reached"] = 0.7
+    base_ms: Annotated[float, "milliseconds that every pass takes besides"] = 3.0
+    drafters: Annotated[
+        str,
+        "drafters as name:acceptance:spread:milliseconds[:more per request], separated by commas; workers"
+        " begin with the first one",
+    ] = ""
+    windows: Annotated[str, "drafts a pass to choose among"] = "0,1,2,3,4,6,8"
+    draft_below: Annotated[int, "batches of at most so many draft; 0 for all"] = 0
+    mode: Annotated[Modes, "coupled or decoupled drafting, or what is faster at a time: either"] = "coupled"
+    train: Annotated[float, "seconds of an update"] = 60.0
+    train_tokens_per_second: Annotated[float, "instead: rate of updates"] = 0.0
+    weights: Annotated[float, "seconds from an update's end until workers have the weights"] = 2.0
+    failures_per_hour: Annotated[float, "of a worker"] = 0.0
+    restart: Annotated[float, "seconds until a lost worker is replaced"] = 60.0
+    sync: Annotated[float, "seconds between two looks of the host; 0 sees every end at once"] = 0.0
+    look: Annotated[float, "seconds between two reports where requests are moved"] = 5.0
+    steps: Annotated[int, "steps"] = 20
+    warm_up: Annotated[int, "steps that are not counted: two epochs of the default"] = 8
+    seed: Annotated[int, "of everything random"] = 0
+
+    def replaced(self, overrides: Sequence[str]) -> "Scenario":
+        """Returns the scenario with `key=value` overrides.
+
+        Raises:
+          ConfigError: a key or a value is none.
+        """
+        kinds, changed = get_type_hints(Scenario), {}
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if key not in kinds or not equals:
+                raise ConfigError(f"{override}: is not key=value; {known_names(key, list(kinds))}")
+            changed[key] = _value(key, text, kinds[key])
+        scenario = dataclasses.replace(self, **changed)
+        scenario.check()
+        return scenario
+
+    def check(self) -> None:
+        """Raises a ConfigError where keys do not fit together."""
+        for key in ("workers", "slots", "tensor", "prompts_per_step", "samples", "longest", "steps"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}: {getattr(self, key)} should be at least 1")
+        if self.warm_up >= self.steps:
+            raise ConfigError(f"warm_up: {self.warm_up} leaves nothing of {self.steps} steps")
+        if self.mean > self.longest:
+            raise ConfigError(f"mean: {self.mean:g} is larger than longest, {self.longest}")
+        ranked = self.router in ("ranked", "two-tiers")
+        if self.migration and not ranked:
+            raise ConfigError("migration: outliers are those of ranking groups; set router=ranked")
+        if self.race and not self.drafters:
+            raise ConfigError("race: copies need another drafter; set drafters")
+        if ranked and self.order != "pipe":
+            raise ConfigError(
+                "router: a worker with long responses would be waited for in every step; set order=pipe"
+            )
+        if self.num_prompts < self.prompts_per_step:
+            raise ConfigError(f"prompts: {self.prompts} are fewer than prompts_per_step")
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of an epoch."""
+        return self.prompts or 4 * self.prompts_per_step
+
+    def pass_costs(self) -> PassCosts:
+        """Returns the seconds of passes."""
+        if self.costs:
+            return planned_costs(self.costs)
+        return roofline_costs(
+            named_shape(self.model),
+            named_hardware(self.device),
+            self.tensor,
+            self.arithmetic,
+            self.memory,
+            self.base_ms / 1000,
+        )
+
+    def drafters_of(self) -> dict[str, tuple[float, float, Affine]]:
+        """Returns acceptance, its spread, and costs of each drafter."""
+        found = {}
+        for text in filter(None, self.drafters.split(",")):
+            name, *numbers = text.split(":")
+            try:
+                mean, spread, base, each = [*map(float, numbers), 0.0][:4]
+            except ValueError as error:
+                raise ConfigError(
+                    f"drafters: {text} should be name:acceptance:spread:milliseconds, such as srt:0.6:0.2:0"
+                ) from error
+            found[name] = mean, spread, Affine(each / 1000, base / 1000)
+        return found
+
+    def drafting(self, costs: PassCosts) -> Drafting | None:
+        """Returns how far is drafted; None for not at all."""
+        drafters = self.drafters_of()
+        if not drafters:
+            return None
+        return Drafting(
+            costs,
+            {name: each[2] for name, each in drafters.items()},
+            {name: each[0] for name, each in drafters.items()},
+            [int(window) for window in self.windows.split(",")],
+            ("coupled", "decoupled") if self.mode == "either" else (self.mode,),
+            self.draft_below or None,
+        )
+
+    def workload(self) -> Workload:
+        """Returns the responses of the steps."""
+        lengths = (
+            recorded_lengths(self.rollouts, self.seed)
+            if self.rollouts
+            else LengthModel(
+                self.mean,
+                self.longest,
+                self.sigma,
+                self.within,
+                self.drift,
+                self.growth,
+                self.outliers,
+                self.jump,
+            )
+        )
+        acceptance = [each[:2] for each in self.drafters_of().values()]
+        return Workload(
+            lengths,
+            self.num_prompts,
+            self.prompts_per_step,
+            self.samples,
+            self.prompt_tokens,
+            acceptance,
+            self.seed,
+        )
+
+    def machines(self) -> Machines:
+        """Returns what steps run on."""
+        costs, rate = self.pass_costs(), self.train_tokens_per_second
+        return Machines(
+            self.workers,
+            self.slots,
+            costs,
+            self.drafting(costs),
+            (lambda tokens: tokens / rate) if rate else (lambda tokens: self.train),
+            self.weights,
+            self.restart,
+            self.failures_per_hour,
+            sync_seconds=self.sync,
+            look_seconds=self.look,
+        )
+
+    def router_of(self, workload: Workload, machines: Machines) -> Router:
+        """Returns the router."""
+
+        def pass_seconds(running: int, tokens: float) -> float:
+            cached = machines.costs.cached * (tokens + running * self.prompt_tokens)
+            drafting = machines.drafting
+            if drafting is None:
+                return machines.costs.fixed(running, running) + cached
+            name, milliseconds = drafting.names[0], int(1000 * cached)
+            way = drafting.way(running, name, milliseconds)
+            level = round(self.drafters_of()[name][0] * LEVELS)
+            seconds = drafting.seconds(running, name, way, milliseconds) + cached
+            return seconds / drafting.tokens(level, way)
+
+        def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
+            outliers = OutlierRule().last if self.migration else 0.0
+            most = max(1, 4 * self.workers // len(groups))
+            return tier_sizes(groups, self.workers, self.slots, pass_seconds, self.train, most, outliers)
+
+        made: Router
+        if self.router in ("ranked", "two-tiers"):
+            two_tiers = sizes if self.router == "two-tiers" else None
+            made = RankedQueues(
+                self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
+            )
+            if self.migration:
+                made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
+        elif self.router == "static":
+            made = RankedQueues(self.workers, dict)
+        else:
+            made = SharedQueue()
+        if self.balance:
+            made = Balancing(made, self.balance)
+        if self.race:
+            made = Racing(made, list(self.drafters_of()), self.race)
+        return made
+
+    def run(self, spans: bool = False) -> Cluster:
+        """Returns the cluster after all steps."""
+        workload, machines = self.workload(), self.machines()
+        cluster = Cluster(machines, self.order, self.router_of(workload, machines), spans, self.seed)
+        cluster.run(workload.steps(), self.steps)
+        return cluster
+
+
+def _value(key: str, text: str, kind: object) -> object:
+    choices = get_args(kind)
+    if choices:
+        if text not in choices:
+            raise ConfigError(f"{key}: {text!r} is none of {', '.join(choices)}")
+        return text
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text)  # type: ignore[operator]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{key}: {text!r} is no {kind.__name__}") from error  # type: ignore[attr-defined]
+
+
+def keys_text() -> str:
+    """Returns every key with its default and meaning, for `--help`."""
+    meanings, lines = get_type_hints(Scenario, include_extras=True), []
+    for field in dataclasses.fields(Scenario):
+        (meaning,) = meanings[field.name].__metadata__
+        default = field.default if field.default != "" else "none"
+        lines.append(f"  {field.name:<24} {meaning} [{default}]")
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""HistoPipe's plans, against cases computed by hand; and where Fig. 12's listing leaves a hole."""
+
+import itertools
+
+import pytest
+
+from rljax.cluster.migration import OutlierRule, halves, less_loaded
+from rljax.cluster.pipe import (
+    equal_groups,
+    group_of,
+    group_seconds,
+    growth_factor,
+    rank,
+    seats,
+    workers_of_groups,
+)
+from rljax.cluster.racing import Copy, assign
+from rljax.cluster.ranked_queues import dealt
+
+PROMPTS = [(1,), (2,), (3,), (4,)]
+
+
+def test_prompts_are_ranked_by_the_median_of_their_group():
+    history = {(1,): [9, 10, 500], (2,): [1, 2, 3], (3,): [30, 40, 50]}
+    # The mean of the first one is the largest; of the last one nothing is known, so it is in the middle.
+    assert rank(PROMPTS, history) == [1, 0, 3, 2]
+    assert rank(PROMPTS, {}) == [0, 1, 2, 3]
+
+
+def test_groups_are_of_equal_size():
+    assert equal_groups([5, 3, 1, 0, 2, 4, 6], 3) == [[5, 3, 1], [0, 2], [4, 6]]
+    assert equal_groups([7, 8], 5) == [[7], [8]]
+
+
+def test_odd_steps_go_up_and_even_steps_down():
+    assert seats([1, 1, 2], 1) == [0, 1, 2, 2]
+    assert seats([1, 1, 2], 2) == [2, 2, 1, 0]
+
+
+def linear(length, workers):
+    return length / workers
+
+
+def test_two_tiers_of_a_case_by_hand():
+    """Lengths 10, 20, 40, 80 on 8 workers, tau = l / k, training takes 10. So t0 = 10, and targets are 10,
+    10 + d, 10 + 2 d, 10 + 3 d. From d = 50 / 9 on, 80 / 3 is in time, and 1 + 2 + 2 + 3 workers are enough;
+    below, the last group needs 4 of them.
+    """
+    lengths = [10.0, 20.0, 40.0, 80.0]
+    assert workers_of_groups(lengths, 8, linear, 10.0, precision=0.01) == [1, 2, 2, 3]
+
+
+def test_the_shortest_group_is_not_given_all_that_it_can_use():
+    """As printed, t0 = tau(l_0, MAX): without training the first group would get 5 of 8 workers, and the last
+    one take 80 seconds. Two steps take as long as the first and the last group together.
+    """
+    lengths = [10.0, 20.0, 40.0, 80.0]
+    assert workers_of_groups(lengths, 8, linear, precision=0.01) == [1, 2, 2, 3]
+    slow = lambda length, workers: 1000.0 * length / workers  # noqa: E731
+    assert workers_of_groups([1.0, 1.0], 6, slow, most=5) == [3, 3]
+
+
+def test_more_than_the_workers_give_is_still_a_plan():
+    """Nothing helps the long group below its target: the listing's bisection ends without a plan."""
+    stubborn = lambda length, workers: length  # noqa: E731
+    plan = workers_of_groups([1.0, 50.0, 50.0, 50.0], 4, stubborn)
+    assert plan == [1, 1, 1, 1]
+    # A slope that is infeasible from the first group on, since even MAX workers are too slow for it.
+    assert sum(workers_of_groups([5.0, 4.0, 100.0], 7, linear, most=3)) == 7
+
+
+def test_spare_workers_go_where_they_help_most():
+    """All targets are met by a worker each: the others go to the longest group."""
+    assert workers_of_groups([1.0, 100.0], 4, linear, train_seconds=1000.0) == [1, 3]
+    # No group takes more than MAX, and what is left over stays so.
+    assert workers_of_groups([1.0, 1.0], 9, linear, most=2) == [2, 2]
+
+
+@pytest.mark.parametrize("workers", range(4, 20))
+def test_no_plan_by_hand_is_steeper(workers):
+    """Against every plan of four groups: two steps along the line of its groups take no less."""
+    lengths = [3.0, 5.0, 9.0, 33.0]
+    plan = workers_of_groups(lengths, workers, linear, 3.0, precision=1e-6)
+    assert sum(plan) == workers
+
+    def two_steps(sizes):
+        start = max(linear(lengths[0], sizes[0]), 3.0)
+        slope = max(0.0, *((linear(lengths[i], sizes[i]) - start) / i for i in range(1, 4)))
+        return 2 * start + 3 * slope
+
+    every = [each for each in itertools.product(range(1, workers), repeat=4) if sum(each) == workers]
+    assert two_steps(plan) <= min(map(two_steps, every)) + 1e-3
+
+
+def test_too_few_workers_are_an_error():
+    with pytest.raises(ValueError, match="3 ranking groups of at least 1 workers need more than the 2"):
+        workers_of_groups([1.0, 2.0, 3.0], 2, linear)
+
+
+def test_the_time_of_a_group_is_that_of_its_shrinking_batches():
+    """Lengths 2, 4 and 10 on one worker: 2 passes of 3, 2 of 2, 6 of 1, of n seconds each."""
+    seconds = lambda running, tokens: float(running)  # noqa: E731
+    assert group_seconds([4, 10, 2], 1, 8, seconds) == 2 * 3 + 2 * 2 + 6 * 1
+    # Two workers: the longer one has 10 and 2, or with another dealing 10 and 4.
+    assert group_seconds([4, 10, 2], 2, 8, seconds) == 2 * 2 + 8 * 1
+    # One slot: the three share the time of one.
+    assert group_seconds([4, 10, 2], 1, 1, lambda running, tokens: 1.0) == 16
+
+
+def test_growth_and_places():
+    assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 10, 2: 11, 3: 12, 4: 30}) == 3.0
+    assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 9, 2: 10, 3: 12, 4: 10}) == 1.2
+    assert growth_factor({1: 10, 2: 10}, {1: 9, 2: 10}) == 1.1
+    assert growth_factor({}, {1: 3}) == 1.1
+    assert [group_of(length, [10, 20]) for length in (3, 10, 11, 21)] == [0, 0, 1, 2]
+
+
+def test_requests_are_dealt_out_by_prompt_as_far_as_they_go():
+    assert dealt([[1, 2], [3, 4], [5, 6]], 2) == [[[1, 2], [5]], [[3, 4], [6]]]
+    assert dealt([[1, 2]], 3) == [[], [[1]], [[2]]]
+
+
+def test_outliers_are_among_the_last_and_beyond_history():
+    rule = OutlierRule(0.1, 1.5)
+    assert rule.outliers({1: 100, 2: 16, 3: 17}, 20, 10.0) == []  # three of twenty are more than a tenth
+    assert rule.outliers({1: 15, 2: 16, 3: 17}, 30, 10.0) == [3, 2]
+    assert rule.outliers({1: 10**9}, 30, float("inf")) == []
+    assert less_loaded({"a": 3, "b": 1, "c": 1}, ["b"]) == "c"
+    assert less_loaded({"b": 1}, ["b"]) is None
+
+
+def test_halves_of_the_fullest_go_to_the_free():
+    held = {"a": [1, 2, 3, 4], "b": [5]}
+    assert halves(held, ["c", "d"], 2) == [(3, "c"), (4, "c"), (2, "d")]
+    assert halves(held, ["c"], 5) == []
+    assert halves({}, ["c"], 2) == []
+
+
+def test_free_workers_take_the_least_accepted_with_the_rarest_drafter():
+    """Algorithm 3: the first free worker takes the drafter that nobody has; of two that are as rare, the
+    second one takes the first.
+    """
+    acceptances = {1: 0.9, 2: 0.1, 3: 0.5}
+    drafters = {"small": ["w0", "w1"], "ngram": [], "srt": ["w2"]}
+    copies = assign(acceptances, drafters, ["w3", "w4"], 2, {1: ["small"], 2: ["small"], 3: ["small"]})
+    assert copies == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram"), Copy(1, "w4", "ngram")]
+    # No request has a drafter twice.
+    again = assign(acceptances, drafters, ["w3"], 9, {1: ["ngram"], 2: [], 3: ["small"]})
+    assert again == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram")]

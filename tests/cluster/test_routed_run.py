@@ -1,0 +1,53 @@
+"""The tiny run with every router: who decodes what, where, and how often changes no bit."""
+
+import pytest
+
+from rljax.cluster.coordinator import Coordinator
+from rljax.cluster.messages import Decode, Withdraw
+from rljax.speculation.managers import selection
+from tests.cluster.local_run import local_run
+from tests.cluster.same_run import differences
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Everything that coordinators want done."""
+    every, honest = [], Coordinator.on
+
+    def on(self, event, now):
+        commands = honest(self, event, now)
+        every.extend(commands)
+        return commands
+
+    monkeypatch.setattr(Coordinator, "on", on)
+    return every
+
+
+def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, commands):
+    """A prompt's lengths are known from the second step on, and what is alone takes half of what is not."""
+    pipe = ("cluster.pipe=two_tiers", "cluster.pipe_groups=2", "cluster.migration=true", "cluster.balance=2")
+    clustered, _ = local_run(world, "piped", monkeypatch, "rollout.staleness=1", *pipe, steps=3)
+    assert not differences(stale_alone, clustered)
+    assert any(isinstance(command, Withdraw) for command in commands)
+    assert sum(line.get("cluster/migrations", 0) for line in clustered.metrics) > 0
+
+
+def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):
+    def verify_always(candidates, buckets, times, batch, length):
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+        return sizes[-1]
+
+    monkeypatch.setattr(selection, "best_rows", verify_always)
+    race = (
+        "speculation.drafter=srt",
+        "speculation.others={prompt_lookup: {}}",
+        "speculation.verify_buckets=[16]",
+        "speculation.max_drafts=3",
+    )
+    clustered, _ = local_run(world, "raced", monkeypatch, *race, "cluster.race=2")
+    assert not differences(alone, clustered)
+    copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
+    assert {command.drafter for command in copies} == {"prompt_lookup"}
+    assert any(partial.tokens for command in copies for _, _, partial in command.work)

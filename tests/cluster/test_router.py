@@ -1,0 +1,210 @@
+"""Routers decide who decodes what, and never a token: none is lost, doubled or out of order, and none waits
+for ever."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.cluster.coordinator import Coordinator, Limits
+from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.messages import (
+    Arrived,
+    Begin,
+    Decode,
+    Died,
+    Pieces,
+    Status,
+    Tick,
+    Withdraw,
+)
+from rljax.cluster.migration import OutlierRule
+from rljax.cluster.moving_routers import Balancing, Migrating, Racing
+from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.router import Move, SharedQueue
+from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
+from tests.cluster.test_coordinator import assert_whole, whole
+
+LIMITS = Limits(lease=10, patience=60, retry=5)
+
+
+def history():
+    """Every prompt of `make_requests` had a length of its own."""
+    return {(7, i): [1 + i % 5] for i in range(40)}
+
+
+def ranked(places=3):
+    return RankedQueues(places, history)
+
+
+class Restless(SharedQueue):
+    """Moves and copies something at every look."""
+
+    mobile, catch_up = True, 1
+
+    def __init__(self, seed):
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def moves(self, board):
+        names = [seat.name for seat in board.seats]
+        return [
+            Move(key, self.random.choice(names), self.random.random() < 0.5)
+            for key in sorted(board.holders)
+            if names and self.random.random() < 0.3
+        ]
+
+
+ROUTERS = {
+    "ranked": lambda seed: ranked(),
+    "ranked, more places than workers": lambda seed: ranked(7),
+    "ranked, fewer": lambda seed: ranked(1),
+    "balancing": lambda seed: Balancing(SharedQueue(), 2),
+    "migrating": lambda seed: Migrating(ranked(), lambda: OutlierRule(1.0, 1.1)),
+    "racing": lambda seed: Racing(Balancing(ranked(), 2), ["ngram", "srt"], 2, catch_up=1),
+    "restless": Restless,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(ROUTERS)),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([0.0, 0.15]),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0, 8]),
+)
+def test_no_router_and_no_order_of_messages_changes_a_token(router, seed, workers, lost, doubled, latest):
+    rng = random.Random(seed)
+
+    def network(message):
+        if rng.random() < lost:
+            return ()
+        return [rng.randint(0, latest) for _ in range(2 if rng.random() < doubled else 1)]
+
+    fabric = LocalFabric(ScriptedWorker, network)
+    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
+
+    def before_turn(fabric):
+        if fabric.turns in trouble and fabric.workers:
+            trouble[fabric.turns](rng.choice(list(fabric.workers)))
+
+    fabric.before_turn = before_turn
+    driver = Driver(fabric, workers, router=ROUTERS[router](seed))
+    for version in range(2):
+        requests = make_requests(10, first=10 * version)
+        assert_whole(driver.run(requests, version), requests, version)
+
+
+def begun(router, workers=2, slots=4, count=8, first=0):
+    """A coordinator with a rollout under way, and what each worker was given."""
+    coordinator = Coordinator(workers, FACTS, LIMITS, NUMERICS, router=router)
+    coordinator.on(Tick(), 0.0)
+    coordinator.build(0.0)
+    for name in coordinator.workers():
+        coordinator.on(Arrived(name, FACTS), 0.0)
+        coordinator.on(Status(name, NUMERICS, slots, 0), 0.0)
+    work = {}
+    for command in coordinator.on(Begin(1, 0, make_requests(count, first=first)), 0.0):
+        work.setdefault(command.worker, []).extend(key for key, *_ in command.work)
+    return coordinator, work
+
+
+def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
+    router = ranked(2)
+    coordinator, work = begun(router, slots=8, count=20)
+    lengths = {key: history()[7, key // 2][0] for key in range(20)}
+    assert max(lengths[key] for key in work["worker-0"]) <= min(lengths[key] for key in work["worker-1"])
+    for key in range(20):
+        coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
+    assert coordinator.done
+    again = {}
+    for command in coordinator.on(Begin(2, 0, make_requests(20, step=2)), 2.0):
+        again[command.worker] = [key for key, *_ in command.work]
+    assert sorted(again["worker-0"]) == sorted(work["worker-1"])
+    assert sorted(again["worker-1"]) == sorted(work["worker-0"])
+
+
+def test_a_lost_workers_group_does_not_wait_for_it():
+    coordinator, work = begun(ranked(2), slots=2, count=20)
+    assert len(work["worker-0"]) == 2
+    coordinator.on(Died("worker-0", "of a test"), 1.0)
+    given = []
+    for _ in range(40):
+        held = [key for key in work["worker-1"] + given if coordinator.ledger[key].ending is None]
+        if not held:
+            break
+        for command in coordinator.on(Pieces("worker-1", 1, (whole(held[0]),)), 1.5):
+            given += [key for key, *_ in command.work] if isinstance(command, Decode) else []
+    assert coordinator.done
+
+
+def test_a_free_worker_takes_half_of_the_fullest_ones():
+    coordinator, work = begun(Balancing(SharedQueue(), 2), count=8)
+    commands = []
+    for key in work["worker-0"]:
+        commands += coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
+    withdraw, decode = commands[-2:]
+    assert withdraw == Withdraw("worker-1", 1, tuple(work["worker-1"][2:]))
+    assert (decode.worker, [key for key, *_ in decode.work]) == ("worker-0", work["worker-1"][2:])
+    assert coordinator.counts.migrations == 2
+
+
+def raced(count):
+    """A coordinator in which worker-0 has a copy of worker-1's first request, which has one token."""
+    coordinator, work = begun(Racing(SharedQueue(), ["srt", "ngram"], 1, catch_up=2), count=count, slots=2)
+    slow = work["worker-1"][0]
+    coordinator.on(Pieces("worker-1", 1, (whole(slow, 0, 1),)), 0.5)
+    commands = []
+    for key in work["worker-0"]:
+        commands += coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
+    (copy,) = [command for command in commands if isinstance(command, Decode) and command.work]
+    assert (copy.worker, copy.drafter) == ("worker-0", "ngram")
+    assert [(key, len(partial.tokens)) for key, _, partial in copy.work] == [(slow, 1)]
+    return coordinator, slow, len(response_to(slow)[0])
+
+
+def test_copies_race_and_the_longest_counts():
+    coordinator, slow, tokens = raced(3)
+    # The copy is ahead: the first one goes on from there.
+    (behind,) = coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0)
+    assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 3)
+    # What the slower one says late is known already; the end withdraws the other copy.
+    assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5) == []
+    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
+    assert Withdraw("worker-1", 1, (slow,)) in commands
+    assert coordinator.done
+
+
+def test_a_copy_behind_on_a_fuller_worker_is_given_up():
+    coordinator, slow, tokens = raced(4)
+    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0) == [
+        Withdraw("worker-1", 1, (slow,))
+    ]
+    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
+    assert not [command for command in commands if isinstance(command, Withdraw)]
+
+
+def test_outliers_of_short_groups_go_to_the_longest_group():
+    router = Migrating(ranked(2), lambda: OutlierRule(0.5, 1.1))
+    coordinator, work = begun(router, slots=8, count=20)
+    # In the group of the short ones the longest was 3 tokens before.
+    short = [key for key in work["worker-0"] if len(response_to(key)[0]) > 6]
+    for key in work["worker-0"]:
+        if key != short[0]:
+            coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
+    coordinator.on(Pieces("worker-0", 1, (whole(short[0], 0, 2),)), 1.0)
+    assert not [c for c in coordinator.on(Tick(), 1.1) if isinstance(c, Withdraw)]
+    coordinator.on(Pieces("worker-0", 1, (whole(short[0], 2, 6),)), 1.2)
+    withdraw, decode = coordinator.on(Tick(), 1.3)
+    assert withdraw == Withdraw("worker-0", 1, (short[0],))
+    assert (decode.worker, len(decode.work[0][2].tokens)) == ("worker-1", 6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_a_ranked_rollout_of_any_size_is_given_out_whole(count):
+    driver = Driver(LocalFabric(ScriptedWorker), 3, router=ranked(3))
+    requests = make_requests(count)
+    assert_whole(driver.run(requests), requests)

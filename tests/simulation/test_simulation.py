@@ -1,0 +1,258 @@
+"""The virtual clock against cases computed by hand, and against decoding token by token."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.cluster.planner import Affine
+from rljax.cluster.ranked_queues import RankedQueues
+from rljax.errors import ConfigError
+from rljax.simulation.cluster import Cluster, Machines, Response
+from rljax.simulation.command import main
+from rljax.simulation.costs import RooflineCosts, TableCosts, planned_costs
+from rljax.simulation.drafting import Drafting
+from rljax.simulation.lengths import LengthModel, recorded_lengths
+from rljax.simulation.outcome import outcome_of
+from rljax.simulation.scenario import Scenario
+from rljax.simulation.worker import Job, SimulatedWorker
+
+SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
+
+
+def job(key, total, prompt=0, levels=(), begin=0):
+    return Job(key, 1, total, begin, prompt, key, levels)
+
+
+def ends_of(worker, now=0.0):
+    """(key, time) of every end."""
+    found = []
+    while worker:
+        now = worker.next_end()
+        found += [(each.key, now) for each in worker.ended(now)]
+    return found
+
+
+def test_requests_wait_for_slots():
+    worker = SimulatedWorker("w", 2, SECOND)
+    worker.add([job(0, 3), job(1, 5), job(2, 4)], 0.0)
+    assert ends_of(worker) == [(0, 3), (1, 5), (2, 7)]
+    assert worker.busy == 7
+
+
+def by_tokens(lengths, costs, prompt):
+    """Decoded pass by pass; a response that ends leaves at the end of its pass."""
+    left, now, ends = dict(enumerate(lengths)), 0.0, {}
+    done = dict.fromkeys(left, 0)
+    while left:
+        cached = sum(prompt + done[key] for key in left)
+        now += costs.fixed(len(left), len(left)) + costs.cached * cached
+        for key in list(left):
+            done[key] += 1
+            if done[key] == left[key]:
+                ends[key] = now
+                del left[key]
+    return ends
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(0, 50), st.floats(0, 1e-4))
+def test_closed_form_is_decoding_token_by_token(lengths, prompt, cached):
+    """The cache grows within a pass, too: half a token of each request, on average."""
+    costs = RooflineCosts(1e-3, 5e-3, cached, 2e-3)
+    worker = SimulatedWorker("w", 99, costs)
+    worker.add([job(key, length, prompt) for key, length in enumerate(lengths)], 0.0)
+    worker._paused = worker.busy = 0.0  # without the prefill
+    slowest = cached * sum(lengths) * len(lengths)
+    for key, end in ends_of(worker):
+        assert end == pytest.approx(by_tokens(lengths, costs, prompt)[key], abs=slowest + 1e-6)
+
+
+def test_accepted_drafts_advance_by_level():
+    """Windows of one draft: (1 + p) tokens a pass of one second, and half a second to draft."""
+    drafting = Drafting(SECOND, {"d": Affine(0.0, 0.5)}, {"d": 0.5}, [1])
+    worker = SimulatedWorker("w", 9, SECOND, drafting)
+    worker.add([job(0, 30, levels=(10,)), job(1, 20, levels=(0,))], 0.0)
+    assert ends_of(worker) == [(0, pytest.approx(30)), (1, pytest.approx(30))]
+    plain = Drafting(SECOND, {"d": Affine(0.0, 9.0)}, {"d": 0.5}, [0, 1])
+    assert plain.way(3, "d", 0) == ("plain", 0)
+    assert Drafting(SECOND, {"d": Affine(0, 0)}, {"d": 0.5}, [0, 1], below=2).way(3, "d", 0)[1] == 0
+
+
+def test_withdrawn_requests_go_on_elsewhere_where_they_were():
+    one, other = SimulatedWorker("a", 4, SECOND), SimulatedWorker("b", 4, SECOND)
+    one.add([job(0, 10), job(1, 4)], 0.0)
+    (gone,) = one.remove([0], 3.0)
+    assert gone.begin == 3
+    other.add([gone], 3.0)
+    assert other.next_end() == pytest.approx(10 + other._paused - 3.0)  # after its prefill
+    assert ends_of(one) == [(1, 4)]
+
+
+def steps(*lengths):
+    """Steps of responses to prompts of their own."""
+    return iter([[Response(i, 0, length) for i, length in enumerate(step)] for step in lengths])
+
+
+def times(cluster):
+    return [(step.begin, step.end, step.trained) for step in cluster.steps]
+
+
+def machines(workers, slots=1, train=2.0, **more):
+    return Machines(workers, slots, SECOND, train_seconds=lambda tokens: train, **more)
+
+
+def dealt_out(places):
+    return RankedQueues(places, dict)
+
+
+def test_orders_of_steps_by_hand():
+    """Two workers, of which one has 10 tokens and the other 4, in turn, and an update of 2 seconds."""
+    lengths = [[10, 4]] * 3
+    on_policy = Cluster(machines(2), "on-policy", dealt_out(2))
+    on_policy.run(steps(*lengths), 3)
+    assert times(on_policy) == [(0, 10, 12), (12, 22, 24), (24, 34, 36)]
+    one_off = Cluster(machines(2), "one-off", dealt_out(2))
+    one_off.run(steps(*lengths), 3)
+    # The second rollout needs no update, the third one the first.
+    assert times(one_off) == [(0, 10, 12), (10, 20, 22), (20, 30, 32)]
+    pipe = Cluster(machines(2), "pipe", dealt_out(2), spans=True)
+    pipe.run(steps(*lengths), 3)
+    # The second worker begins step 2 at 4, and ends it at 14, as the first one does; step 3 begins with the
+    # weights of step 1.
+    assert times(pipe) == [(0, 10, 12), (0, 14, 16), (12, 24, 26)]
+    assert sorted((span.step, span.worker, span.begin, span.end) for span in pipe.spans) == [
+        (1, 0, 0, 10), (1, 1, 0, 4), (2, 0, 10, 14), (2, 1, 4, 14), (3, 0, 14, 24), (3, 1, 14, 18),
+    ]  # fmt: skip
+
+
+def test_a_failed_workers_requests_are_decoded_by_the_other_one():
+    cluster = Cluster(machines(2, slots=4, start_seconds=1e6, detect_seconds=1.0), "on-policy")
+    cluster._at(3.0, cluster._fail, "worker-0")
+    (step,) = cluster.run(steps([10, 10]), 1)
+    assert cluster.failures == 1
+    # Nothing was reported before the failure at 3, which is noticed at 4: all 10 tokens are decoded again.
+    assert step.end == pytest.approx(14.0)
+    assert step.tokens == 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["shared", "static", "ranked", "two-tiers"]),
+    st.sampled_from(["on-policy", "one-off", "pipe"]),
+    st.booleans(),
+    st.sampled_from([0, 2]),
+    st.sampled_from([0, 2]),
+    st.sampled_from([0.0, 60.0]),
+    st.integers(0, 1000),
+)
+def test_every_combination_decodes_every_token_once(router, order, migration, balance, race, failures, seed):
+    """The ledger raises where a token is lost, and the clock where nothing happens any more."""
+    if router in ("ranked", "two-tiers"):
+        order = "pipe"
+    else:
+        migration = False
+    scenario = Scenario(
+        workers=3, slots=3, prompts_per_step=6, samples=3, prompts=12, mean=50, longest=200, groups=2,
+        order=order, router=router, migration=migration, balance=balance, race=race, train=1.0, look=0.2,
+        drafters="a:0.6:0.2:1,b:0.3:0.2:0", steps=5, warm_up=1, seed=seed, failures_per_hour=failures,
+        restart=2.0,
+    )  # fmt: skip
+    workload = scenario.workload()
+    expected = [sum(each.tokens for each in step) for step in itertools.islice(workload.steps(), 5)]
+    cluster = scenario.run()
+    assert [step.tokens for step in cluster.steps] == expected
+    for earlier, later in itertools.pairwise(cluster.steps):
+        assert earlier.trained <= later.trained
+        assert later.begin >= earlier.begin
+
+
+def test_the_same_seed_is_the_same_simulation():
+    scenario = Scenario(workers=4, prompts_per_step=8, samples=4, steps=4, warm_up=1, failures_per_hour=20)
+    assert times(scenario.run()) == times(scenario.run())
+
+
+def test_lengths_have_the_mean_and_rank_as_stated():
+    model = LengthModel(1000, 4000, sigma=0.8, within=0.2, drift=0.0)
+    epochs = model.epochs(2000, 8, 0)
+    first, second = next(epochs), next(epochs)
+    assert first.mean() == pytest.approx(1000, rel=0.05)
+    assert first.max() <= 4000
+    medians = np.median(first, 1), np.median(second, 1)
+    assert np.corrcoef(*medians)[0, 1] > 0.9
+    outliers = next(LengthModel(1000, 10**6, outliers=0.1, jump=3.0).epochs(2000, 8, 0))
+    assert outliers.max() > 10 * first.max()
+
+
+def test_pass_times_come_from_a_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"decoding": [{"rows": 8, "seconds": 0.2}, {"rows": 2, "seconds": 0.1}]}))
+    costs = planned_costs(str(path))
+    assert [costs.fixed(n, n) for n in (1, 2, 3, 8, 16)] == [0.1, 0.1, 0.2, 0.2, 0.4]
+    assert TableCosts([2, 8], [0.1, 0.2]).fixed(5, 5) == pytest.approx(0.15)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no plan of"):
+        planned_costs(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        planned_costs(str(tmp_path / "none"))
+
+
+def test_lengths_come_from_a_run(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps({"lengths": {"bin": 10, "counts": [0, 3, 1]}}) + "\n")
+    (lengths,) = recorded_lengths(str(path))
+    assert sorted(math.ceil(length / 10) for length in lengths) == [2, 2, 2, 3]
+    outcome = Scenario(rollouts=str(path), workers=1, samples=2, prompts_per_step=2, steps=2, warm_up=1).run()
+    assert outcome.steps[0].tokens == lengths.sum()
+    path.write_text("[]\n")
+    with pytest.raises(ConfigError, match=r"is no rollouts.jsonl of a run"):
+        recorded_lengths(str(path))
+
+
+def test_figures_of_an_outcome():
+    cluster = Cluster(machines(2), "on-policy", dealt_out(2), spans=True)
+    cluster.run(steps([10, 4], [10, 4]), 2)
+    outcome = outcome_of(cluster, 1, 2)
+    assert (outcome.step_seconds, outcome.rollout_seconds) == (12, 10)
+    assert outcome.tokens_per_second == 14 / 12
+    assert outcome.busy == pytest.approx(28 / 48)
+    assert outcome.first_idle == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["worker=3"], "worker=3: is not key=value; did you mean 'workers'?"),
+        (["workers=many"], "workers: 'many' is no int"),
+        (["order=random"], "order: 'random' is none of on-policy, one-off, pipe"),
+        (["router=ranked"], "router: a worker with long responses would be waited for"),
+        (["migration=true"], "migration: outliers are those of ranking groups"),
+        (["race=2"], "race: copies need another drafter"),
+        (["model=qwen"], "model: unknown model 'qwen'"),
+        (["drafters=srt"], "drafters: srt should be name:acceptance"),
+        (["steps=3"], "warm_up: 8 leaves nothing of 3 steps"),
+    ],
+)
+def test_bad_input_is_one_line(overrides, said, capsys):
+    assert main(overrides) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, capsys):
+    small = ["workers=2", "prompts_per_step=4", "samples=2", "steps=3", "warm_up=1"]
+    files = ["--json", str(tmp_path / "out.json"), "--timeline", str(tmp_path / "out.png")]
+    assert main([*small, "--compare", "order=pipe", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["step", "s"]
+    assert "order=pipe" in lines[2]
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [row["scenario"]["order"] for row in rows] == ["on-policy", "pipe"]
+    assert len(rows[0]["steps"]) == 3
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
