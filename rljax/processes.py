@@ -98,6 +98,11 @@ def several() -> bool:
     return _World.size > 1
 
 
+def count() -> int:
+    """Returns the number of processes of the run."""
+    return _World.size
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes the run's files; true where there is only one."""
     return _World.index == 0

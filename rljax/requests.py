@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from rljax.sampling.distribution import SamplingParams
+from rljax.tasks.base import Problem
 
 FinishReason = Literal["eos", "length", "stop"]
 
@@ -23,6 +25,7 @@ class Request:
       step: training step.
       sampling: temperature and filters; None for the engine's. Only an engine with `per_slot_sampling` takes
         others.
+      problem: problem of the episode, where the response is one of an environment.
     """
 
     prompt_ids: tuple[int, ...]
@@ -31,6 +34,29 @@ class Request:
     training: bool = True
     step: int = 0
     sampling: SamplingParams | None = None
+    problem: Problem | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """What an environment made of a response's turns.
+
+    Attributes:
+      rewards: reward of each turn of the policy that the environment has taken.
+      done: whether the environment has ended the episode; otherwise a limit cut it off, or it failed.
+      info: numbers for metrics, by name.
+      failure: "errors" or "timeouts" where the environment raised or took too long; None where it did not.
+    """
+
+    rewards: tuple[float, ...] = ()
+    done: bool = False
+    info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def reward(self) -> float:
+        """Reward of the episode: the sum of its turns', and 0 where the environment failed."""
+        return 0.0 if self.failure is not None else float(sum(self.rewards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +97,14 @@ class Completion:
       finish_reason: "eos", "length" (its max_response is reached) or "stop" (a stop string appeared).
       drafted: draft nodes that were verified for it.
       accepted: number of tokens that came from them.
-      sampled_mask: bool [n], True for tokens that the policy sampled; the others are tools' answers, with
-        logprobs of 0. None without tools: every token was sampled.
+      sampled_mask: bool [n], True for tokens that the policy sampled; the others are tools' answers or an
+        environment's turns, with logprobs of 0. None without either: every token was sampled.
       versions: (position in the response, version of the weights) where each version began; one pair unless
         the weights were swapped while it was decoded.
       accepted_spans: (begin, end) of tokens that were accepted drafts, for reports; those before a response
         was resumed are not in it.
+      episode: what an environment made of it; None without an environment.
+      prompt_ids: its prompt, where the responses of a group have different ones (those of agents).
     """
 
     response_ids: np.ndarray
@@ -87,6 +115,8 @@ class Completion:
     sampled_mask: np.ndarray | None = None
     versions: tuple[tuple[int, int], ...] = ()
     accepted_spans: tuple[tuple[int, int], ...] = ()
+    episode: Episode | None = None
+    prompt_ids: tuple[int, ...] | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -132,7 +162,7 @@ class DecodeStatistics:
       ahead_offered: tokens sampled ahead before that drafters could propose in this rollout.
       ahead_accepted: number of these that verifying passes accepted.
       ahead_final: tokens of responses that were sampled ahead to their end and taken over; also in `tokens`.
-      tool_calls: calls of tools that were answered.
+      tool_calls: calls of tools, or steps of an environment, that were answered; so also below.
       tool_errors: number of calls that were answered with an error.
       tool_seconds: sum of the calls' times.
       tool_tokens: number of tokens of answers in responses.

@@ -10,6 +10,7 @@ One device has no mesh: `make_mesh` returns None, and every function here then l
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -158,6 +159,22 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False) -> 
         param_shapes(config),
         is_leaf=lambda x: isinstance(x, tuple),
     )
+
+
+def factor_shardings(config: ModelConfig, mesh: Mesh, names: Sequence[str]) -> Params:
+    """The factors of LoRA with a NamedSharding in the place of every array: A [rank, in] and B [out, rank]
+    are split as their matrix [out, in] is; the rank, a few rows, is not.
+    """
+    replicated = replicated_axes(config, mesh)
+
+    def pair(name: str) -> dict[str, NamedSharding]:
+        out, inputs = _PARAM_AXES[name]
+        return {
+            "a": named(mesh, None, inputs, replicated=replicated),
+            "b": named(mesh, out, None, replicated=replicated),
+        }
+
+    return {"layers": [{name: pair(name) for name in names} for _ in range(config.num_layers)]}
 
 
 def shard_params(params: Params, config: ModelConfig, mesh: Mesh | None, decoding: bool = False) -> Params:

@@ -19,7 +19,7 @@ from rljax.sharding import make_mesh
 CHECKS = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
-from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
+from rljax.config import AlgorithmConfig, LoraConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
@@ -28,6 +28,7 @@ from rljax.sampling.noise import request_key
 from rljax.sampling.distribution import SamplingParams
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
+from rljax.models.lora import Adapter, Lora, init_factors
 from rljax.numerics.rows import Numerics
 from rljax.models.transformer import init_params
 from rljax.sharding import make_mesh, param_shardings, row_multiple
@@ -67,10 +68,9 @@ def largest_difference(tree, other):
     pairs = zip(flat, jax.tree.leaves(jax.device_get(other)))
     return max((float(np.abs(a - b).max() / scale), jax.tree_util.keystr(path)) for (path, a), b in pairs)
 
-def train(mesh):
-    trainer = Trainer(
-        config, Numerics(), SamplingParams(), AlgorithmConfig(), training, optimizer, ExecutablePool(), mesh
-    )
+def train(mesh, adapter=None):
+    rest = (training, optimizer, ExecutablePool(), mesh, adapter)
+    trainer = Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), *rest)
     cut = packing.microbatches(4, trainer.row_multiple)
     batches = [build_batch(sequences, packing, rows) for rows in cut]
     state = trainer.init(params)
@@ -78,13 +78,14 @@ def train(mesh):
     trainer.warm_up_reference(state.params)
     compiled = trainer.pool.compilations
     logprobs = trainer.score(state.params, batches)
-    args = (state.params, trainer._put(batches[0]), None, trainer._rope)
+    args = (trainer._put(batches[0]), None, trainer._rope)
+    args = (state.params, *args) if adapter is None else (state.factors, *args, state.params)
     gradients = jax.jit(trainer._policy_step)(*args)[0]
     metrics = []
     for _ in range(2):
         state, each = trainer.update(state, batches, logprobs)
         metrics.append(each)
-    results["compiled_late"] = trainer.pool.compilations - compiled
+    results["compiled_late"] = max(results.get("compiled_late", 0), trainer.pool.compilations - compiled)
     return logprobs, gradients, metrics, state
 
 logprobs, gradients, metrics, state = train(None)
@@ -97,6 +98,16 @@ results["shapes"] = shapes(sharded.params)
 results["moment_shapes"] = [
     shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
 ]
+
+lora = Lora.of(LoraConfig(rank=3), config)
+factors = init_factors(config, lora, "kaiming", 0)
+factors = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), factors)
+_, adapted_gradients, _, adapted = train(None, Adapter(lora, factors))
+_, sharded_gradients, _, sharded = train(mesh, Adapter(lora, factors))
+results["factor_gradients"] = largest_difference(adapted_gradients, sharded_gradients)
+results["merged"] = largest_difference(adapted.params, sharded.params)
+results["merged_shapes"] = shapes(sharded.params)
+results["factor_shapes"] = shapes(sharded.factors)
 
 def decode(mesh):
     buckets = make_buckets(8, 128, True, (4, 8), (64, 128), row_multiple(mesh))
@@ -198,6 +209,16 @@ def test_weights_and_moments_are_really_split(results):
     assert shapes["layers.1.gate"] == [24, 16] and shapes["layers.1.down"] == [16, 24]
     assert shapes["final_norm"] == [32]
     assert results["moment_shapes"] == [shapes, shapes]
+
+
+@pytest.mark.slow
+def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(results):
+    for name in ("factor_gradients", "merged"):
+        difference, leaf = results[name]
+        assert difference < 1e-4, f"{name}: {leaf}"
+    assert results["merged_shapes"] == results["shapes"]
+    assert results["factor_shapes"]["layers.0.gate.a"] == [3, 16]  # along fsdp, as the residual stream
+    assert results["factor_shapes"]["layers.0.gate.b"] == [24, 3]  # along tensor, as MLP columns
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def estimate_advantages(
     gae_lambda: float = 1.0,
     penalties: Array | None = None,
     values: Array | None = None,
+    owners: Array | None = None,
 ) -> Estimate:
     """Returns the advantage of every token.
 
@@ -62,24 +63,31 @@ def estimate_advantages(
       discount, gae_lambda: parameters of "none" (discount only) and "critic".
       penalties: float32 [N, L], penalties to subtract from the reward at each token; None for none.
       values: float32 [N, L], values of the critic before the update.
+      owners: int [N], index of each row's reward among the P * G, where an episode has several rows or none;
+        None where N = P * G and each row has its own.
     """
     rewards = jnp.asarray(rewards).astype(jnp.float32)
-    if rewards.ndim != 2 or rewards.size != mask.shape[0]:
+    if rewards.ndim != 2 or (owners is None and rewards.size != mask.shape[0]):
         raise ValueError(f"rewards {rewards.shape} and mask {mask.shape}: expected [P, G] and [P * G, L]")
     if (baseline == "critic") != (values is not None):
         raise ValueError(f"baseline: {baseline!r} with{'' if values is not None else 'out'} values")
     returns = None
     if baseline in GROUP_BASELINES:
         if penalties is not None:
-            rewards -= jnp.sum(jnp.where(mask, penalties, 0.0), axis=1).reshape(rewards.shape)
+            sums = jnp.sum(jnp.where(mask, penalties, 0.0), axis=1)
+            if owners is not None:
+                sums = jnp.zeros(rewards.size, sums.dtype).at[owners].add(sums)
+            rewards -= sums.reshape(rewards.shape)
         group_advantages = GROUP_BASELINES[baseline](rewards, "std" if normalization == "std" else "none")
-        advantages = jnp.where(mask, group_advantages.reshape(-1, 1), 0.0)
+        of_rows = group_advantages.reshape(-1) if owners is None else group_advantages.reshape(-1)[owners]
+        advantages = jnp.where(mask, of_rows[:, None], 0.0)
     else:
         if normalization == "std":
             raise ValueError(
                 f'normalization: "std" needs the rewards of a group, which baseline {baseline!r} does not use'
             )
-        rewards_per_token = token_rewards(rewards.reshape(-1), penalties, mask)
+        of_rows = rewards.reshape(-1) if owners is None else rewards.reshape(-1)[owners]
+        rewards_per_token = token_rewards(of_rows, penalties, mask)
         if values is None:
             zeros = jnp.zeros(mask.shape, jnp.float32)
             advantages = generalized_advantages(rewards_per_token, zeros, mask, discount, 1.0)

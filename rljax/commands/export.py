@@ -23,6 +23,9 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         default="float32",
         help="of the weights; bfloat16 is half as large and rounds them (default: float32)",
     )
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="also write the LoRA adapter alone, in PEFT's format, here"
+    )
     parser.add_argument("--force", action="store_true", help="replace a model that is there")
     parser.add_argument(
         "--drafter", metavar="DIR", help="also write the EAGLE head that was trained beside the policy, here"
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     try:
         skip_absent()
         # JAX takes seconds to import, and --help should be instant.
-        from rljax.training.export import check_destination, export_head, export_policy
+        from rljax.training.export import check_destination, export_adapter, export_head, export_policy
         from rljax.training.saved_policy import load_saved_policy
 
         check_destination(arguments.output, arguments.force)  # before anything is read
@@ -49,6 +52,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
                 saved, arguments.drafter, arguments.dtype, arguments.drafter_engine, arguments.force
             )
             print(f"head of step {saved.step}: {head}")
+        if arguments.adapter is not None:
+            adapter = export_adapter(saved, arguments.adapter, arguments.dtype, arguments.force)
+            print(f"adapter of step {saved.step}: {adapter}")
         policy = export_policy(saved, arguments.output, arguments.dtype, arguments.force)
         print(f"policy of step {saved.step}: {policy}")
     except UserError as error:

@@ -1,6 +1,7 @@
 """Ask a trained policy: `rljax generate runs/quickstart "47a5b8c9="`."""
 
 import argparse
+import functools
 import os
 import queue
 import sys
@@ -27,6 +28,12 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="the prompt is no chat: apply no template")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="responses to sample [1]")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise [0]")
+    parser.add_argument(
+        "--episode",
+        type=int,
+        metavar="N",
+        help="play the held-out problem N of the run's environment, in the place of a prompt",
+    )
     parser.add_argument("--tokens", action="store_true", help="print token ids in the place of text")
     add_policy_options(parser)
     return parser
@@ -80,11 +87,17 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    prompt = _prompt(arguments)
+    plays = arguments.episode is not None
+    if plays and (arguments.prompt is not None or arguments.file is not None or arguments.raw):
+        raise ConfigError("--episode: the problem is the prompt; leave the prompt, --file and --raw out")
+    if plays and arguments.episode < 0:
+        raise ConfigError(f"--episode: {arguments.episode}, expected 0 or more")
+    prompt = "" if plays else _prompt(arguments)
     if arguments.n < 1:
         raise ConfigError(f"-n: {arguments.n}, expected at least 1")
     skip_absent()
     # JAX takes seconds to import, so the command line is checked first.
+    from rljax.requests import Episode
     from rljax.serving.policy import Options, open_policy
     from rljax.serving.prompts import chat_ids, text_ids
     from rljax.serving.text import TextStream
@@ -100,8 +113,12 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.drafter,
     )
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False)
-    if arguments.raw:
+    served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)
+    problem = None if served.task is None else served.task.problem("heldout", arguments.episode)
+    if problem is not None:
+        prompt_ids = chat_ids(served, problem.messages)
+        say(" ".join(message["content"] for message in problem.messages))
+    elif arguments.raw:
         prompt_ids = text_ids(served, prompt)
     else:
         prompt_ids = chat_ids(served, [{"role": "user", "content": prompt}])
@@ -109,7 +126,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     pieces: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(arguments.n)]
     jobs = [
         Job(
-            served.request(prompt_ids, arguments.seed, sample, served.max_tokens),
+            served.request(prompt_ids, arguments.seed, sample, served.max_tokens, problem=problem),
             pieces[sample].put,
             served.stop(strings),
         )
@@ -123,7 +140,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         for sample, sample_pieces in enumerate(pieces):
             if arguments.n > 1:
                 print(f"--- {sample + 1} of {arguments.n}", flush=True)
-            stream, ending = TextStream(served.tokenizer.decode, strings), None
+            # The turns of an episode are told apart by their markers.
+            decode = functools.partial(served.tokenizer.decode, skip_special_tokens=not plays)
+            stream, ending = TextStream(decode, () if plays else strings), None
             while ending is None:
                 piece = sample_pieces.get()
                 if isinstance(piece, BaseException):
@@ -135,6 +154,10 @@ def _generate(arguments: argparse.Namespace) -> None:
                     print(stream.push(piece.tokens), end="", flush=True)
             print("" if arguments.tokens else stream.finish(), flush=True)
             endings.append(ending)
+            if plays:
+                episode = jobs[sample].response.episode or Episode()
+                turns = ", ".join(f"{reward:g}" for reward in episode.rewards)
+                say(f"reward {episode.reward:g}, of each turn {turns}")
     finally:  # the interpreter must not end while the thread is inside the device's code
         served.worker.close(drain=False)
     seconds = time.perf_counter() - start

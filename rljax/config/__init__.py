@@ -6,7 +6,10 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
 
     schema.py        the experiment: its sections, and keys that exclude each other; read this one first
     policy.py        keys of the policy and its warm start
+    lora.py          keys of LoRA
     tools.py         keys of tools
+    environment.py   keys of environments of several turns
+    agents.py        keys of agents that talk to the run over HTTP
     decoding.py      keys of sampling, the engine, kernels and speculation
     task.py          keys of the task, its rewards and their sandbox
     algorithm.py     keys of the algorithm and its critic
@@ -21,12 +24,15 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     help.py          the text of --help
 """
 
+from rljax.config.agents import AgentsConfig
 from rljax.config.algorithm import AlgorithmConfig, CriticConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
+from rljax.config.environment import EnvironmentConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.loading import load_config, make_config, read_mapping, to_yaml
+from rljax.config.lora import LoraConfig
 from rljax.config.policy import GrowthConfig, PolicyConfig, ShapeConfig, WarmStartConfig
 from rljax.config.schema import (
     CheckpointConfig,
@@ -41,16 +47,19 @@ from rljax.config.tools import ToolsConfig
 from rljax.config.tracking import TrackingConfig
 
 __all__ = [
+    "AgentsConfig",
     "AlgorithmConfig",
     "Buckets",
     "CheckpointConfig",
     "ClusterConfig",
     "CriticConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "ExperimentConfig",
     "GrowthConfig",
     "KernelsConfig",
+    "LoraConfig",
     "MeshConfig",
     "MixtureConfig",
     "OptimizerConfig",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rljax.config.lora import LoraConfig
 from rljax.config.section import AutoOnOff, Count, Section
 
 
@@ -114,11 +115,16 @@ class PolicyConfig(Section):
     growth: GrowthConfig | None = Field(
         None, description="Size to which the policy is grown, for benchmarks; null keeps its size."
     )
+    lora: LoraConfig | None = Field(
+        None,
+        description="Adapter to train instead of all weights; null trains all. Set it, {} for its defaults,"
+        " where weights, gradients and moments do not fit.",
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Type of activations and of the weights in computation; master weights are always"
-        " float32. Set bfloat16 on TPU and GPU, where it is fast and halves memory; on most CPUs"
-        " float32 is faster.",
+        description="Type of activations and of the weights in computation; master weights are float32,"
+        " except for the base of policy.lora, which has this type. Set bfloat16 on TPU and GPU, where it is"
+        " fast and halves memory; on most CPUs float32 is faster.",
     )
     outline_layers: AutoOnOff = Field(
         "auto",
@@ -150,6 +156,11 @@ class PolicyConfig(Section):
             raise ValueError(
                 "policy: both policy.path and policy.shape are set; keep one (policy.shape=null"
                 " drops the shape)"
+            )
+        if self.lora is not None and self.lora.path is not None and (self.path is None or self.growth):
+            belongs = "policy.growth changes it" if self.path else "set policy.path to its directory"
+            raise ValueError(
+                f"policy.lora.path: an adapter belongs to the base that it was trained on; {belongs}"
             )
         return self
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
+from rljax.config.agents import AgentsConfig, contradictions
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import (
@@ -17,6 +18,7 @@ from rljax.config.decoding import (
     SpeculationConfig,
 )
 from rljax.config.distributed import DistributedConfig
+from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
@@ -176,6 +178,8 @@ class ExperimentConfig(Section):
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     tools: ToolsConfig | None = None
+    environment: EnvironmentConfig = EnvironmentConfig()
+    agents: AgentsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kernels: KernelsConfig = KernelsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -228,6 +232,12 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             " tokenizer, or of a run"
         )
     yield from _impossible_staleness(config)
+    lora = config.policy.lora
+    if lora is not None and lora.path is not None and config.warm_start is not None:
+        yield (
+            "policy.lora.path: an adapter belongs to the base that it was trained on, but warm_start trains"
+            " that further; leave warm_start out (null)"
+        )
     if group < 2 and algorithm.compares_groups:
         yield (
             "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
@@ -279,6 +289,8 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
                     f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
                 )
         yield from mistaken_answers(config.tools, config.task)
+    if config.agents is not None:
+        yield from contradictions(config)
     drafters = config.speculation.kinds.values()
     if "quantized" in drafters and engine.verification != "coupled":
         yield (

@@ -19,6 +19,8 @@ import numpy as np
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig, check_devices
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.environments.task import environment_of
+from rljax.environments.use import check_environment
 from rljax.errors import ConfigError
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.metrics import (
@@ -38,6 +40,7 @@ from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.requests import Completion
 from rljax.rollout.collector import EVALUATION, Collector
+from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
 from rljax.sharding import make_mesh
@@ -82,6 +85,8 @@ class Evaluator:
         self.saved, self.config, self.split, self.progress = saved, config, split, progress
         check_devices(config.mesh, jax.device_count())
         self.task: Task = configured_task(config.task, config.seed, progress.message)
+        self._has_turns = environment_of(self.task) is not None
+        check_environment(config, self.task)
         self.samples = config.evaluation.samples
         longest, leave_out = config.rollout.max_prompt_length, config.rollout.long_prompts == "leave_out"
         self.prompts = Prompts(self.task, saved.policy.tokenizer, longest, leave_out)
@@ -118,6 +123,7 @@ class Evaluator:
             **{f"rollout.{name}": value for name, value in rollout.items()},
             "tools": None if config.tools is None else config.tools.model_dump(),
             **{f"evaluation.{name}": value for name, value in config.evaluation.sampling_changes.items()},
+            **({"environment": config.environment.model_dump()} if self._has_turns else {}),
             "policy.compute_dtype": config.policy.compute_dtype,
             "engine.row_invariant": config.engine.row_invariant,
         }
@@ -154,7 +160,7 @@ class Evaluator:
         self.progress.message(numerics_line(config, invariance))
         drafters = make_drafters(config.speculation)
         sampling = evaluation_sampling(config)
-        scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh)
+        scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh, task=self.task)
         collector = Collector(
             self.task,
             policy.tokenizer,
@@ -208,6 +214,7 @@ class Evaluator:
             "finish_reason": completion.finish_reason,
             "logprob": float(completion.logprobs.sum(dtype=np.float64)),
             "tokens": tokens,
+            **({"rewards": episode_rewards([completion])[0]} if self._has_turns else {}),
         }
 
     # -- judging ---------------------------------------------------------------------------------------------
@@ -229,7 +236,11 @@ class Evaluator:
             for start in range(0, len(missing), _JUDGED_TOGETHER):
                 keys = missing[start : start + _JUDGED_TOGETHER]
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
-                for key, pair, rewards in zip(keys, answered, judge(self.task, answered), strict=True):
+                if self._has_turns:  # rewarded turn by turn, while they were sampled
+                    judged = [responses[key]["rewards"] for key in keys]
+                else:
+                    judged = judge(self.task, answered)
+                for key, pair, rewards in zip(keys, answered, judged, strict=True):
                     numbers = {name: float(value) for name, value in rewards.items()}
                     answer = extracted_answer(self.task, *pair)
                     log.append(key, {"by": by[key[0]], "rewards": numbers, "answer": answer})

@@ -64,6 +64,7 @@ def pass_shares(groups: Sequence[Group], success: str | None) -> list[tuple[Prob
 
 
 def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:
-    texts = [tokenizer.decode(completion.response_ids.tolist()) for completion in group.completions]
+    responses = [group.last_of(place) for place in range(len(group.rewards))]
+    texts = ["" if each is None else tokenizer.decode(each.response_ids.tolist()) for each in responses]
     answers = [extracted_answer(task, group.problem, text) for text in texts]
     return JudgedProblem(group.problem.difficulty, group.rewards, answers)

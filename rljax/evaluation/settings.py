@@ -10,7 +10,17 @@ from typing import Any
 from rljax.config import ExperimentConfig, make_config, read_mapping
 from rljax.errors import ConfigError
 
-_SECTIONS = ("task", "rollout", "tools", "engine", "kernels", "speculation", "mesh", "evaluation")
+_SECTIONS = (
+    "task",
+    "rollout",
+    "tools",
+    "environment",
+    "engine",
+    "kernels",
+    "speculation",
+    "mesh",
+    "evaluation",
+)
 _READ = ("seed", "policy.compute_dtype", *_SECTIONS)
 _NOT_READ = {
     "rollout.prompts_per_step": "evaluation.problems says how many problems",

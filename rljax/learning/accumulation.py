@@ -29,16 +29,20 @@ class TrainState:
     """State that an update changes and a checkpoint keeps.
 
     Attributes:
-      params: float32 weights.
-      optimizer_state: state of the Optax optimizer.
+      params: float32 weights; under LoRA the merged policy, its matrices in the compute dtype.
+      optimizer_state: state of the Optax optimizer; under LoRA that of the factors.
       updates: int32 [], updates so far.
       critic: the state of the critic; None if the algorithm trains none.
+      factors, base: under LoRA the trained factors and the matrices that they are merged with
+        (`rljax/models/lora.py`); else None.
     """
 
     params: Params
     optimizer_state: optax.OptState
     updates: Array
     critic: Optional["TrainState"] = None
+    factors: Any = None
+    base: Any = None
 
 
 def apply_gradients(

@@ -3,9 +3,11 @@
 import hashlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.models.transformer import Params
+from rljax.numerics.rows import tree_cast
 
 
 def weights_digest(params: Params) -> str:
@@ -15,3 +17,10 @@ def weights_digest(params: Params) -> str:
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
+
+
+def base_digest(params: Params) -> str:
+    """Names the base of an adapter: the digest of its weights rounded to bfloat16, since the same base may be
+    held in float32 or bfloat16.
+    """
+    return weights_digest(tree_cast(params, jnp.bfloat16))

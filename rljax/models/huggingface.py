@@ -321,11 +321,18 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[ParamPath, tuple[int, 
     names = {_TENSOR_NAMES["embed"]: (("embed",), shapes["embed"])}
     for index, layer in enumerate(shapes["layers"]):
         for key, shape in layer.items():
-            names[f"model.layers.{index}.{_LAYER_TENSOR_NAMES[key]}"] = (("layers", index, key), shape)
+            names[layer_tensor_name(index, key)] = (("layers", index, key), shape)
     for key in ("final_norm", "lm_head"):
         if key in shapes:
             names[_TENSOR_NAMES[key]] = ((key,), shapes[key])
     return names
+
+
+def layer_tensor_name(index: int, key: str) -> str:
+    """Returns the name in a checkpoint of a layer's weight, such as ("q")
+    model.layers.0.self_attn.q_proj.weight.
+    """
+    return f"model.layers.{index}.{_LAYER_TENSOR_NAMES[key]}"
 
 
 def _listing(names: list[str]) -> str:

@@ -1,16 +1,19 @@
-"""Products of activations with weights, whole or quantized."""
+"""Products of activations with weights: whole, quantized, or merged from a base and an adapter."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
+from rljax.numerics.adapted import AdaptedWeight, with_factor_gradients
 from rljax.numerics.quantized import QuantizedWeight
 from rljax.numerics.rows import Numerics
 
+Weight = Array | QuantizedWeight | AdaptedWeight
 
-def linear(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, bias: Array | None = None) -> Array:
+
+def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
     y = product(x, weight, numerics, rounded=True)
     if bias is not None:
@@ -18,7 +21,7 @@ def linear(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, bias: 
     return y.astype(x.dtype)
 
 
-def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, rounded: bool = False) -> Array:
+def product(x: Array, weight: Weight, numerics: Numerics, rounded: bool = False) -> Array:
     """x [..., in] times weight [out, in], cast to x's dtype: float32 [..., out].
 
     `rounded` says that the result is rounded to x's dtype next, which makes the gradient cheaper
@@ -28,6 +31,10 @@ def product(x: Array, weight: Array | QuantizedWeight, numerics: Numerics, round
     which a CPU would first write out the transpose of the activations.
     """
     rows = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, AdaptedWeight):
+        y = product(rows, lax.stop_gradient(weight.merged), numerics, rounded)
+        y = with_factor_gradients(y, rows, weight.a, weight.b, weight.scale)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
     if isinstance(weight, QuantizedWeight):
         multiply = quantized_product if weight.layout is None else product_of_shards
         y = multiply(rows, weight, weight.implementation)

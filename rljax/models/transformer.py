@@ -13,7 +13,8 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
         mlp_norm [d]   gate [f, d]   up [f, d]   down [d, f]
     final_norm [d]   lm_head [V, d]   (absent when tied)
 
-Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`).
+Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`) or, where
+gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted.py`).
 """
 
 from collections.abc import Callable, Sequence

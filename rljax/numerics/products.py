@@ -88,14 +88,14 @@ def _rounded_dot_backward(residuals: tuple[Array, Array], cotangent: Array) -> t
     d_rows = lax.dot_general(
         cotangent, weight.astype(rows.dtype), outputs, preferred_element_type=jnp.float32
     )
-    d_weight = _sum_of_outer_products(cotangent, rows)
+    d_weight = sum_of_outer_products(cotangent, rows)
     return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype)
 
 
 rounded_dot.defvjp(_rounded_dot_forward, _rounded_dot_backward)
 
 
-def _sum_of_outer_products(a: Array, b: Array) -> Array:
+def sum_of_outer_products(a: Array, b: Array) -> Array:
     """Returns a [R, out] and b [R, in] contracted over their rows: float32 [out, in].
 
     CPUs have no fast bfloat16 kernel for a contraction of the first axes. For a contraction of two axes the

@@ -3,11 +3,12 @@
 import dataclasses
 
 from rljax.errors import ConfigError
+from rljax.learning.accumulation import TrainState
 from rljax.planning.hardware import GIB, Hardware
 from rljax.planning.programs import PlannedRun, Program, device_bytes, shared_bytes
 
 _ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", "draft", "draft_for", "extend")
-_UPDATE = ("score", "score without filters", "values", "zeros", "gradients", "apply")
+_UPDATE = ("score", "score without filters", "values", "zeros", "gradients", "apply", "merge")
 PHASES = {"rollout": _ROLLOUT, "update": _UPDATE}
 
 
@@ -16,7 +17,8 @@ class Memory:
     """Bytes on one device. Arrays are counted without padding, programs by their compiler.
 
     Attributes:
-      weights: float32 weights of policy and critic.
+      weights: float32 weights of policy and critic; under LoRA the policy's are merged weights, base and
+        factors.
       moments: the optimizer's.
       reference: weights of the reference of a KL penalty.
       gradients: sums of gradients in an update.
@@ -59,10 +61,13 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     state = run.train_state
     critic = state.critic
     params = device_bytes(state.params)
+    trained = params if state.factors is None else device_bytes(state.factors)
     weights = params + (0 if critic is None else device_bytes(critic.params))
+    if state.factors is not None:
+        weights += trained + device_bytes(state.base)
     moments = device_bytes(state.optimizer_state)
     moments += 0 if critic is None else device_bytes(critic.optimizer_state)
-    reference = 0 if run.reference is None else device_bytes(run.reference)
+    reference = _reference_bytes(run)
     decode = device_bytes(run.decode_params)
     shared = shared_bytes(run.decode_params, state.params)
     draft = sum(map(device_bytes, run.draft_params.values()))
@@ -75,7 +80,7 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     temporaries = dict.fromkeys(PHASES, 0)
     for program in run.programs:
         phase = "rollout" if program.kind in _ROLLOUT else "update"
-        beside = _beside(program, held, decode, shared, draft, cache, params, state)
+        beside = _beside(program, held, decode, shared, draft, cache, params, trained, state)
         if program.total + beside > peaks.get(phase, (0, ""))[0]:
             peaks[phase] = program.total + beside, program.name
         temporaries[phase] = max(temporaries[phase], program.temporaries)
@@ -83,7 +88,7 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
         weights,
         moments,
         reference,
-        params,
+        trained,
         decode - shared,
         draft,
         cache,
@@ -94,8 +99,26 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     )
 
 
+def _reference_bytes(run: PlannedRun) -> int:
+    """Returns the bytes of the reference that no other weights share."""
+    if run.reference is None:
+        return 0
+    lora = run.config.policy.lora
+    if lora is None or run.config.algorithm.teacher is not None:
+        return device_bytes(run.reference)
+    return 0 if lora.path is None else device_bytes(run.train_state.base)
+
+
 def _beside(
-    program: Program, held: int, decode: int, shared: int, draft: int, cache: int, params: int, state: object
+    program: Program,
+    held: int,
+    decode: int,
+    shared: int,
+    draft: int,
+    cache: int,
+    params: int,
+    trained: int,
+    state: TrainState,
 ) -> int:
     """Returns the bytes of arrays that exist while a program runs and that are none of its arguments."""
     kind = program.kind
@@ -107,10 +130,20 @@ def _beside(
         return held + decode - shared + (cache if kind == "extend" else 0)
     if kind in ("insert", "grow", "compact"):
         return held + decode - shared + draft
+    if kind == "merge":
+        # Base and factors are arguments, and the merged matrices of before are deleted.
+        return held - 2 * device_bytes(state.base) - trained
+    if state.factors is not None and state.critic is not None:
+        # Programs of the critic are of all its weights.
+        critic = device_bytes(state.critic.params)
+        if "values" in program.name:
+            params, trained = critic, 0
+        elif kind == "apply" and program.arguments > critic:
+            trained = critic
     if kind == "gradients":
-        return held - params  # weights are an argument
+        return held - params - (trained if state.factors is not None else 0)  # weights are arguments
     if kind == "apply":
-        return held - 3 * params  # weights and both moments are arguments
+        return held - 3 * trained  # weights and both moments are arguments
     return held - params if kind.startswith("score") or kind == "values" else held
 
 

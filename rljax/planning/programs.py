@@ -30,9 +30,11 @@ from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import PackedBatch
 from rljax.models.config import ModelConfig
+from rljax.models.lora import Adapter, Lora, matrices_of
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
-from rljax.sharding import param_shardings, replicated_sharding, shard_params
+from rljax.sharding import factor_shardings, param_shardings, replicated_sharding, shard_params
+from rljax.training.adapter import factor_template
 from rljax.training.assembly import evaluation_sampling, sampling_params
 from rljax.training.learner import make_critic
 from rljax.training.saved_policy import saved_architecture
@@ -195,7 +197,7 @@ class PlannedRun:
       model: architecture of the policy.
       buckets: shapes of decoding.
       train_state: weights, moments and, with a critic, its state.
-      reference: weights of the reference, or None.
+      reference: weights of the reference, or None; under LoRA they may be the base.
       decode_params: the engine's copy of the weights.
       draft_params: weights of drafters on the device, by name.
       prefill_state: the decode state that prompts are first inserted into.
@@ -268,16 +270,26 @@ class Planning:
                 optimizer_state=self.place(tree.optimizer_state),
                 updates=self.place(tree.updates),
                 critic=self.place(tree.critic),
+                factors=self.place(tree.factors),
+                base=self.place(tree.base),
             )
         if isinstance(tree, dict) and "layers" in tree:
-            shardings = param_shardings(model, mesh)
-            return jax.tree.map(_placed, tree, {name: shardings[name] for name in tree})
+            return jax.tree.map(_placed, tree, self._shardings_of(tree))
         if isinstance(tree, dict):
             return {name: self.place(value) for name, value in tree.items()}
         if isinstance(tree, tuple):
             parts = map(self.place, tree)
             return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
         return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
+
+    def _shardings_of(self, tree: Params) -> Params:
+        """Shardings of params, of some of them, or of LoRA's factors."""
+        names = tuple(tree["layers"][0])
+        if any(isinstance(entry, dict) for entry in tree["layers"][0].values()):
+            return factor_shardings(self.model, self.mesh, names)
+        shardings = param_shardings(self.model, self.mesh)
+        layers = [{name: layer[name] for name in names} for layer in shardings["layers"]]
+        return {name: layers if name == "layers" else shardings[name] for name in tree}
 
     # -- the parts of a run ----------------------------------------------------------------------------------
 
@@ -324,7 +336,11 @@ class Planning:
         )
         optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=updates)
         sampling = sampling_params(config)
-        arguments = (config.algorithm, config.training, optimizer, pool, self.mesh)
+        adapter = None
+        if config.policy.lora is not None:
+            lora = Lora.of(config.policy.lora, self.model)
+            adapter = Adapter(lora, self.place(factor_template(self.model, lora)))
+        arguments = (config.algorithm, config.training, optimizer, pool, self.mesh, adapter)
         return Trainer(self.model, self.numerics, sampling, *arguments)
 
     def plan(self, compile_all: bool = True) -> PlannedRun:
@@ -381,6 +397,7 @@ class Planning:
 
     def _train_state(self, trainer: Trainer, critic: Any) -> TrainState:
         params = trainer.place(self.place(self._params("float32")))
+        adapter = trainer.adapter
 
         def init(params: Params) -> TrainState:
             count = jnp.zeros((), jnp.int32)
@@ -390,6 +407,12 @@ class Planning:
                 head = {"weight": jnp.zeros(self.model.hidden_size), "bias": jnp.zeros(())}
                 values = {"trunk": trunk, "head": head}
                 critic_state = TrainState(values, trainer.optimizer.init(values), count)
+            if adapter is not None:
+                params, factors = cast_matrices(params, self.numerics.dtype), adapter.factors
+                base = matrices_of(params, adapter.lora)
+                return TrainState(
+                    params, trainer.optimizer.init(factors), count, critic_state, factors=factors, base=base
+                )
             return TrainState(params, trainer.optimizer.init(params), count, critic_state)
 
         return self.place(jax.eval_shape(init, params))

@@ -122,34 +122,44 @@ class Roofline:
         """Returns the work of one micro-batch: its gradients, or only its logprobs."""
         run, training = self._run, self._run.config.training
         tokens = training.rows_per_microbatch * training.pack_length / self._batch_parts
-        params = run.train_state.params
+        state = run.train_state
+        params, trained = state.params, state.params if state.factors is None else state.factors
         whole = (
             sum(_whole(layer[name]) for layer in params["layers"] for name in _MATRICES) / self._mesh.tensor
         )
         head = _whole(params["embed"] if self._model.tie_embeddings else params["lm_head"])  # on every device
         forward = 2.0 * tokens * whole + self._attention_flops(tokens, training.pack_length)
         head_flops = 2.0 * tokens * head
-        passes = 1 if not backward else 4 if training.remat else 3
+        # The backward pass has two products for each of the forward pass; under LoRA one, as no gradient of a
+        # matrix is computed.
+        products = 2 if state.factors is None else 1
+        passes = 1 if not backward else 1 + products + training.remat
         # Logits are computed again in the backward pass, a chunk at a time.
-        flops = passes * forward + (4 if backward else 1) * head_flops
+        flops = passes * forward + (2 + products if backward else 1) * head_flops
         weights = (whole + head / self._mesh.tensor) * self._itemsize
         # About 16 arrays of the residual stream's size a layer are written and read, and gradients added up.
         stream = tokens * self._model.hidden_size * self._itemsize * self._model.num_layers * 16
         read = passes * (weights + 2 * stream) + (
-            12.0 * sum(map(_shard, jax.tree.leaves(params))) if backward else 0
+            12.0 * sum(map(_shard, jax.tree.leaves(trained))) if backward else 0
         )
         gathered = (whole + head / self._mesh.tensor) * self._itemsize
         fsdp, data = self._mesh.fsdp, self._mesh.data
         travelling = (2 if backward else 1) * gathered * (fsdp - 1) / fsdp
-        if backward:
+        if backward and state.factors is None:
             reduced = (whole + head / self._mesh.tensor) * 4.0
             travelling += reduced * (fsdp - 1) / fsdp + _all_reduce(reduced / fsdp, data)
         return Work(flops, read, passes * self._layer_sums(tokens), travelling)
 
     def optimizer(self) -> Work:
-        """Returns the work of applying the gradients: weights and two moments are read and written."""
-        local = sum(map(_shard, jax.tree.leaves(self._run.train_state.params)))
-        return Work(0.0, 28.0 * local)
+        """Returns the work of applying the gradients: weights and two moments are read and written.
+        Under LoRA those of the factors, and matrices are merged.
+        """
+        state = self._run.train_state
+        trained = state.params if state.factors is None else state.factors
+        local = sum(map(_shard, jax.tree.leaves(trained)))
+        merged = 0 if state.base is None else sum(map(_shard, jax.tree.leaves(state.base)))
+        rank = 0 if state.base is None else self._run.config.policy.lora.rank
+        return Work(2.0 * merged * rank, 28.0 * local + 2.0 * merged * self._itemsize)
 
 
 def _whole(leaf: Any) -> int:

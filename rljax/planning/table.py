@@ -5,6 +5,7 @@ from typing import Any
 
 from rljax.planning.hardware import GIB
 from rljax.planning.planner import PassTime, Plan, summary_line
+from rljax.planning.programs import PlannedRun
 
 
 def as_text(plan: Plan) -> str:
@@ -34,7 +35,7 @@ def _memory(plan: Plan) -> str:
     memory, run = plan.memory, plan.run
     batch, length = run.state.batch, run.buckets.cache[-1]
     rows = [
-        ("weights, float32", memory.weights),
+        (_weights_name(run), memory.weights),
         ("optimizer moments", memory.moments),
         ("reference weights", memory.reference),
         ("sums of gradients (update)", memory.gradients),
@@ -50,6 +51,13 @@ def _memory(plan: Plan) -> str:
         text.append((f"most at a time, {phase} ({program})", _size(size)))
     text.append(("there is", _size(memory.available)))
     return "memory of a device\n" + _rows(text, ("", "GiB"))
+
+
+def _weights_name(run: PlannedRun) -> str:
+    """What the weights of a run are."""
+    if run.train_state.factors is None:
+        return "weights, float32"
+    return f"merged weights and base, {run.config.policy.compute_dtype}; LoRA's factors, float32"
 
 
 def _programs(plan: Plan) -> str:

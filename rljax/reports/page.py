@@ -130,14 +130,17 @@ def _sampled_steps(run: RunData) -> Iterator[dict[str, Any]]:
             yield lines[i]
 
 
-def _pieces(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yields a sample's response in parts, each with whether it was an accepted draft."""
+def _pieces(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a sample's response in parts, each with what it is: "drafted" (an accepted draft), "read" (an
+    environment's turn), or "".
+    """
+    spans = [(*span, kind) for kind in ("drafted", "read") for span in sample.get(kind, ())]
     text, at = sample["response"], 0
-    for begin, end in sample.get("drafted", ()):
-        yield text[at:begin], False
-        yield text[begin:end], True
+    for begin, end, kind in sorted(spans):
+        yield text[at:begin], ""
+        yield text[begin:end], kind
         at = end
-    yield text[at:], False
+    yield text[at:], ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,11 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax import processes
+from rljax.environments.task import environment_of
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
@@ -30,19 +32,35 @@ class Group:
     Attributes:
       problem: the problem.
       prompt_ids: token ids of the prompt.
-      completions: G responses.
-      rewards: reward of each response by the task, with its named parts.
+      completions: G responses; of agents the sequences of G episodes, any number of each.
+      rewards: reward of each response by the task, with its named parts; of agents of each episode.
+      episodes: of agents the index of each sequence's episode in `rewards`; None otherwise.
     """
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     completions: list[Completion]
     rewards: list[dict[str, float]]
+    episodes: tuple[int, ...] | None = None
 
     @property
     def reward(self) -> np.ndarray:
-        """Rewards of the responses, float64 [G]."""
+        """Rewards of the responses, or of episodes, float64 [G]."""
         return np.asarray([reward["reward"] for reward in self.rewards])
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Place of each completion's reward in `rewards`."""
+        return range(len(self.completions)) if self.episodes is None else self.episodes
+
+    def prompt_of(self, completion: Completion) -> tuple[int, ...]:
+        """Returns the prompt of one of the completions."""
+        return self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+
+    def last_of(self, place: int) -> Completion | None:
+        """Returns the response of a reward, of an episode the last sequence; None where it has none."""
+        found = [each for each, own in zip(self.completions, self.places, strict=True) if own == place]
+        return found[-1] if found else None
 
 
 @dataclasses.dataclass
@@ -84,6 +102,9 @@ class Collector:
       seed: the run's seed.
       prompts: the task's prompts in tokens.
       max_response_length: largest number of tokens in a response.
+
+    Attributes:
+      has_turns: whether the task is an environment.
     """
 
     def __init__(
@@ -96,6 +117,7 @@ class Collector:
         max_response_length: int,
     ) -> None:
         self.task = task
+        self.has_turns = environment_of(task) is not None
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.seed = seed
@@ -171,18 +193,24 @@ class Collector:
     ) -> tuple[list[Group], float]:
         """Returns the rewarded groups of problems, and the seconds that rewarding took."""
         start, samples = time.perf_counter(), len(requests) // len(problems)
-        answered = [
-            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
-            for i, completion in enumerate(completions)
-        ]
-        # A reward may run code under a time limit: one process decides.
-        rewards = processes.from_first(lambda: judge(self.task, answered))
+        rewards = episode_rewards(completions) if self.has_turns else self._judged(problems, completions)
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
             prompt_ids = requests[members.start].prompt_ids
             groups.append(Group(problem, prompt_ids, list(completions[members]), rewards[members]))
         return groups, time.perf_counter() - start
+
+    def _judged(
+        self, problems: Sequence[Problem], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
+        samples = len(completions) // len(problems)
+        answered = [
+            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
+            for i, completion in enumerate(completions)
+        ]
+        # A reward may run code under a time limit: one process decides.
+        return processes.from_first(lambda: judge(self.task, answered))
 
     def requests(
         self,
@@ -215,8 +243,9 @@ class Collector:
                 purpose == TRAINING,
                 step,
                 sampling,
+                problem if self.has_turns else None,
             )
-            for prompt, index in zip(prompts, indices, strict=True)
+            for problem, prompt, index in zip(problems, prompts, indices, strict=True)
             for sample in range(samples)
         ]
 
@@ -224,7 +253,7 @@ class Collector:
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:
     """Returns rewarded responses in the form that drafters learn from."""
     return [
-        Outcome(group.prompt_ids, completion.response_ids, float(reward))
+        Outcome(group.prompt_of(completion), completion.response_ids, float(group.reward[place]))
         for group in groups
-        for completion, reward in zip(group.completions, group.reward, strict=True)
+        for completion, place in zip(group.completions, group.places, strict=True)
     ]

@@ -25,14 +25,16 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState
+from rljax.environments.use import EnvironmentUse
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
+from rljax.rollout.environment_turns import EnvironmentTurns
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.prefill_queue import Prefilled, PrefillQueue
 from rljax.rollout.running import RunningRequests
-from rljax.rollout.tool_turns import ToolTurns
+from rljax.rollout.tool_turns import Pauses, ToolTurns
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.run_ahead import saved_per_token
 from rljax.speculation.speculative_pass import VerifyingPass
@@ -89,7 +91,7 @@ class DecodeLoop:
       max_slots: responses decoded at a time.
       speculator: decodes with drafts; None for plain decoding.
       overlap: draft for one half of the slots while the device verifies the other.
-      tools: tools that responses may call; None for none.
+      tools: tools that responses may call, or the environment whose episodes they are; None for neither.
       policy: see `LoopPolicy`.
       on_sync: see `OnSync`.
       version: the number of the weights.
@@ -112,7 +114,7 @@ class DecodeLoop:
         max_slots: int,
         speculator: Speculator | None = None,
         overlap: bool = False,
-        tools: ToolUse | None = None,
+        tools: ToolUse | EnvironmentUse | None = None,
         policy: LoopPolicy = LoopPolicy(),
         on_sync: OnSync | None = None,
         version: int = 0,
@@ -124,7 +126,11 @@ class DecodeLoop:
         self.running_over_time = RunningRequests()
         self.state: DecodeState | None = None
         self.slots: list[LiveResponse | None] = []
-        self._tools = None if tools is None else ToolTurns(tools, self.statistics)
+        self._tools: Pauses | None = None
+        if isinstance(tools, EnvironmentUse):
+            self._tools = EnvironmentTurns(tools, self.statistics, engine.eos_token_ids)
+        elif tools is not None:
+            self._tools = ToolTurns(tools, self.statistics)
         self._run_ahead = None if speculator is None else speculator.run_ahead
         self._live: dict[LiveResponse, None] = {}  # waiting and decoded, in the order of arrival
         self._queue = PrefillQueue(engine, max_slots, speculator, self.statistics, policy.longest_first)
@@ -525,7 +531,8 @@ class DecodeLoop:
                 statistics.ahead_tokens += count
             else:
                 statistics.tokens += count
-            if call is not None and not response.ahead and end < response.request.max_response:
+            room = end is not None and end < response.request.max_response
+            if call is not None and not response.ahead and (room or self._tools.takes_last):
                 self._tools.call(response, call)
                 continue
             if end is None and result.active[slot]:
@@ -567,13 +574,11 @@ class DecodeLoop:
         """Returns the end of a response that a stop string or a call ends behind its first `known` tokens, or
         None; and the call.
         """
-        call = None if self._tools is None else self._tools.find(response, known)
         end = None
         if response.stop is not None:
             end = response.stop.find(response.tokens, known, response.turn_begin)
-        if call is not None and (end is None or call.end < end):
-            return call.end, call
-        return end, None
+        call = None if self._tools is None else self._tools.find(response, known, end)
+        return (end, None) if call is None else (call.end, call)
 
     def _append_answers(self, alone: bool) -> None:
         """Goes on behind the answers that tools have given, or ends responses where these do not fit."""
@@ -581,18 +586,18 @@ class DecodeLoop:
         if not answers:
             return
         slots, sizes, appended, continuations = [], [], [], []
-        responses = [response for response, _ in answers]
-        for response, ids in answers:
+        responses = [response for response, *_ in answers]
+        for response, ids, ending in answers:
             begin, slot, size = len(response.tokens), response.slot, response.positions
-            if len(ids) >= response.remaining:
-                ids, response.ending = [], "length"
+            if ending is not None or len(ids) >= response.remaining:
+                ids, response.ending = [], ending or "length"
                 self.slots[slot] = response.slot = None
             else:
                 left = response.remaining - len(ids)
                 continuations.append(Continuation(slot, size - 1, [response.tokens[-1], *ids], left))
                 response.tokens.extend(ids)
                 response.logprobs.extend([0.0] * len(ids))
-                self._tools.answered(response, begin, begin + len(ids))
+                self._tools.appended(response, begin, begin + len(ids))
             slots.append(slot)
             sizes.append(size)
             appended.append(ids)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from rljax.requests import Completion, FinishReason, PartialResponse, Request
+from rljax.requests import Completion, Episode, FinishReason, PartialResponse, Request
 from rljax.rollout.stop_strings import StopStrings
 
 Ending = FinishReason | Literal["cancelled"]
@@ -21,8 +21,10 @@ class LiveResponse:
       ahead: whether it is sampled only for drafts of a later rollout (`rljax/speculation/run_ahead.py`).
       tokens: token ids so far, tools' answers included.
       logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
-      tool_answers: (begin, end) of every tool's answer in `tokens`.
+      tool_answers: (begin, end) of every tool's answer, or environment's turn, in `tokens`.
       tool_calls: tools called so far.
+      actions: texts of the policy's turns that an environment has taken.
+      episode: what the environment made of them; None before the first one.
       versions: (position in the response, version of the weights) where each version began.
       drafted: number of draft nodes verified for it, without those under its present `number`.
       accepted: number of tokens from these nodes, likewise.
@@ -39,6 +41,8 @@ class LiveResponse:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     tool_answers: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     tool_calls: int = 0
+    actions: list[str] = dataclasses.field(default_factory=list)
+    episode: Episode | None = None
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -128,4 +132,5 @@ class LiveResponse:
             sampled_mask=self.sampled if with_mask else None,
             versions=tuple(self.versions),
             accepted_spans=tuple(self.accepted_spans),
+            episode=self.episode,
         )

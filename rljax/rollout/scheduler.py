@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from rljax.engine.engine import DecodeEngine
+from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
@@ -41,7 +42,7 @@ class Scheduler:
       stop_strings: see `StopStrings`; None for none.
       speculator: speculator, to decode with drafts; None for plain decoding.
       overlap: whether to draft for one half of the slots while the device verifies the other.
-      tools: tools that responses may call; None for none.
+      tools: tools that responses may call, or the environment whose episodes they are; None for neither.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scheduler:
         stop_strings: StopStrings | None = None,
         speculator: Speculator | None = None,
         overlap: bool = False,
-        tools: ToolUse | None = None,
+        tools: ToolUse | EnvironmentUse | None = None,
     ) -> None:
         self.engine = engine
         self.max_slots = max_slots

@@ -3,13 +3,13 @@
 Its size does not grow with the step: at most 64 bins, 256 points and a few thousand characters a sample.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from rljax.requests import Completion
 from rljax.rollout.collector import Group
 
 _MOST_BINS = 64
@@ -60,27 +60,50 @@ def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, in
 
 
 def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, Any]:
-    completion = group.completions[column]
-    response = decode(completion.response_ids.tolist())
-    drafted = _in_text(completion, response, decode)
+    completion = group.last_of(column)
+    if completion is None:  # an agent that asked for nothing
+        return {
+            "problem": group.problem.id,
+            "prompt": "",
+            "response": "",
+            "rewards": {name: _finite(value) for name, value in group.rewards[column].items()},
+            "tokens": 0,
+            "finish_reason": "nothing was sampled",
+        }
+    response, read = decode(completion.response_ids.tolist()), []
+    if completion.episode is not None or completion.prompt_ids is not None:  # with the markers of turns
+        decode = functools.partial(decode, skip_special_tokens=False)
+        response = decode(completion.response_ids.tolist())
+        read = _in_text(completion.response_ids, _runs(~completion.sampled_mask), response, decode)
+    drafted = _in_text(completion.response_ids, completion.accepted_spans, response, decode)
     return {
         "problem": group.problem.id,
-        "prompt": _shortened(decode(group.prompt_ids, skip_special_tokens=False)),
+        "prompt": _shortened(decode(group.prompt_of(completion), skip_special_tokens=False)),
         "response": _shortened(response),
         **({"drafted": _shortened_spans(drafted, len(response))} if drafted else {}),
+        **({"read": _shortened_spans(read, len(response))} if read else {}),
+        **({"turn_rewards": list(completion.episode.rewards)} if completion.episode is not None else {}),
         "rewards": {name: _finite(value) for name, value in group.rewards[column].items()},
         "tokens": len(completion.response_ids),
         "finish_reason": completion.finish_reason,
     }
 
 
-def _in_text(completion: Completion, text: str, decode: Callable[..., str]) -> list[tuple[int, int]]:
-    """Returns the accepted drafts of a response as (begin, end) in its text; none where a draft ends within a
-    character, whose place in the text is then unknown.
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (begin, end) of the runs of True in a mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(begin), int(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _in_text(
+    response_ids: np.ndarray, token_spans: Sequence[tuple[int, int]], text: str, decode: Callable[..., str]
+) -> list[tuple[int, int]]:
+    """Returns (begin, end) of tokens as (begin, end) in their text; none where one ends within a character,
+    whose place in the text is then unknown.
     """
     spans, at, length = [], 0, 0
-    tokens, parts = completion.response_ids.tolist(), []
-    for begin, end in (*completion.accepted_spans, (len(tokens), len(tokens))):
+    tokens, parts = response_ids.tolist(), []
+    for begin, end in (*token_spans, (len(tokens), len(tokens))):
         parts += [decode(tokens[at:begin]), decode(tokens[begin:end])]
         begins = length + len(parts[-2])
         length = begins + len(parts[-1])

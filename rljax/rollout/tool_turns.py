@@ -5,51 +5,78 @@ thread, and the other slots decode. The answer's tokens are then appended (`rlja
 the response continues. The order of the answers has no effect on the tokens, only on the time.
 """
 
+import abc
 import itertools
 import time
+from typing import NamedTuple
 
-from rljax.requests import DecodeStatistics
+from rljax.requests import DecodeStatistics, FinishReason
 from rljax.rollout.live_response import LiveResponse
+from rljax.tools.base import Tool
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
+from rljax.tools.workers import ToolAnswer, ToolWorkers
 
 _PATIENCE = 0.002
-"""Seconds that decoding waits for the answer to a new call: most tools are faster than a host sync."""
+"""Seconds that decoding waits for the next answer to new calls: most tools are faster than a host sync. It
+goes on while answers come, up to the time of a host sync: a pass for the first of many would be nearly
+empty.
+"""
 
 
-class ToolTurns:
-    """The calls of one decode loop.
+class Answered(NamedTuple):
+    """What a response has waited for.
+
+    Attributes:
+      response: the response.
+      tokens: tokens to append to it.
+      ending: reason of its end, without these tokens; None where it goes on.
+    """
+
+    response: LiveResponse
+    tokens: list[int]
+    ending: FinishReason | None
+
+
+class Pauses(abc.ABC):
+    """The responses of one decode loop that pause, and what they wait for.
 
     Args:
-      use: the tools.
+      workers: threads that work for them.
       statistics: counts of the loop, to add to.
 
     Attributes:
       paused: responses that wait for an answer.
+      takes_last: whether a response pauses although no token fits behind its call.
     """
 
-    def __init__(self, use: ToolUse, statistics: DecodeStatistics) -> None:
-        self._use, self._statistics = use, statistics
+    takes_last = False
+
+    def __init__(self, workers: ToolWorkers, statistics: DecodeStatistics) -> None:
+        self._workers, self._statistics = workers, statistics
         self.paused: set[LiveResponse] = set()
         self._numbers = itertools.count()
         self._calling: dict[int, LiveResponse] = {}  # by number of the call
         self._new = False  # whether decoding has not yet waited for the newest call
-        use.workers.forget()
+        workers.forget()
 
-    def find(self, response: LiveResponse, known: int) -> ToolCall | None:
-        """Returns the call that a response completes after its first `known` tokens, or None."""
-        if response.tool_calls == self._use.max_calls:
-            return None
-        return self._use.markup.find(response.tokens, response.turn_begin, known)
+    @abc.abstractmethod
+    def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
+        """Returns the call that a response completes after its first `known` tokens, or None.
 
+        Args:
+          response: the response.
+          known: number of leading tokens that complete no call.
+          stop: number of tokens up to the one that completes a stop string; None without one.
+        """
+
+    @abc.abstractmethod
     def call(self, response: LiveResponse, call: ToolCall) -> None:
         """Pauses a response, and starts its call."""
-        response.tool_calls += 1
-        number = next(self._numbers)
-        self.paused.add(response)
-        self._calling[number] = response
-        self._new = True
-        self._use.workers.submit(number, call.name, self._use.tools[call.name], call.text)
+
+    @abc.abstractmethod
+    def _answered(self, response: LiveResponse, answer: ToolAnswer) -> Answered:
+        """Returns what follows from the answer to a response's call."""
 
     def drop(self, response: LiveResponse) -> None:
         """Ignores the answer that a response waits for, if any."""
@@ -57,7 +84,7 @@ class ToolTurns:
             self.paused.remove(response)
             self._calling = {number: other for number, other in self._calling.items() if other != response}
 
-    def answers(self, alone: bool, most_seconds: float | None = None) -> list[tuple[LiveResponse, list[int]]]:
+    def answers(self, alone: bool, most_seconds: float | None = None) -> list[Answered]:
         """Returns answers that have arrived, with their responses, and ends the pause of these.
 
         Args:
@@ -68,7 +95,13 @@ class ToolTurns:
             return []
         answered, statistics = [], self._statistics
         start = time.perf_counter()
-        answers = self._use.workers.answers(most_seconds if alone else _PATIENCE if self._new else 0.0)
+        answers = self._workers.answers(most_seconds if alone else _PATIENCE if self._new else 0.0)
+        longest = max(statistics.device_seconds / max(statistics.host_syncs, 1), _PATIENCE)
+        while answers and self._workers.pending and time.perf_counter() - start < longest:
+            more = self._workers.answers(_PATIENCE)
+            answers += more
+            if not more:
+                break
         statistics.tool_waiting_seconds += time.perf_counter() - start
         self._new = False
         for answer in answers:
@@ -76,16 +109,51 @@ class ToolTurns:
             if response is None:  # dropped
                 continue
             self.paused.remove(response)
-            answered.append((response, self._use.markup.answer_ids(answer.text)))
+            answered.append(self._answered(response, answer))
             statistics.tool_calls += 1
             statistics.tool_errors += answer.failed
             statistics.tool_seconds += answer.seconds
         return answered
 
-    def answered(self, response: LiveResponse, begin: int, end: int) -> None:
+    def appended(self, response: LiveResponse, begin: int, end: int) -> None:
         """Records that a response continues after an answer, its tokens `begin` to `end`."""
         response.tool_answers.append((begin, end))
         self._statistics.tool_tokens += end - begin
+
+    def _pause(self, response: LiveResponse, name: str, tool: Tool, text: str) -> None:
+        number = next(self._numbers)
+        self.paused.add(response)
+        self._calling[number] = response
+        self._new = True
+        self._workers.submit(number, name, tool, text)
+
+
+class ToolTurns(Pauses):
+    """The calls of one decode loop.
+
+    Args:
+      use: the tools.
+      statistics: counts of the loop, to add to.
+    """
+
+    def __init__(self, use: ToolUse, statistics: DecodeStatistics) -> None:
+        super().__init__(use.workers, statistics)
+        self._use = use
+
+    def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
+        """Returns the call that a response completes before a stop string, or None."""
+        if response.tool_calls == self._use.max_calls:
+            return None
+        call = self._use.markup.find(response.tokens, response.turn_begin, known)
+        return call if call is None or stop is None or call.end < stop else None
+
+    def call(self, response: LiveResponse, call: ToolCall) -> None:
+        """Pauses a response, and calls the tool."""
+        response.tool_calls += 1
+        self._pause(response, call.name, self._use.tools[call.name], call.text)
+
+    def _answered(self, response: LiveResponse, answer: ToolAnswer) -> Answered:
+        return Answered(response, self._use.markup.answer_ids(answer.text), None)
 
 
 def tool_metrics(statistics: DecodeStatistics) -> dict[str, float]:

@@ -24,6 +24,7 @@ from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.environments.task import environment_of
 from rljax.errors import ConfigError, known_names
 from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
+from rljax.tasks.base import Problem, Task
+from rljax.tasks.registry import configured_task
 from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
 from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
@@ -77,6 +80,7 @@ class ServedPolicy:
       sampling: sampling distribution of requests that name none.
       worker: worker that decodes, not yet started. It holds the weights in the engine's dtype.
       drafters: names of the drafters in use.
+      task: environment whose episodes requests are; None for none.
     """
 
     tokenizer: Tokenizer
@@ -85,6 +89,7 @@ class ServedPolicy:
     sampling: SamplingParams
     worker: EngineWorker
     drafters: tuple[str, ...]
+    task: Task | None = None
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -101,12 +106,13 @@ class ServedPolicy:
         sample: int,
         max_tokens: int,
         sampling: SamplingParams | None = None,
+        problem: Problem | None = None,
     ) -> Request:
-        """Returns a request with the noise of (seed, sample), and with `sampling` in place of the server's.
-        Seeds are taken modulo 2^64, so negative ones are valid.
+        """Returns a request with the noise of (seed, sample), and with `sampling` in place of the server's;
+        that of an episode with its problem. Seeds are taken modulo 2^64, so negative ones are valid.
         """
         key = request_key(seed % 2**64, SERVING, sample)
-        return Request(tuple(prompt_ids), key, max_tokens, training=False, sampling=sampling)
+        return Request(tuple(prompt_ids), key, max_tokens, training=False, sampling=sampling, problem=problem)
 
     def requested_sampling(self, changes: Mapping[str, float]) -> SamplingParams | None:
         """Returns the server's sampling distribution with a request's changes; None without any.
@@ -136,6 +142,7 @@ def open_policy(
     max_waiting: int = 256,
     steps_per_sync: int = 4,
     compile_first: bool = True,
+    plays: bool = False,
 ) -> ServedPolicy:
     """Loads a policy and makes the worker that decodes it.
 
@@ -146,6 +153,7 @@ def open_policy(
       max_waiting, steps_per_sync: see `EngineWorker`.
       compile_first: compile every program now, not at its first use. With drafters this is always done, since
         the choice of drafts depends on measured times of passes.
+      plays: whether responses are episodes of the run's environment.
 
     Raises:
       UserError: the policy cannot be loaded, or not be decoded with these options.
@@ -161,7 +169,12 @@ def open_policy(
     drafters = _drafters(config.speculation, options)
     numerics, invariance = make_numerics(config, saved.policy.config, mesh)
     say(numerics_line(config, invariance))
-    scheduler = make_scheduler(config, saved.policy, drafters, numerics, pool, mesh, per_slot_sampling=True)
+    task = configured_task(config.task, config.seed, say) if plays else None
+    if plays and environment_of(task) is None:
+        raise ConfigError(f"--episode: {config.task.name} is no environment; give a prompt")
+    scheduler = make_scheduler(
+        config, saved.policy, drafters, numerics, pool, mesh, per_slot_sampling=True, task=task
+    )
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
     learned_together = {}
@@ -186,10 +199,17 @@ def open_policy(
         warm_up(scheduler, params, config, requests_join=True)
         _report_untrained(drafters, say)
     worker = EngineWorker(
-        engine, params, scheduler.max_slots, speculator, max_waiting, steps_per_sync, learned_together
+        engine,
+        params,
+        scheduler.max_slots,
+        speculator,
+        max_waiting,
+        steps_per_sync,
+        learned_together,
+        environment=scheduler.tools,
     )
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
-    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters))
+    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), task)
 
 
 def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]:

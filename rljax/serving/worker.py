@@ -19,6 +19,7 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
+from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
@@ -128,6 +129,10 @@ class EngineWorker:
       learned_together: number of responses that drafters learn at once, by prompt; 1 for other prompts.
         Drafters keep a prompt's newest rollouts, so single responses, learned as rollouts, would replace
         those of a run.
+      learns: whether drafters learn from finished responses, and end with the worker; False where a training
+        run has the drafters.
+      version: number of the weights.
+      environment: environment whose episodes the jobs are; None for none.
 
     Attributes:
       loop: the decode loop, used by the thread alone.
@@ -144,11 +149,25 @@ class EngineWorker:
         max_waiting: int = 256,
         steps_per_sync: int = 4,
         learned_together: Mapping[tuple[int, ...], int] | None = None,
+        learns: bool = True,
+        version: int = 0,
+        environment: EnvironmentUse | None = None,
     ) -> None:
         self.engine, self.speculator = engine, speculator
         self.max_slots, self.max_waiting = max_slots, max_waiting
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
-        self.loop = DecodeLoop(engine, params, max_slots, speculator, policy=policy, on_sync=self._deliver)
+        deliver = self._deliver
+        self.loop = DecodeLoop(
+            engine,
+            params,
+            max_slots,
+            speculator,
+            tools=environment,
+            policy=policy,
+            on_sync=deliver,
+            version=version,
+        )
+        self._learns = learns and speculator is not None
         self.endings: collections.Counter[Ending] = collections.Counter()
         self.error: BaseException | None = None
         self._changed = threading.Condition()
@@ -230,7 +249,7 @@ class EngineWorker:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        if self.speculator is not None:
+        if self._learns:
             self.speculator.close()
         return not self._thread.is_alive()
 
@@ -297,7 +316,7 @@ class EngineWorker:
         if cancelled:
             self.loop.cancel(cancelled)
         if taken:
-            if self.speculator is not None:
+            if self._learns:
                 self.speculator.decisions.take()  # a server does not log decisions; drop them
                 # Also with no responses: drafters discard trees of a rollout that `learn` has not followed.
                 self.speculator.learn(self._finished.take())
@@ -316,7 +335,7 @@ class EngineWorker:
                 continue
             with self._changed:
                 del self._live[response]
-            if self.speculator is not None and response.ending != "cancelled":
+            if self._learns and response.ending != "cancelled":
                 ids = np.asarray(response.tokens, np.int32)
                 self._finished.add(Outcome(job.request.prompt_ids, ids, 0.0))
             self._end(job, tokens, logprobs, response.ending)

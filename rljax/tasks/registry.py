@@ -1,11 +1,12 @@
 """Makes a config's task by name, and checks its arguments before anything expensive starts."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from rljax.config import ExperimentConfig, RewardConfig, TaskConfig
+from rljax.environments.registry import ADAPTERS, ENVIRONMENTS, is_environment, make_environment_task
 from rljax.errors import ConfigError, known_names
+from rljax.tasks.arguments import check_arguments
 from rljax.tasks.base import Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.curriculum import Curriculum
@@ -41,33 +42,33 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
     """
     if name not in TASKS:
-        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, [*TASKS, 'mixture'])}")
-    factory = TASKS[name]
-    parameters = inspect.signature(factory).parameters
-    known = [parameter for parameter in parameters if parameter != "seed"]
-    for argument in args:
-        if argument not in known:
-            raise ConfigError(
-                f"task.args.{argument}: {name} has no such argument; {known_names(argument, known)}"
-            )
-    for argument in known:
-        if parameters[argument].default is inspect.Parameter.empty and argument not in args:
-            raise ConfigError(f"task.args.{argument}: must be set for {name}")
-    return factory(seed=seed, **args)
+        known = [*TASKS, *ENVIRONMENTS, *ADAPTERS, "mixture"]
+        raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, known)}")
+    check_arguments(name, TASKS[name], args)
+    return TASKS[name](seed=seed, **args)
 
 
-def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Task:
+def configured_task(config: TaskConfig, seed: int, report: Report = print, judged: bool = True) -> Task:
     """Returns the task of a config with its rewards, as a mixture or in epochs where the config says so.
 
     Args:
       config: the section.
       seed: the run seed.
       report: called with a line for each reward that fails without stopping the run.
+      judged: whether its rewards are needed; False where agents judge.
     """
-    if config.mixture:
+    if not judged and is_environment(config.name):
+        raise ConfigError(
+            f"task.name: {config.name} is an environment, which agents cannot play; take a task"
+        )
+    if not judged and not config.mixture:
+        task = make_task(config.name, seed, **config.args)
+    elif config.mixture:
         task = Mixture(
             seed, [(item, _part(config, number, seed, report)) for number, item in enumerate(config.mixture)]
         )
+    elif is_environment(config.name):
+        task = make_environment_task(config, seed, report)
     else:
         task = _rewarded(make_task(config.name, seed, **config.args), config, report, "task.rewards")
     return EpochTask(task, config.problems) if config.problems else task
@@ -75,7 +76,7 @@ def configured_task(config: TaskConfig, seed: int, report: Report = print) -> Ta
 
 def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
     """Returns the task of an experiment, after making a first problem of every split that it uses."""
-    task = configured_task(config.task, config.seed, report)
+    task = configured_task(config.task, config.seed, report, judged=config.agents is None)
     splits = ["train"]
     splits += ["heldout"] if config.evaluation.problems else []
     splits += ["warm_start"] if config.warm_start is not None else []
@@ -105,6 +106,8 @@ def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:
     """Returns one task of a mixture."""
     item = config.mixture[number]
     key = f"task.mixture.{number}"
+    if is_environment(item.name):
+        raise ConfigError(f"{key}.name: {item.name} is an environment, which a mixture cannot hold")
     part_config = config.model_copy(
         update={
             "name": item.name,

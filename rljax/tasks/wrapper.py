@@ -37,6 +37,11 @@ class Wrapper(abc.ABC):
     def __init__(self, *tasks: Task) -> None:
         self._inner = tasks
 
+    @property
+    def inner(self) -> tuple[Task, ...]:
+        """The inner tasks."""
+        return self._inner
+
     @abc.abstractmethod
     def problem(self, split: Split, index: int) -> Problem:
         """See `Task.problem`."""

@@ -50,9 +50,13 @@ class ToolWorkers:
     Args:
       most: most calls at a time; others wait.
       time_limit: seconds that a call may take from its start.
+      where, key: what the calls are of, and the config key of the time limit, for errors.
     """
 
-    def __init__(self, most: int, time_limit: float) -> None:
+    def __init__(
+        self, most: int, time_limit: float, where: str = "tools", key: str = "tools.time_limit"
+    ) -> None:
+        self._where, self._key = where, key
         self._most, self._time_limit = most, time_limit
         self._numbers = itertools.count()
         self._waiting: collections.deque[_Call] = collections.deque()
@@ -137,8 +141,8 @@ class ToolWorkers:
             self._abandoned.add(number)
             if len(self._abandoned) > MOST_ABANDONED:
                 raise UserError(
-                    f"tools: {len(self._abandoned)} calls have not come back, the last one of {call.name}"
-                    f" after {self._time_limit:g} s; mend the tool, or raise tools.time_limit"
+                    f"{self._where}: {len(self._abandoned)} calls have not come back, the last one of"
+                    f" {call.name} after {self._time_limit:g} s; mend it, or raise {self._key}"
                 )
             text = error_line(f"no answer after {self._time_limit:g} s")
             new_answers.append(ToolAnswer(call.key, text, True, self._time_limit))

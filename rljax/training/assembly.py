@@ -24,6 +24,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
 from rljax.engine.plain_programs import PlainPrograms
+from rljax.environments.use import make_environment_use
 from rljax.errors import ConfigError
 from rljax.kernels.token_logprobs.base import chunk_columns
 from rljax.models.config import ModelConfig
@@ -41,6 +42,7 @@ from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import has_spare_cores
+from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
 
@@ -154,6 +156,7 @@ def make_scheduler(
     pool: ExecutablePool,
     mesh: Mesh | None,
     per_slot_sampling: bool = False,
+    task: Task | None = None,
 ) -> Scheduler:
     """Returns a scheduler with its engine and, if there are drafters, its speculator.
 
@@ -166,6 +169,7 @@ def make_scheduler(
       mesh: from `rljax.sharding.make_mesh`.
       per_slot_sampling: whether requests may have their own temperature and filters; in any case where
         evaluations have others than rollouts.
+      task: task of the problems, where it may be an environment.
 
     Raises:
       UserError: a drafter does not fit the policy, or the drafters do not fit the manager.
@@ -198,7 +202,10 @@ def make_scheduler(
         )
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
     tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
-    return Scheduler(engine, config.engine.max_slots, stop, speculator, speculation.overlap, tools)
+    environment = None if task is None else make_environment_use(config, task, policy.tokenizer)
+    return Scheduler(
+        engine, config.engine.max_slots, stop, speculator, speculation.overlap, environment or tools
+    )
 
 
 def warm_up(
@@ -226,7 +233,7 @@ def warm_up(
       first_prompts: lengths of the first prompts, in tokens. The programs that they use come first.
     """
     engine, slots, speculator = scheduler.engine, scheduler.max_slots, scheduler.speculator
-    prompt_length, tools = config.rollout.max_prompt_length, config.tools is not None
+    prompt_length, tools = config.rollout.max_prompt_length, scheduler.tools is not None
     any_request = requests_join or resumes  # of any length that fits
     longest = None if any_request else prompt_length + config.rollout.max_response_length
     late_inserts = requests_join or (speculator is not None and speculator.run_ahead is not None)

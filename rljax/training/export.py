@@ -1,4 +1,6 @@
-"""Exports a run's policy as a Hugging Face directory, and its EAGLE head for serving engines."""
+"""Exports a run's policy as a Hugging Face directory, its adapter for PEFT, and its EAGLE head for serving
+engines.
+"""
 
 import contextlib
 import os
@@ -16,6 +18,7 @@ from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.head_state import nested_leaves
 from rljax.config.decoding import SpeculationConfig
 from rljax.errors import CheckpointError
+from rljax.models import peft
 from rljax.models.huggingface import save_model
 from rljax.training.model_card import model_card
 from rljax.training.saved_policy import SavedPolicy
@@ -23,8 +26,13 @@ from rljax.training.saved_policy import SavedPolicy
 _HEAD = "/train.params."  # between a head's name and its weights in a checkpoint's drafter state
 
 
-def check_destination(destination: str | os.PathLike[str], force: bool) -> Path:
+def check_destination(destination: str | os.PathLike[str], force: bool, config: str = "config.json") -> Path:
     """Returns the resolved destination if an export may be written there.
+
+    Args:
+      destination: directory to write.
+      force: whether to replace a model.
+      config: file that makes a directory one of a model, or `adapter_config.json` of an adapter.
 
     Raises:
       CheckpointError: the destination holds a model and `force` is False, or it holds something that is not
@@ -33,8 +41,9 @@ def check_destination(destination: str | os.PathLike[str], force: bool) -> Path:
     path = Path(destination).resolve()
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return path
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} exists and is not a model directory; choose another one")
+    if not (path / config).is_file():
+        kind = "a model" if config == "config.json" else "an adapter"
+        raise CheckpointError(f"{path} exists and is not {kind} directory; choose another one")
     if not force:
         raise CheckpointError(
             f"{path} holds a model already; choose another directory, or replace it: --force"
@@ -66,6 +75,27 @@ def export_policy(
     with _replacing(path) as partial:
         save_model(partial, policy.config, policy.params, dtype, tokenizer_source=policy.tokenizer_directory)
         (partial / "README.md").write_text(model_card(saved, dtype, path.name), encoding="utf-8")
+    return path
+
+
+def export_adapter(
+    saved: SavedPolicy, destination: str | os.PathLike[str], dtype: str = "float32", force: bool = False
+) -> Path:
+    """Writes the adapter of a run with LoRA in PEFT's format, with a model card. Arguments as in
+    `export_policy`.
+
+    Raises:
+      CheckpointError: the run has no adapter, or the destination cannot be written.
+    """
+    if saved.experiment is None or saved.adapter is None:
+        raise CheckpointError(f"{saved.path} has no adapter: it was trained without policy.lora")
+    path, base = check_destination(destination, force, peft.CONFIG), str(saved.adapter.base.resolve())
+    settings, model = saved.experiment.policy.lora, saved.policy.config
+    with _replacing(path) as partial:
+        factors = saved.adapter.adapter.factors
+        peft.save_adapter(partial, model, settings, factors, base, saved.adapter.base_digest, dtype)
+        card = model_card(saved, dtype, path.name, adapter_of=base)
+        (partial / "README.md").write_text(card, encoding="utf-8")
     return path
 
 

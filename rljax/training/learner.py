@@ -76,7 +76,8 @@ class Learner:
       numerics: numerics of the engine.
       trainer: trainer of the policy.
       pool: pool of compiled programs.
-      policy_params: weights that the run starts from; copied if they are the reference.
+      policy_params: weights that the run starts from; copied if they are the reference of a run that trains
+        all weights. Under LoRA they are the base.
       teacher: the reference in their place, from `reference.load_teacher`.
 
     Attributes:
@@ -109,9 +110,14 @@ class Learner:
         return self._reference is not None and self._algorithm.kl_in == "loss"
 
     def init(self, policy_params: Params) -> TrainState:
-        """Returns the state before the first step, including the critic's. `policy_params` stay valid."""
+        """Returns the state before the first step, including the critic's. `policy_params` are those of
+        `Learner`, and stay valid.
+        """
         critic = None if self._critic is None else self._critic.init(policy_params)
-        return self._trainer.init(policy_params).replace(critic=critic)
+        state = self._trainer.init(policy_params)
+        if self._reference is not None:
+            self._reference.share(state)
+        return state.replace(critic=critic)
 
     def warm_up(self, state: TrainState, sampler: Params | None = None) -> None:
         """Compiles every program that `learn` needs, without running any.
@@ -232,6 +238,7 @@ class Learner:
         completions = completions_of(groups)
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
         rewards = algorithm.reward_coefficient * rewards
+        owners = _owners(groups)
         if algorithm.overlong_buffer:
             rewards = rewards + soft_overlong_punishment(
                 lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
@@ -266,6 +273,7 @@ class Learner:
             algorithm.gae_lambda,
             None if penalties is None else jnp.asarray(penalties),
             None if values is None else jnp.asarray(values),
+            None if owners is None else jnp.asarray(owners),
         )
         advantages, kept = np.asarray(estimate.advantages), mask
         if algorithm.corrects_rollout:
@@ -383,6 +391,16 @@ class Learner:
         first = {name: value for name, value in collected[0].items() if name.startswith("mismatch/")}
         averaged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         return policy.replace(critic=critic), averaged | first
+
+
+def _owners(groups: Sequence[Group]) -> np.ndarray | None:
+    """Returns the index of each completion's reward among those of the step; None where it is its own."""
+    if all(group.episodes is None for group in groups):
+        return None
+    size = len(groups[0].rewards)
+    return np.asarray(
+        [place + number * size for number, group in enumerate(groups) for place in group.places]
+    )
 
 
 def _check_gradient(model: str, metrics: dict[str, float], key: str) -> None:

@@ -19,6 +19,7 @@ from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics, pass_shares
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcomes
+from rljax.rollout.episodes import environment_metrics
 from rljax.rollout.metrics import mean_rewards, rollout_metrics, tokens_per_second
 from rljax.rollout.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
@@ -46,6 +47,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
     end = time.perf_counter()
 
     # RECORD
+    completions = [completion for group in rollout.sampled for completion in group.completions]
     reporting.record_rollout(run, rollout.sampled, rollout.statistics)
     return {
         **rollout_metrics(rollout.groups, rollout.sampled, rollout.statistics, rollout.timing),
@@ -53,6 +55,8 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **({} if run.config.tools is None else tool_metrics(rollout.statistics)),
         **(lag_metrics(rollout.groups, run.step) if oldest_lag(run) else {}),
         **decoding_rate(run, rollout.statistics.tokens, end - start),
+        **(environment_metrics(completions, rollout.statistics) if run.collector.has_turns else {}),
+        **({} if run.agents is None else run.agents.metrics()),
         **update_metrics,
         **run.compilation_metrics,
         **({} if run.cluster is None else run.cluster.metrics()),

@@ -109,7 +109,7 @@ def pack_minibatch(
     """Packs some of a step's responses and cuts them into micro-batches. Arguments as in `make_minibatches`;
     `members` is int [n], indices among the step's N responses.
     """
-    prompts = [group.prompt_ids for group in groups for _ in group.completions]
+    prompts = [group.prompt_of(completion) for group in groups for completion in group.completions]
     completions = completions_of(groups)
     sequences = [
         TrainingSequence(

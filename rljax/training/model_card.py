@@ -20,29 +20,31 @@ from rljax.run_directory import RunDirectory
 from rljax.training.saved_policy import SavedPolicy
 
 
-def model_card(saved: SavedPolicy, dtype: str, name: str) -> str:
+def model_card(saved: SavedPolicy, dtype: str, name: str, adapter_of: str | None = None) -> str:
     """Returns Markdown with the YAML header that model hubs read.
 
     Args:
       saved: a policy of a run.
       dtype: dtype of the exported weights.
       name: name of the exported directory.
+      adapter_of: directory of the base, if an adapter is exported and not the policy.
     """
     config, policy = saved.experiment, saved.policy.config
     directory = RunDirectory(saved.path)
     header = {
-        "library_name": "transformers",
+        "library_name": "transformers" if adapter_of is None else "peft",
         "pipeline_tag": "text-generation",
         "tags": ["rljax", "reinforcement-learning", config.algorithm.name],
     }
     start = "made from scratch" if config.policy.path is None else f"from `{Path(config.policy.path).name}`"
+    what = "A" if adapter_of is None else "The LoRA adapter of a"
     lines = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {name}",
-        f"A {policy.architecture} policy with {num_params(policy):,} parameters, {start}, after"
+        f"{what} {policy.architecture} policy with {num_params(policy):,} parameters, {start}, after"
         f" {saved.step:,} of {config.training.steps:,} steps of {config.algorithm.name} on the task"
         f" `{config.task.name}`. Weights are stored as {dtype}.",
-        _USE.format(name=name),
+        _USE.format(name=name) if adapter_of is None else _USE_ADAPTER.format(name=name, base=adapter_of),
         "## Metrics",
         *_metrics(directory, saved.step),
         *_evaluation(saved),
@@ -65,6 +67,17 @@ prompt = tokenizer.apply_chat_template(
     [{{"role": "user", "content": "..."}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
 print(tokenizer.decode(model.generate(**prompt, do_sample=True)[0]))
+```"""
+
+
+_USE_ADAPTER = """## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{name}")
 ```"""
 
 

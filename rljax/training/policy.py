@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rljax import processes
 from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig, ShapeConfig
+from rljax.environments.use import training_texts
 from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
@@ -14,6 +15,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, init_params
 from rljax.tasks.base import Task
 from rljax.tasks.tokenizer_training import train_tokenizer
+from rljax.training.adapter import keeps_base, load_in_compute_dtype
 
 _TOKENIZER_PROBLEMS = 2000
 TOKENIZER_VOCAB = 320
@@ -26,7 +28,7 @@ class Policy:
 
     Attributes:
       config: architecture.
-      params: float32 weights.
+      params: float32 weights; of a run with LoRA, matrices in the compute dtype.
       tokenizer: tokenizer.
       tokenizer_directory: directory of the tokenizer's files.
       eos_token_ids: tokens that end a response.
@@ -50,7 +52,9 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
     if config.policy.path is None:
         processes.from_first(lambda: _make_tokenizer(task, directory))
     model_config, tokenizer, source, eos_token_ids = policy_parts(config, directory)
-    if config.policy.path is not None:
+    if config.policy.lora is not None and not keeps_base(config):
+        params = load_in_compute_dtype(source, model_config, config.policy.compute_dtype)
+    elif config.policy.path is not None:
         params = load_params(source, model_config, dtype="float32")
     else:
         params = init_params(model_config, config.seed)
@@ -62,8 +66,7 @@ def _make_tokenizer(task: Task, directory: Path) -> None:
     if (directory / "tokenizer.json").exists():
         return
     problems = [task.problem("warm_start", index) for index in range(_TOKENIZER_PROBLEMS)]
-    texts = [problem.messages[-1]["content"] for problem in problems]
-    texts += [problem.solution for problem in problems if problem.solution is not None]
+    texts = [text for problem in problems for text in training_texts(task, problem)]
     try:
         train_tokenizer(texts, TOKENIZER_VOCAB, directory)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The reference of a KL penalty: the policy before RL, or a teacher (`algorithm.teacher`).
+"""The reference of a KL penalty: the policy before RL, or a teacher (`algorithm.teacher`). Under LoRA the
+policy before RL is the base, which the trainer holds anyway.
 
 With a teacher and the KL in the reward, every token is rewarded by how much likelier the teacher finds it.
 This is on-policy distillation: the reverse KL of GKD (Agarwal et al., arXiv 2306.13649) on samples
@@ -13,9 +14,12 @@ import numpy as np
 
 from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError, ConfigError, TokenizerError
+from rljax.learning.accumulation import TrainState
 from rljax.learning.packing import PackedBatch
 from rljax.models.digest import weights_digest
+from rljax.models.lora import matrices_of, with_matrices
 from rljax.models.transformer import Params, num_params
+from rljax.training.factor_updates import base_params
 from rljax.training.policy import Policy
 from rljax.training.saved_policy import load_saved_policy
 from rljax.training.update import Trainer
@@ -26,7 +30,8 @@ class Reference:
 
     Args:
       trainer: trainer of the reference's architecture; it only scores.
-      params: weights; copied.
+      params: weights; copied, unless the trainer trains an adapter beside them: then `share` gives the copy
+        that it has.
 
     Attributes:
       digest: digest of the weights.
@@ -35,7 +40,22 @@ class Reference:
     def __init__(self, trainer: Trainer, params: Params) -> None:
         self.digest = weights_digest(params)
         self._trainer = trainer
-        self._params = trainer.place(jax.tree.map(jnp.copy, params))
+        self._params: Params | None = None
+        if trainer.adapter is None:
+            self._params = trainer.place(jax.tree.map(jnp.copy, params))
+        elif trainer.adapter.is_trained:
+            self.digest = weights_digest({"base": params, "factors": trainer.adapter.factors})
+
+    def share(self, state: TrainState) -> None:
+        """Takes the weights from the state before the first update, unless they are there: the base or, where
+        the adapter was trained before, a copy of what is merged.
+        """
+        if self._params is not None:
+            return
+        self._params = base_params(state)
+        if self._trainer.adapter.is_trained:
+            merged = matrices_of(state.params, self._trainer.adapter.lora)
+            self._params = with_matrices(state.params, jax.tree.map(jnp.copy, merged))
 
     def score(self, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Returns logprobs of the targets, float32 [R, T] per batch; see `Trainer.score_reference`."""

@@ -5,7 +5,9 @@ from typing import Any
 from rljax import processes
 from rljax.errors import CheckpointError
 from rljax.training import staleness
+from rljax.training.adapter import BASE_DIGEST, check_base, keeps_base, write_base
 from rljax.training.checkpoint import template_of
+from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.training_run import TrainingRun
 
 
@@ -30,16 +32,27 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     """Restores the newest checkpoint, if there is one, and removes later lines from the run's files.
 
     Raises:
-      CheckpointError: the checkpoint is unreadable or not a training run's; or the KL penalty's reference or
-        the task's data have changed since, and `allow_changes` is False.
+      CheckpointError: the checkpoint is unreadable or not a training run's, or its adapter has another base;
+        or the KL penalty's reference or the task's data have changed since, and `allow_changes` is False.
     """
-    if processes.from_first(run.checkpoints.latest_step) is None:
+    newest = processes.from_first(run.checkpoints.latest_step)
+    if newest is None:
         run.directory.truncate_after(-1)
+        if keeps_base(run.config):
+            write_base(run.config, run.trainer.config, base_params(run.state), run.tokenizer_directory)
         return
+    if run.base_digest is not None:
+        saved = run.checkpoints.host_state(newest).get(BASE_DIGEST)
+        path = run.checkpoints.directory / str(newest)
+        check_base(path, saved, run.base_digest, run.config.policy.path)
 
     # The state is replaced by its template first: there may be no room for two states.
-    template, run.state = template_of(run.state), None
+    template = template_of(trained_alone(run.state))
+    base = None if run.base_digest is None else base_params(run.state)
+    run.state = None
     run.step, run.state, host_state = run.checkpoints.restore(template)
+    if base is not None:
+        run.state = run.trainer.merged(base, run.state)
     if "data_position" not in host_state:
         path = run.checkpoints.directory / str(run.step)
         raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")

@@ -19,12 +19,36 @@ from rljax.errors import CheckpointError, ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
+from rljax.models.lora import Adapter, Lora
 from rljax.models.tokenizer import Tokenizer
-from rljax.models.transformer import param_shapes
+from rljax.models.transformer import Params, param_shapes
 from rljax.run_directory import RunDirectory
+from rljax.training.adapter import (
+    BASE_DIGEST,
+    base_path,
+    check_base,
+    factor_template,
+    load_base,
+    merged_in_float32,
+)
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.policy import Policy, policy_parts
 from rljax.training.staleness import SAMPLED_BY
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter that was loaded from disk.
+
+    Attributes:
+      adapter: settings and factors.
+      base: directory of the base.
+      base_digest: name of the base, from `base_digest`.
+    """
+
+    adapter: Adapter
+    base: Path
+    base_digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +60,14 @@ class SavedPolicy:
       policy: the policy, with float32 weights.
       experiment: config of the run, with `path` as `run_dir`; None for a Hugging Face directory.
       step: training step of the checkpoint; None for a Hugging Face directory.
+      adapter: of a run with LoRA, what is merged in the policy; else None.
     """
 
     path: Path
     policy: Policy
     experiment: ExperimentConfig | None
     step: int | None
+    adapter: SavedAdapter | None = None
 
     def drafter_state(self) -> dict[str, np.ndarray]:
         """Reads the state of the run's drafters at this step for `Speculator.load_state`; empty without
@@ -141,14 +167,32 @@ def _from_run(path: Path, step: int | None) -> SavedPolicy:
             f" config.yaml, {source}, which is not there"
         )
     config, tokenizer, source, eos_token_ids = _parts_of_run(path, experiment)
-    template = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        param_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-    step, state, _ = checkpoints.restore({"params": template}, step, partial=True)
-    policy = Policy(config, state["params"], tokenizer, source, eos_token_ids)
-    return SavedPolicy(path, policy, experiment, step)
+    if experiment.policy.lora is not None:
+        step, params, adapter = _merged(checkpoints, experiment, config, step)
+    else:
+        template = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+            param_shapes(config),
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
+        step, state, _ = checkpoints.restore({"params": template}, step, partial=True)
+        params, adapter = state["params"], None
+    policy = Policy(config, params, tokenizer, source, eos_token_ids)
+    return SavedPolicy(path, policy, experiment, step, adapter)
+
+
+def _merged(
+    checkpoints: RunCheckpoints, experiment: ExperimentConfig, model: ModelConfig, step: int | None
+) -> tuple[int, Params, SavedAdapter]:
+    """Reads the factors of a run with LoRA, and merges them with its base."""
+    lora = Lora.of(experiment.policy.lora, model)
+    template = {"factors": factor_template(model, lora)}
+    step, state, host_state = checkpoints.restore(template, step, partial=True)
+    base, found = load_base(experiment, model)
+    source = base_path(experiment)
+    check_base(checkpoints.directory / str(step), host_state.get(BASE_DIGEST), found, source)
+    params = merged_in_float32(base, state["factors"], lora)
+    return step, params, SavedAdapter(Adapter(lora, state["factors"], is_trained=True), source, found)
 
 
 def _from_huggingface(path: Path) -> SavedPolicy:

@@ -7,6 +7,8 @@ from typing import Any
 from rljax import processes
 from rljax.errors import CheckpointError, RunDirectoryError
 from rljax.training import staleness
+from rljax.training.adapter import BASE_DIGEST
+from rljax.training.factor_updates import trained_alone
 from rljax.training.training_run import TrainingRun
 
 
@@ -73,5 +75,8 @@ def save(run: TrainingRun, score: float | None) -> None:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:
         host_state["reference"] = run.learner.reference_digest
+    if run.base_digest is not None:
+        host_state[BASE_DIGEST] = run.base_digest
     begun, weights = staleness.state_of(run)
-    run.checkpoints.save(run.step, run.state, host_state | begun, {**drafter, **weights}, score)
+    arrays = {**drafter, **weights}
+    run.checkpoints.save(run.step, trained_alone(run.state), host_state | begun, arrays, score)

@@ -1,25 +1,34 @@
 """Everything a training run holds between steps, built from a config."""
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from drafters.registry import make_drafters
+from rljax import processes
+from rljax.agents.server import AgentServer
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
+from rljax.environments.use import check_environment
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
+from rljax.models.digest import base_digest
+from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, num_params
+from rljax.numerics.rows import cast_matrices
 from rljax.progress import Progress
 from rljax.rollout.collector import TRAINING, BegunGroups, Collector
 from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
+from rljax.tasks.base import Task
 from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
+from rljax.training.adapter import adapter_line, make_adapter
 from rljax.training.arrival import GroupsUnderWay
 from rljax.training.assembly import (
     evaluation_sampling,
@@ -40,6 +49,7 @@ from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
 if TYPE_CHECKING:
+    from rljax.agents.collector import AgentCollector
     from rljax.cluster.decoder import ClusterDecoder
 
 
@@ -68,10 +78,12 @@ class TrainingRun:
       replay: decodes the batches of another run's schedule; None for those of this run.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
       prompts: the task's prompts in tokens.
+      tokenizer_directory: directory of the tokenizer's files.
       curriculum: pass rates of the training problems; None without a curriculum.
       evaluation_sampling: the distribution that evaluations sample from; None for that of rollouts.
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
+      base_digest: under LoRA the name of the weights that the adapter is merged with; else None.
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
       speculator: the speculative part of the scheduler, or None.
       run_ahead: the speculator's run-ahead, or None.
@@ -98,8 +110,10 @@ class TrainingRun:
         self.trackers = Trackers(config, directory, progress.message)
         rollout, engine = config.rollout, config.engine
         mesh = make_mesh(config.mesh)
+        self.agent_server = None if config.agents is None else AgentServer(config.agents)  # binds its port
         self.pool = ExecutablePool(bool(engine.row_invariant), engine.compilation_cache)
         task = checked_task(config, progress.message)
+        check_environment(config, task, processes.count())
         check_success(task, "heldout", config.evaluation)
         heldout = distinct_problems(task, "heldout", config.evaluation.problems, progress.message)
 
@@ -112,9 +126,11 @@ class TrainingRun:
         self.prompts = Prompts(task, policy.tokenizer, longest, leave_out, self.curriculum)
         self.prompts.check(progress.message)
         self.heldout = list(self.prompts.fitting(heldout, progress.message))
+        self.tokenizer_directory = policy.tokenizer_directory
         progress.message(f"policy: {num_params(policy.config):,} parameters")
         progress.message(f"algorithm: {config.algorithm.describe(rollout.max_response_length)}")
         check_policy(config, policy)
+        adapter = make_adapter(config, policy.config, policy.params)
         teacher = load_teacher(config, policy)
         if teacher is not None:
             progress.message(teacher_line(config.algorithm.teacher, teacher))
@@ -126,24 +142,35 @@ class TrainingRun:
             policy = grown_policy(policy, config.policy.growth, config.seed)
             progress.message(f"grown to {num_params(policy.config):,} parameters")
             self.numerics, self.invariance = make_numerics(config, policy.config, mesh)
+        self.base_digest: str | None = None
+        if adapter is not None:
+            if config.policy.growth is not None:
+                adapter = make_adapter(config, policy.config)
+            policy = dataclasses.replace(policy, params=cast_matrices(policy.params, self.numerics.dtype))
+            self.base_digest = base_digest(policy.params)
+            progress.message(adapter_line(config, adapter))
         progress.message(numerics_line(config, self.invariance))
 
         # What rolls out.
         self.evaluation_sampling = evaluation_sampling(config)
-        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh)
+        scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh, task=task)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
         self._scheduler = scheduler
         if cluster is not None:
             cluster.build(scheduler, config, policy, self.invariance)
-        self.collector = Collector(
-            task,
-            policy.tokenizer,
-            scheduler if cluster is None else cluster,
-            config.seed,
-            self.prompts,
-            rollout.max_response_length,
-        )
+        self.agents: AgentCollector | None = None
+        if config.agents is not None:
+            self.collector = self.agents = self._agent_collector(task, policy.tokenizer)
+        else:
+            self.collector = Collector(
+                task,
+                policy.tokenizer,
+                scheduler if cluster is None else cluster,
+                config.seed,
+                self.prompts,
+                rollout.max_response_length,
+            )
 
         # What learns.
         updates_per_step = config.training.minibatches_per_step * config.training.epochs_per_step
@@ -159,6 +186,7 @@ class TrainingRun:
             optimizer,
             self.pool,
             mesh,
+            adapter,
         )
         shared = (self.numerics, self.trainer, self.pool)
         self.learner = Learner(config, policy.config, *shared, policy.params, teacher)
@@ -180,6 +208,22 @@ class TrainingRun:
         self.data_digests: dict[str, str] = fingerprint(task)
         self.drafter_state: dict[str, np.ndarray] = {}
 
+    def _agent_collector(self, task: Task, tokenizer: Tokenizer) -> "AgentCollector":
+        from rljax.agents.collector import AgentCollector  # needs the extra of the server
+
+        sampling, name = sampling_params(self.config), self.directory.path.name
+        return AgentCollector(
+            self.config,
+            task,
+            tokenizer,
+            self._scheduler,
+            self.prompts,
+            self.agent_server,
+            name,
+            sampling,
+            self.progress.message,
+        )
+
     def compile(self, wait: bool | None = None) -> None:
         """Compiles every program that the run begins with. Others may follow in the background, see
         `assembly.warm_up`; `close` ends that.
@@ -194,6 +238,12 @@ class TrainingRun:
             self.learner.warm_up(self.state, sampler)
             self.progress.message(self.pool.summary())
             self.cluster.wait()
+            return
+        if self.agents is not None:  # requests of any length join at any time
+            warm_up(self._scheduler, params, self.config, requests_join=True, resumes=True)
+            self.learner.warm_up(self.state)
+            self.progress.message(self.pool.summary())
+            self.agents.start()
             return
         num_prompts = self.config.rollout.prompts_per_step
         indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
@@ -237,6 +287,8 @@ class TrainingRun:
 
     def close(self) -> None:
         """Ends what goes on in the background."""
+        if self.agents is not None:
+            self.agents.close()
         self.engine.close()
         if self.speculator is not None:
             self.speculator.close()

@@ -4,12 +4,14 @@ The policy gradients of `rljax/algorithms` and the supervised warm start share o
 (`rljax/learning/accumulation.py`). Every token carries its weight in the mini-batch, so losses, gradients and
 metrics are plain sums: micro-batches add up to the mini-batch however it was cut.
 
-Weights and optimizer state are float32; matrix products are computed in `Numerics.compute_dtype`.
+Weights and optimizer state are float32; matrix products are computed in `Numerics.compute_dtype`. Under LoRA
+only the factors are trained, and are float32 (`factor_updates.py`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +30,13 @@ from rljax.errors import ConfigError
 from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
 from rljax.learning.packing import PackedBatch, build_batch, pack_sequences
 from rljax.models.config import ModelConfig
+from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple, shard_params
+from rljax.training.factor_updates import FactorUpdates
 from rljax.training.scoring import score_packed
 
 Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
@@ -162,10 +166,12 @@ class Trainer:
       optimizer: from `make_optimizer`.
       pool: pool of compiled programs; may be shared with engines and other trainers.
       mesh: devices to use; None for one.
+      adapter: LoRA's settings and first factors; None trains all weights.
 
     Attributes:
       row_multiple: number that divides the rows of every batch; an argument of `Packing.microbatches`.
       share_prompts: `training.share_prompts`; "off" on a mesh.
+      adapter: the argument.
     """
 
     def __init__(
@@ -178,6 +184,7 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         pool: ExecutablePool,
         mesh: Mesh | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.row_multiple = row_multiple(mesh)
         if training.rows_per_microbatch % self.row_multiple:
@@ -234,7 +241,13 @@ class Trainer:
             replicated = replicated_sharding(mesh)
             shardings = param_shardings(config, mesh)
             self._rope = target.put(self._rope, replicated)
-        self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+        self.adapter = adapter
+        self._accumulation: Accumulation | FactorUpdates
+        if adapter is None:
+            self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+        else:
+            arguments = (optimizer, pool, self._key, _MAXIMA, mesh)
+            self._accumulation = FactorUpdates(adapter, config, numerics.dtype, *arguments)
 
     # -- calls of the loop -----------------------------------------------------------------------------------
 
@@ -243,8 +256,16 @@ class Trainer:
         return shard_params(params, self.config, self.mesh)
 
     def init(self, params: Params) -> TrainState:
-        """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
+        """Returns the state before the first update. `params` (any float dtype) stay valid: they are copied,
+        or under LoRA shared, where no update changes them.
+        """
         return self._accumulation.init(self.place(params))
+
+    def merged(self, base: Params, trained: TrainState) -> TrainState:
+        """Returns the state under LoRA from its base, which is shared, and what `trained_alone` returned of
+        it.
+        """
+        return self._accumulation.merged(self.place(base), trained)
 
     def of_architecture(self, config: ModelConfig) -> "Trainer":
         """Returns a trainer of another architecture with the same settings, to score by its weights."""
@@ -379,19 +400,32 @@ class Trainer:
     def _unfiltered_scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
         return self._unfiltered_score(params, batch=batch, rope=rope)[0]
 
-    def _policy_step(self, params: Params, batch: PackedBatch, reference: Array | None, rope: Array) -> Sums:
-        def score(params: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            return self._score(params, batch=batch, rope=rope)
+    def _policy_step(self, trained: Params, *inputs: Any) -> Sums:
+        return self._gradients(self._score, self._objective, trained, *inputs)
 
-        return gradients(params, batch, reference, score, self._objective)
+    def _supervised_step(self, trained: Params, *inputs: Any) -> Sums:
+        return self._gradients(self._supervised_score, supervised_objective, trained, *inputs)
 
-    def _supervised_step(
-        self, params: Params, batch: PackedBatch, reference: Array | None, rope: Array
+    def _gradients(
+        self,
+        score: Callable[..., tuple[Array, Array]],
+        objective: Objective,
+        trained: Params,
+        batch: PackedBatch,
+        reference: Array | None,
+        rope: Array,
+        merged: Params | None = None,
     ) -> Sums:
-        def score(params: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            return self._supervised_score(params, batch=batch, rope=rope)
+        """As `gradients`. `merged` are the policy's weights where `trained` are factors."""
 
-        return gradients(params, batch, reference, score, supervised_objective)
+        def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
+            return score(self._weights(trained, merged), batch=batch, rope=rope)
+
+        return gradients(trained, batch, reference, score_trained, objective)
+
+    def _weights(self, trained: Params, merged: Params | None) -> Params:
+        """The policy to differentiate: the trained weights or, with the merged ones, the trained factors'."""
+        return trained if merged is None else adapted(merged, trained, self.adapter.lora)
 
 
 def _dtype(params: Params) -> str:

@@ -16,6 +16,8 @@ import safetensors
 from rljax import processes
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
+from rljax.environments.task import environment_of
+from rljax.environments.use import EnvironmentUse, make_environment_use
 from rljax.errors import CheckpointError, ConfigError
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
@@ -27,8 +29,9 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
 from rljax.sampling.distribution import SamplingParams
-from rljax.tasks.base import Task
+from rljax.tasks.base import Problem, Task
 from rljax.tasks.wrapper import fingerprint
+from rljax.tools.markup import Markup
 from rljax.tools.use import make_tool_use
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
@@ -149,24 +152,21 @@ def _demonstrations(
     config: ExperimentConfig, policy: Policy, task: Task, first: int
 ) -> tuple[list[TrainingSequence], int]:
     """Returns worked solutions of about `tokens_per_step` tokens from problem `first` on, and the index of
-    the next problem. Tools' answers in the solutions are read, but not learned.
+    the next problem. Tools' answers and an environment's turns are read, but not learned.
     """
     pairs, tokens, index = [], 0, first
     markup = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer).markup
+    environment = make_environment_use(config, task, policy.tokenizer)
     while tokens < config.warm_start.tokens_per_step:
         problem = task.problem("warm_start", index)
         index += 1
-        if problem.solution is None:
+        if environment is None and problem.solution is None:
             raise ConfigError(
                 f"warm_start: task {config.task.name} has no worked solution of {problem.id}; leave the"
                 " section out"
             )
         prompt = policy.tokenizer.encode_chat(problem.messages)
-        response, sampled = policy.tokenizer.encode(problem.solution), None
-        if markup is not None:
-            response, sampled = markup.encode_response(problem.solution)
-            sampled.append(True)
-        response.append(policy.eos_token_ids[0])
+        response, sampled = _response(policy, problem, markup, environment)
         if len(prompt) + len(response) > config.training.pack_length:
             continue
         tokens += len(prompt) + len(response)
@@ -181,12 +181,25 @@ def _demonstrations(
     return sequences, index
 
 
+def _response(
+    policy: Policy, problem: Problem, markup: Markup | None, environment: EnvironmentUse | None
+) -> tuple[list[int], list[bool] | None]:
+    """Returns the tokens of a worked solution with EOS, and which of them are learned; None for all."""
+    eos = policy.eos_token_ids[0]
+    if environment is not None:
+        return environment.demonstrate(problem, eos)
+    if markup is None:
+        return [*policy.tokenizer.encode(problem.solution), eos], None
+    response, sampled = markup.encode_response(problem.solution)
+    return [*response, eos], [*sampled, True]
+
+
 def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
     """Returns a digest of everything that the trained weights depend on, including the contents of files."""
     parts = {
         "version": _CACHE_VERSION,
         "seed": config.seed,
-        "policy": config.policy.model_dump(exclude={"growth"}),
+        "policy": config.policy.model_dump(exclude={"growth", "lora"}),
         "task": config.task.model_dump(
             include={"name", "args", *(["mixture"] if config.task.mixture else [])}
         ),
@@ -200,6 +213,8 @@ def _cache_key(config: ExperimentConfig, policy: Policy, task: Task) -> str:
         parts["data"] = data
     if config.tools is not None:
         parts["tools"] = config.tools.model_dump()
+    if environment_of(task) is not None:
+        parts["environment"] = config.environment.model_dump()
     if config.policy.path is not None:
         files = Tokenizer.files(policy.tokenizer_directory)
         texts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rljax.config import load_config
+from rljax.errors import ConfigError
 from rljax.planning.planner import default_lengths, make_plan, plan_shapes, planned_policy
 from rljax.planning.topologies import parse_topology
 from rljax.run_directory import RunDirectory
@@ -38,6 +39,7 @@ CASES = [
     ("qwen2.5-0.5b", "rtx4080:1", SMALL_DEVICE),
     ("qwen2.5-1.5b", "v5e:2x4", []),
     ("qwen2.5-1.5b", "h100:1", ["mesh.fsdp=1"]),
+    ("qwen2.5-1.5b-lora", "v5e:1x1", []),
     ("qwen3-8b", "v5e:8x8", V5E_64),
     ("qwen3-8b", "v5p:2x2x2", []),
     ("qwen3-8b", "h100:8", []),
@@ -57,7 +59,7 @@ PARAMETERS = {
 
 def _load(name, overrides=()):
     # Paths of models in configs are relative to the repository.
-    path = f"policy.path={CONFIGS / 'models' / name}"
+    path = f"policy.path={CONFIGS / 'models' / name.removesuffix('-lora')}"
     return load_config(CONFIGS / f"{name}.yaml", [path, *overrides])
 
 
@@ -115,6 +117,16 @@ def test_two_layers_of_it_compile(tmp_path, name, topology, overrides):
     plan = make_plan(config, parse_topology(topology), default_lengths(config, None, None, 0.8))
     assert {program.kind for program in plan.programs} >= {"prefill", "generate", "verify", "gradients"}
     assert 0 < plan.memory.peak < plan.memory.available
+
+
+def test_the_config_with_lora_is_for_a_chip_on_which_all_weights_do_not_fit():
+    _require_compiler("v5e:1x1")
+    config = _load("qwen2.5-1.5b-lora")
+    memory = plan_shapes(config, parse_topology("v5e:1x1"))
+    assert memory.gradients < 0.15 * 2**30  # of the factors alone
+    all_weights = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": None})})
+    with pytest.raises(ConfigError, match=r"needs at least .* GiB a device, but one of v5e:1x1 .* has 15.8"):
+        plan_shapes(all_weights, parse_topology("v5e:1x1"))
 
 
 @pytest.mark.slow

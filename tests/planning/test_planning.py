@@ -47,6 +47,7 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         ["speculation.drafter=srt", "speculation.verify_buckets=[8,16]", "engine.cache_buckets=[64,128]"],
         ["algorithm.kl_coefficient=0.1", "speculation.drafter=quantized", "speculation.verify_buckets=[8]"],
         ["algorithm.name=ppo"],
+        ["policy.lora={rank: 4}", "algorithm.kl_coefficient=0.1"],
     ],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):

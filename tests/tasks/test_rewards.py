@@ -14,7 +14,7 @@ from rljax.sandbox.process import SandboxError
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.registry import configured_task
-from rljax.tasks.rewards import combined, text
+from rljax.tasks.rewards import failures, text
 from rljax.tasks.rewards.extraction import answer_finder, last_code_block
 from rljax.tasks.rewards.pool import CheckerPool
 from tests.sandbox.processes import namespaces
@@ -212,7 +212,7 @@ def test_a_reward_that_fails_counts_as_zero_and_is_counted_and_reported(make):
 def test_reports_end_where_they_would_be_noise(make):
     task = make({"name": f"{HERE}:moody"}, reward_errors="zero")
     task.rewards([(task.problem("train", 0), "raise")] * 30)
-    assert len(task.reports) == combined._REPORTED + 1 and "only counted" in task.reports[-1]
+    assert len(task.reports) == failures.REPORTED + 1 and "only counted" in task.reports[-1]
 
 
 def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):

@@ -2,18 +2,22 @@
 
 A factory takes the arguments of a reward and returns its checker. The worker calls it; a ValueError is about
 an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number. A checker that cannot judge by every reference answer has a function
-`check_answer`, which raises a ValueError for an answer that it cannot use.
+"data"}, and returns a number; those of environments and agents take and return other mappings. A checker
+that cannot judge by every reference answer has a function `check_answer`, which raises a ValueError for an
+answer that it cannot use.
 """
 
-import importlib
+import asyncio
 import inspect
 import json
+import math as mathematics
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Checker = Callable[[Mapping[str, Any]], float]
+from rljax.importing import load
+
+Checker = Callable[[Mapping[str, Any]], Any]
 
 
 def format(pattern: str, whole: bool = True) -> Checker:
@@ -89,18 +93,73 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     Raises:
       ValueError: the function cannot be imported, or cannot be called with these arguments.
     """
-    module, _, name = path.partition(":")
-    try:
-        target = importlib.import_module(module)
-    except Exception as error:
-        raise ValueError(f"name: {path}: importing {module} raised {error!r}") from error
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise ValueError(f"name: {path}: {module} has no {name}")
-        target = getattr(target, part)
+    target = load(path, "name")
+    keywords = _keywords(target, path, args, ("response", "answer", "messages", "data"), "name")
+    if "response" not in keywords:
+        raise ValueError(f"name: {path}: takes no keyword `response`")
+
+    def check(request: Mapping[str, Any]) -> float:
+        return _number(target(**{name: request[name] for name in keywords}, **args))
+
+    return check
+
+
+def environment(path: str, args: Mapping[str, Any]) -> Checker:
+    """Answers requests about the episodes of an environment, `module:Class` (`rljax/environments`): its
+    answers are mappings, not numbers.
+
+    Raises:
+      ValueError: the environment cannot be made.
+    """
+    from rljax.environments.episodes import Episodes
+    from rljax.environments.loading import make_environment
+
+    return Episodes(make_environment(path, args)).answer
+
+
+def agent(path: str, args: Mapping[str, Any]) -> Checker:
+    """Runs an agent of the user's (`rljax/agents`), a function or coroutine function by its import path.
+
+    It gets `args`, and the keywords among `base_url`, `model`, `api_key` and `problem` that its signature
+    names; it returns the reward, or None where it has reported one itself. The answer is {"reward"}.
+
+    Raises:
+      ValueError: the function cannot be imported, or cannot be called with these arguments.
+    """
+    target = load(path, "agent")
+    keywords = _keywords(target, path, args, ("base_url", "model", "api_key", "problem"), "agent")
+    if "base_url" not in keywords:
+        raise ValueError(f"agent: {path}: takes no keyword `base_url`")
+
+    def play(request: Mapping[str, Any]) -> dict[str, float | None]:
+        reward = target(**{name: request[name] for name in keywords}, **args)
+        if inspect.isawaitable(reward):
+            reward = asyncio.run(_awaited(reward))
+        return {"reward": None if reward is None else _finite(_number(reward))}
+
+    return play
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _finite(value: float) -> float:
+    if not mathematics.isfinite(value):
+        raise ValueError(f"it returned {value}, no finite number")
+    return value
+
+
+def _keywords(
+    target: Any, path: str, args: Mapping[str, Any], available: Sequence[str], where: str
+) -> list[str]:
+    """Returns the keywords among those available that a function takes beside its arguments.
+
+    Raises:
+      ValueError: it is no function, or cannot be called with them; the message begins with `where`.
+    """
     if not callable(target):
-        raise ValueError(f"name: {path}: is a {type(target).__name__}, not a function")
-    available = ("response", "answer", "messages", "data")
+        raise ValueError(f"{where}: {path}: is a {type(target).__name__}, not a function")
     try:
         signature = inspect.signature(target)
         kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -109,15 +168,10 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
         signature.bind(**dict.fromkeys(keywords), **args)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"name: {path}: cannot be called with its args and keywords among {', '.join(available)}: {error}"
+            f"{where}: {path}: cannot be called with its args and keywords among {', '.join(available)}:"
+            f" {error}"
         ) from error
-    if "response" not in keywords:
-        raise ValueError(f"name: {path}: takes no keyword `response`")
-
-    def check(request: Mapping[str, Any]) -> float:
-        return _number(target(**{name: request[name] for name in keywords}, **args))
-
-    return check
+    return keywords
 
 
 def _number(value: Any) -> float:
@@ -130,5 +184,5 @@ def _number(value: Any) -> float:
 
 
 CHECKERS: dict[str, Callable[..., Checker]] = {
-    checker.__name__: checker for checker in (format, math, reasoning_gym, function)
+    checker.__name__: checker for checker in (format, math, reasoning_gym, function, environment, agent)
 }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from rljax.config import TaskConfig
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError
 from rljax.sandbox.code_tests import CodeTest, check_limits, parse_tests, run_tests
 from rljax.sandbox.limits import Limits
 from rljax.sandbox.process import Sandbox, SandboxError
@@ -15,13 +15,12 @@ from rljax.tasks.base import Problem, Split, Task
 from rljax.tasks.judging import Answered
 from rljax.tasks.rewards.endpoints import checked
 from rljax.tasks.rewards.extraction import last_code_block
-from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, shown
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, shown
 from rljax.tasks.rewards.pool import CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
 from rljax.tasks.rewards.text import number
 from rljax.tasks.wrapper import Wrapper
 
-_REPORTED = 10  # errors shown one by one; further ones are only counted
 _PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 
 Parts = dict[str, float]
@@ -60,7 +59,7 @@ class RewardedTask(Wrapper):
         ]
         if not self._rewards:
             raise ConfigError(f"{key}: task {config.name} has no reward of its own; list at least one")
-        self._reported = 0
+        self._failures = Failures(config, report)
         places = {reward.place for reward in self._rewards}
         limits = Limits(config.sandbox.memory_mb, config.sandbox.processes, config.sandbox.file_mb)
         self._sandbox = Sandbox(limits, config.sandbox.allow_weak)
@@ -215,14 +214,7 @@ class RewardedTask(Wrapper):
             f"{reward.key} ({reward.metric}): {what}; problem {problem.id}, prompt {shown(asked)},"
             f" response {shown(text)}"
         )
-        key = f"reward_{kind}"
-        if getattr(self._config, key) == "stop":
-            raise UserError(f"{message}. task.{key}: zero counts such a reward as 0")
-        self._reported += 1
-        if self._reported <= _REPORTED:
-            self._report(message)
-        if self._reported == _REPORTED:
-            self._report("further rewards that fail are only counted: see reward/errors and reward/timeouts")
+        self._failures.take(message, kind)
 
 
 def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:

@@ -6,9 +6,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rljax
 from rljax.errors import ConfigError
@@ -18,9 +18,10 @@ from rljax.tasks.rewards.registry import Reward
 
 _START_SECONDS = 120.0  # a user's module may import many packages
 _GRACE_SECONDS = 5.0  # on top of the time limit, which a sandboxed worker enforces itself
-_MAX_ANSWER = 1 << 16
+_MAX_ANSWER = 1 << 20
 _CHECKED_TOGETHER = 32  # answers per request: starting a child takes as long as parsing a few answers
 _WORKER = "rljax.tasks.rewards.worker"
+_Value = TypeVar("_Value")
 
 
 class CheckerPool:
@@ -31,14 +32,22 @@ class CheckerPool:
       sandbox: sandbox of the rewards of the place "sandbox".
       seconds: time limit of one reward of one response.
       threads: number of threads.
+      key: config key of the time limit, for errors.
 
     Attributes:
       executor: the threads.
       close: ends all workers; also called when the pool is garbage-collected.
     """
 
-    def __init__(self, rewards: Sequence[Reward], sandbox: Sandbox, seconds: float, threads: int) -> None:
-        self._rewards = list(rewards)
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        sandbox: Sandbox,
+        seconds: float,
+        threads: int,
+        key: str = "task.reward_timeout",
+    ) -> None:
+        self._rewards, self._key = list(rewards), key
         self._sandbox = sandbox
         self._seconds = seconds
         self.executor = concurrent.futures.ThreadPoolExecutor(threads, "rljax-reward")
@@ -54,7 +63,17 @@ class CheckerPool:
                 self.executor.submit(self._worker, place).result()
 
     def compute(self, reward: Reward, request: Mapping[str, Any]) -> float:
-        """Computes one reward of one response, in the calling thread's worker; call it within `executor`.
+        """Computes one reward of one response; see `ask`."""
+        return self.ask(reward, request, float)
+
+    def ask(self, reward: Reward, request: Mapping[str, Any], kind: Callable[[Any], _Value]) -> _Value:
+        """Returns a reward's answer to a request, from the calling thread's worker; call it within
+        `executor`.
+
+        Args:
+          reward: the reward.
+          request: JSON values.
+          kind: type of the answer.
 
         Raises:
           CheckerTimeout: the reward took too long.
@@ -67,13 +86,13 @@ class CheckerPool:
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
         if finished.ending == "timeout":
             self._drop(reward.place)
-            raise CheckerTimeout(self._seconds)
+            raise CheckerTimeout(self._seconds, self._key)
         try:
             answer = json.loads(finished.output)
             if set(answer) == {"timeout"}:
-                raise CheckerTimeout(self._seconds)
+                raise CheckerTimeout(self._seconds, self._key)
             if "error" not in answer:
-                return float(answer["value"])
+                return kind(answer["value"])
         except (ValueError, TypeError, KeyError, RecursionError):
             self._drop(reward.place)
             raise CheckerError("ended its worker process") from None
@@ -144,9 +163,10 @@ class CheckerPool:
         except ValueError:
             process.close()
             output = finished.output[:200] or b"nothing"
+            names = ", ".join(reward.metric for reward in rewards)
             raise ConfigError(
-                f"task.rewards: a worker for {', '.join(reward.metric for reward in rewards)} did not start"
-                f" ({finished.ending}; it said {output!r})"
+                f"{rewards[0].key}: a worker for {names} did not start ({finished.ending}; it said"
+                f" {output!r})"
             ) from None
         if "error" in answer:
             process.close()

@@ -3,7 +3,8 @@
 The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"ok": true} or
 {"error", "number"} with the number of the invalid reward. Every further line is a request, {"number",
 "messages", "response", "answer", "data"}; the reply is {"value"}, {"error"} or {"timeout"}. It may also be
-{"number", "answers"}: the value is then the number of leading answers that the reward can judge by.
+{"number", "answers"}: the value is then the number of leading answers that the reward can judge by. Requests
+to an environment, and the values of its replies, are those of `rljax.environments.episodes.Episodes.answer`.
 
 With `fork`, a child process computes each reply and ends at the time limit. The sandbox needs this: a
 response may take over the process that evaluates it, and that process must not judge the next response.
@@ -72,6 +73,8 @@ def _check(checker: Checker, request: Mapping[str, Any]) -> dict[str, Any]:
         value = _judgeable(checker, request["answers"]) if "answers" in request else checker(request)
     except Exception as error:
         return {"error": f"raised {str(repr(error))[:300]}"}
+    if isinstance(value, Mapping):  # of an environment
+        return {"value": value}
     return {"value": value} if math.isfinite(value) else {"error": f"returned {value}"}
 
 

@@ -1,0 +1,1 @@
+"""Training from an OpenAI-compatible endpoint: agents talk to the run, and their episodes train it."""

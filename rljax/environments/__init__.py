@@ -1,0 +1,1 @@
+"""Environments of several turns: the protocol, where they run, adapters for those of other libraries."""

@@ -1,0 +1,270 @@
+"""Episodes: whatever decodes beside them, drafts for them or keeps them waiting, they are what plain decoding
+of everything that stood before gives, bit for bit.
+"""
+
+import itertools
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from drafters.base import Outcome as Learned
+from drafters.registry import make_drafter
+from rljax.engine.engine import DecodeEngine
+from rljax.environments.task import Outcome
+from rljax.environments.use import EnvironmentUse
+from rljax.errors import UserError
+from rljax.numerics.rows import Numerics
+from rljax.requests import Request
+from rljax.rollout.episodes import environment_metrics, episode_rewards
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.speculator import Speculator
+from rljax.tasks.base import Problem
+from rljax.tools.workers import ToolWorkers
+from tests.rollout.test_scheduler import spell
+from tests.speculation.test_speculative_pass import ALL_ROWS, FavouriteRows
+from tests.tiny_policy import BUCKETS, CONFIG, SLOTS, make_params, make_requests
+
+EOS = (1, 7, 30, 44)  # so many that episodes have several turns
+MAX_TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, EOS, decode_steps_per_sync=16)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return [
+        Request(each.prompt_ids, each.noise_key, each.max_response, problem=Problem(str(number), (), "", 0))
+        for number, each in enumerate(make_requests((3, 20, 64, 8, 1, 30), (60, 90, 64, 7, 100, 98)))
+    ]
+
+
+class Echo:
+    """An environment that answers with what it was told, and then some; may fail."""
+
+    config = types.SimpleNamespace(name="echo")
+
+    def __init__(self, fails=lambda problem: None, is_here=False):
+        self.fails, self.is_here = fails, is_here
+        self.begun, self.done = [], []
+
+    def step(self, key, problem, actions, last):
+        assert last == (len(actions) == MAX_TURNS)
+        text = actions[-1]
+        self.begun.append((problem.id, len(actions)))
+        self.done.append((problem.id, len(actions)))
+        if (failure := self.fails(problem)) is not None:
+            return self.failed("failed", failure, problem, actions)
+        return Outcome(*answer(text))
+
+    def failed(self, what, failure, problem, actions):
+        return Outcome((), 0.0, False, {}, failure)
+
+
+class SecondFirst(Echo):
+    """Its first step ends after the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.over = itertools.count(), threading.Event()
+
+    def step(self, *arguments):
+        number = next(self.numbers)
+        if number == 0:
+            assert self.over.wait(30)
+        outcome = super().step(*arguments)
+        if number == 1:
+            self.over.set()
+        return outcome
+
+
+def answer(text):
+    """What the environment makes of a turn: (messages, reward, done, info)."""
+    content = text + "!" * (len(text) % 23)
+    return [{"role": "user", "content": content}], len(text) % 3 - 1.0, len(text) % 5 == 4, {"n": len(text)}
+
+
+def encode(text):
+    """Anything, but the same every time: never EOS."""
+    return [50 + ord(letter) % 10 for letter in text]
+
+
+def following(messages, last_token):
+    number = last_token % 40 + 2
+    return [2, 3 if number in EOS else number, *encode(messages[0]["content"])]
+
+
+def make_use(task, time_limit=30.0, most=8):
+    turns = types.SimpleNamespace(following=following)
+    tokenizer = types.SimpleNamespace(decode=spell)
+    return EnvironmentUse(task, tokenizer, turns, MAX_TURNS, 40, ToolWorkers(most, time_limit))
+
+
+def sequentially(engine, params, requests, stop=None):
+    """The same by plain decoding: after every turn, what there is becomes the prompt."""
+    found = [types.SimpleNamespace(ids=[], logprobs=[], own=[], rewards=[], reason=None) for _ in requests]
+    left = dict(enumerate(requests))
+    scheduler = Scheduler(engine, SLOTS, stop)
+    while left:
+        completions, _ = scheduler.run(params, list(left.values()))
+        for (index, request), completion in zip(list(left.items()), completions, strict=True):
+            ids, own = completion.response_ids.tolist(), found[index]
+            del left[index]
+            own.ids += ids
+            own.logprobs += completion.logprobs.tolist()
+            own.own += [True] * len(ids)
+            if completion.finish_reason == "length" and ids[-1] not in EOS:
+                own.reason = "length"
+                continue
+            messages, reward, done, _ = answer(spell(ids))
+            own.rewards.append(reward)
+            own.reason = "eos" if done else "length"
+            more, limit = following(cut(messages), ids[-1]), request.max_response - len(ids)
+            if done or len(own.rewards) == MAX_TURNS or len(more) >= limit:
+                continue
+            own.ids += more
+            own.logprobs += [0.0] * len(more)
+            own.own += [False] * len(more)
+            prompt = (*request.prompt_ids, *ids, *more)
+            left[index] = Request(prompt, request.noise_key, limit - len(more))
+    return found
+
+
+def cut(messages):
+    text = messages[0]["content"]
+    return [{"role": "user", "content": text if len(text) <= 40 else text[:30] + " ... (cut)"}]
+
+
+@pytest.fixture(scope="module")
+def expected(engine, params, requests):
+    return sequentially(engine, params, requests)
+
+
+def assert_as_expected(completions, expected):
+    for completion, own in zip(completions, expected, strict=True):
+        assert completion.response_ids.tolist() == own.ids
+        np.testing.assert_array_equal(completion.logprobs, np.asarray(own.logprobs, np.float32))
+        assert completion.sampled_mask.tolist() == own.own
+        assert completion.finish_reason == own.reason
+        rewards = () if completion.episode is None else completion.episode.rewards
+        assert list(rewards) == own.rewards
+
+
+def test_the_requests_say_something(expected):
+    turns = [len(own.rewards) for own in expected]
+    assert max(turns) == MAX_TURNS and min(turns) == 0 and sum(turns) > len(turns)
+    assert {own.reason for own in expected} == {"eos", "length"}
+    assert any(own.reason == "length" and len(own.rewards) == MAX_TURNS for own in expected)
+    assert any(own.own[-1] and own.ids[-1] in EOS and len(own.rewards) < MAX_TURNS for own in expected)
+
+
+@pytest.mark.parametrize(("max_slots", "is_here"), [(1, True), (4, False), (4, True)])
+def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots, is_here):
+    scheduler = Scheduler(engine, max_slots, tools=make_use(Echo(is_here=is_here)))
+    completions, statistics = scheduler.run(params, requests)
+    assert_as_expected(completions, expected)
+    assert statistics.tokens == sum(completion.sampled_tokens for completion in completions)
+    metrics = environment_metrics(completions, statistics)
+    turns = [len(own.rewards) for own in expected]
+    assert metrics["environment/turns"] == np.mean(turns)
+    assert 0 < metrics["environment/cut_off"] == np.mean([own.reason != "eos" for own in expected]) < 1
+    assert metrics["environment/reward_per_turn"] == pytest.approx(
+        sum(sum(own.rewards) for own in expected) / sum(turns)
+    )
+    assert metrics["environment/tokens"] == sum(own.own.count(False) for own in expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["all", "halves"])
+def test_same_bits_with_drafts_and_with_steps_that_end_in_another_order(
+    engine, params, requests, expected, overlap
+):
+    times = FavouriteRows(ALL_ROWS)
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times, strategies=times.choice)
+    for _ in range(2):  # the second time with what the first one taught
+        task = SecondFirst()
+        scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(task))
+        completions, statistics = scheduler.run(params, requests)
+        assert_as_expected(completions, expected)
+        assert task.over.is_set()
+        speculator.learn(
+            [
+                Learned(request.prompt_ids, completion.response_ids, 1.0)
+                for request, completion in zip(requests, completions, strict=True)
+            ]
+        )
+    assert statistics.accepted > 0.4 * statistics.tokens
+
+
+def test_others_decode_while_an_environment_thinks(engine, params, requests, expected):
+    """A step that does not end before another response has."""
+    over = threading.Event()
+
+    class Waiting(Echo):
+        def step(self, *arguments):
+            assert over.wait(30)
+            return super().step(*arguments)
+
+    first = next(index for index, own in enumerate(expected) if own.rewards)
+    other = next(index for index, own in enumerate(expected) if not own.rewards)
+    completions, _ = Scheduler(engine, 2, tools=make_use(Waiting())).run(
+        params, [requests[first], requests[other]], lambda tokens, finished: finished and over.set()
+    )
+    assert_as_expected(completions, [expected[first], expected[other]])
+
+
+def test_stop_strings_end_turns(engine, params, requests):
+    stop = StopStrings(["d"], spell)
+    completions, _ = Scheduler(engine, SLOTS, stop, tools=make_use(Echo())).run(params, requests)
+    assert_as_expected(completions, sequentially(engine, params, requests, stop))
+    assert any(
+        spell([token]) == "d" and not own
+        for completion in completions
+        for token, own in zip(
+            completion.response_ids.tolist(), completion.sampled_mask[1:].tolist(), strict=False
+        )
+    )
+
+
+def test_a_failure_costs_the_episode_its_reward(engine, params, requests, expected):
+    task = Echo(fails=lambda problem: "errors" if int(problem.id) % 2 else None)
+    completions, _ = Scheduler(engine, SLOTS, tools=make_use(task)).run(params, requests)
+    rewards = episode_rewards(completions)
+    for number, (reward, own) in enumerate(zip(rewards, expected, strict=True)):
+        failed = number % 2 and bool(own.rewards)
+        assert reward["reward"] == (0.0 if failed else sum(own.rewards))
+        assert (reward["errors"], reward["timeouts"]) == (float(bool(failed)), 0.0)
+        assert "n" in reward
+
+
+def test_a_step_that_hangs_is_given_up(engine, params, requests, expected):
+    release = threading.Event()
+
+    class Hanging(Echo):
+        def step(self, *arguments):
+            release.wait()
+
+    number = next(index for index, own in enumerate(expected) if own.rewards)
+    scheduler = Scheduler(engine, SLOTS, tools=make_use(Hanging(), time_limit=0.05))
+    (completion,), _ = scheduler.run(params, [requests[number]])
+    release.set()
+    assert completion.episode.failure == "timeouts" and completion.episode.reward == 0.0
+
+
+def test_an_environment_that_stops_the_run(engine, params, requests):
+    class Strict(Echo):
+        def step(self, *arguments):
+            raise UserError("task.name (echo): raised; problem 3, turn 1")
+
+    with pytest.raises(UserError, match="problem 3, turn 1"):
+        Scheduler(engine, SLOTS, tools=make_use(Strict())).run(params, requests)
