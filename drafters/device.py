@@ -178,3 +178,27 @@ class TrainedDrafter(Drafter, Protocol):
         """Called before the first rollout and before `load_state`: the drafter will neither be trained nor
         saved, and does not keep what only training needs.
         """
+
+
+@runtime_checkable
+class SharedDrafter(TrainedDrafter, Protocol):
+    """A trained drafter whose weights frozen ones in other processes draft with: rollout workers decode, and
+    the process that trains the policy trains it, too.
+    """
+
+    def read(
+        self, params: Any, responses: Sequence[tuple[Sequence[int], np.ndarray]], seconds: float
+    ) -> None:
+        """Takes responses that other processes have decoded to train on, as `insert`, `advance` and `observe`
+        would; `learn` follows.
+
+        Args:
+          params: the policy's weights that sampled them, in the engine's form.
+          responses: prompt and response ids of each.
+          seconds: time that decoding them took.
+        """
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of `state` that a frozen drafter needs, which takes them by `load_state`; none
+        as long as nothing was trained or loaded.
+        """

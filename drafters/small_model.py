@@ -16,6 +16,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from pydantic import Field
 
 from drafters.arguments import Arguments
@@ -31,6 +32,8 @@ from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+from rljax.sharding import mesh_of_a_drafter
 
 _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
 
@@ -41,6 +44,12 @@ class SmallModelArguments(Arguments):
     path: str = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of its weights and products; null is the policy's."
+    )
+    layout: Literal["split", "replicated"] = Field(
+        "split",
+        description="Its weights on a mesh: split over as many devices of mesh.tensor as divide its heads and"
+        " MLP, or all of them on every device, which takes more memory and has no collectives: for models"
+        " so small that these take longer than reading the weights.",
     )
 
 
@@ -60,6 +69,7 @@ class SmallModelDrafter:
     def __init__(self, arguments: SmallModelArguments) -> None:
         self.path = Path(arguments.path)
         self.dtype = arguments.dtype
+        self.layout = arguments.layout
         try:
             self.config = load_model_config(self.path)
         except UserError as error:
@@ -86,15 +96,26 @@ class SmallModelDrafter:
 
     def companion(self, target: DecodeEngine) -> Companion:
         """Loads the weights for drafting beside `target`; call `check` before."""
-        numerics = target.numerics
-        if self.dtype is not None:
-            numerics = dataclasses.replace(numerics, compute_dtype=self.dtype)
+        mesh = self.mesh(target.mesh)
+        numerics = self.numerics(target.numerics, mesh)
         try:
             params = load_params(self.path, load_model_config(self.path), numerics.compute_dtype)
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
-        self._companion = Companion(target, self.config, _cut(params, self.config.vocab_size), numerics)
+        self._companion = Companion(target, self.config, _cut(params, self.config.vocab_size), numerics, mesh)
         return self._companion
+
+    def mesh(self, policy: Mesh | None) -> Mesh | None:
+        """Returns the mesh that it drafts on beside a policy on that one; call `check` before."""
+        return None if policy is None else mesh_of_a_drafter(self.config, policy, self.layout == "split")
+
+    def numerics(self, policy: Numerics, mesh: Mesh | None) -> Numerics:
+        """Returns its numerics on `mesh`, given those of the policy."""
+        kernels = policy.kernels
+        if kernels.mesh is not None:
+            kernels = dataclasses.replace(kernels, mesh=mesh)
+        dtype = policy.compute_dtype if self.dtype is None else self.dtype
+        return dataclasses.replace(policy, compute_dtype=dtype, kernels=kernels)
 
     # -- slots -----------------------------------------------------------------------------------------------
 

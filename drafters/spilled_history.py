@@ -17,6 +17,8 @@ import numpy as np
 from rljax.errors import UserError
 
 _OWNER, _PROMPT, _VERSION = 8, 16, 8  # bytes of the parts of a file's name
+FILE_ARRAYS = ("spill_owner", "spilled")
+"""Arrays of a history's state that name files, which only the process that wrote them may delete."""
 _KEPT = 8
 """A file that is out of date is deleted when so many states were saved after it: no checkpoint needs it."""
 
@@ -100,8 +102,8 @@ class SpilledHistory:
                 file.unlink(missing_ok=True)
         rows = [np.frombuffer(digest + place, np.uint8) for digest, place in self._files.items()]
         return {
-            "spill_owner": np.frombuffer(self._owner, np.uint8),
-            "spilled": np.stack(rows) if rows else np.zeros((0, _PROMPT + _OWNER + _VERSION), np.uint8),
+            FILE_ARRAYS[0]: np.frombuffer(self._owner, np.uint8),
+            FILE_ARRAYS[1]: np.stack(rows) if rows else np.zeros((0, _PROMPT + _OWNER + _VERSION), np.uint8),
         }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:

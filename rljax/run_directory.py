@@ -5,6 +5,7 @@
     decisions.jsonl  a line a step, with drafts: what the rollout manager decided, why, and what came of it
     rollouts.jsonl   a line a step: lengths, requests over time, samples (`rljax.rollout.summary`)
     schedule.jsonl   a line a step, with rollout.max_staleness: its groups, and which weights sampled what
+    workers.jsonl    a line a step, with rollout workers: what each did when (`rljax.cluster.timeline`)
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
                      changes to the config
     tokenizer/       of a policy that is made on the spot (`rljax.training.policy`)
@@ -35,7 +36,7 @@ from rljax.errors import ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
-_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl", "schedule.jsonl")
+_BY_STEP = ("metrics.jsonl", "decisions.jsonl", "rollouts.jsonl", "schedule.jsonl", "workers.jsonl")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _NONFINITE = "nonfinite"
 
@@ -56,6 +57,7 @@ class RunDirectory:
       metrics_path: one JSON object a line.
       decisions_path: log of the manager's decisions, likewise.
       rollouts_path: summaries of rollouts for the report, likewise.
+      workers_path: what workers did, likewise.
       sessions_path: the processes that worked on the run.
       checkpoints_path: for the checkpointer to fill; not created here.
     """
@@ -66,6 +68,7 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.decisions_path = self.path / "decisions.jsonl"
         self.rollouts_path = self.path / "rollouts.jsonl"
+        self.workers_path = self.path / "workers.jsonl"
         self.sessions_path = self.path / "sessions.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.warm_start_path = self.path / "warm_start"
@@ -254,6 +257,15 @@ class RunDirectory:
         """Adds the groups of a step's batch (`rljax/training/arrival.py`)."""
         if self.writes:
             _append_line(self.path / "schedule.jsonl", {"step": step, "groups": groups})
+
+    def append_workers(self, step: int, record: Mapping[str, Any]) -> None:
+        """Adds what the rollout workers did in a step (`rljax/cluster/timeline.py`)."""
+        if self.writes:
+            _append_line(self.workers_path, {"step": step, **record})
+
+    def read_workers(self) -> list[dict[str, Any]]:
+        """Returns the records of `append_workers`, oldest first."""
+        return [line for _, line in _complete_lines(self.workers_path)]
 
     def truncate_after(self, step: int) -> int:
         """Drops, atomically, the lines after `step` and a half-written last line, of all files that have a

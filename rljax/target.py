@@ -11,10 +11,12 @@ not there:
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -90,12 +92,27 @@ def _put_part(leaf: Any, sharding: Any) -> jax.Array:
 
 def zeros(shapes: Any, shardings: Any) -> Any:
     """Arrays of zeros in the place of `jax.ShapeDtypeStruct`s; no device or host holds more than its part."""
+    if jax.process_count() > 1:
+        return jax.tree.map(_zero_parts, shapes, shardings)
+    leaves, structure = jax.tree.flatten(shapes)
+    placed = zip(leaves, jax.tree.leaves(shardings), strict=True)
+    made = _zeros_program(tuple((leaf.shape, leaf.dtype, sharding) for leaf, sharding in placed))()
+    return jax.tree.unflatten(structure, made)
 
-    def part(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape.shape, strict=True)]
-            return np.zeros(sizes, shape.dtype)
 
-        return jax.make_array_from_callback(shape.shape, sharding, piece)
+def _zero_parts(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """An array of zeros of which this process makes its own parts."""
 
-    return jax.tree.map(part, shapes, shardings)
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape.shape, strict=True)]
+        return np.zeros(sizes, shape.dtype)
+
+    return jax.make_array_from_callback(shape.shape, sharding, piece)
+
+
+@functools.lru_cache(maxsize=128)
+def _zeros_program(arrays: tuple[tuple[tuple[int, ...], Any, Any], ...]) -> Any:
+    def make() -> list[jax.Array]:
+        return [jnp.zeros(shape, dtype) for shape, dtype, _ in arrays]
+
+    return jax.jit(make, out_shardings=[sharding for *_, sharding in arrays])

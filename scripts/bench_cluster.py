@@ -10,13 +10,19 @@ so that other processes disturb it little.
 
 `recovery`: seconds from a worker's kill -9 to the next token of one of its responses.
 
+`sharing`: tokens a verifying pass yields per response, where all workers' drafters learn what any of them
+decoded, against each learning what it decoded itself. Workers take turns in this process and every pass
+verifies, so nothing of it depends on time.
+
 `weights`: seconds to publish weights and to fetch them in another process, against one copy in memory.
 
-All but the first need the cluster extra, and a quiet machine.
+`coordinator` and `sharing` need no Ray and no quiet machine; the others need both.
 """
 
 import contextlib
+import dataclasses
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -217,6 +223,88 @@ def recovery_rows() -> list[Row]:
     ]
 
 
+# --- what sharing is worth -------------------------------------------------------------------------------
+
+_SHARING = (
+    "task.problems=32",
+    "warm_start.steps=150",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_length=128",
+    "engine.max_slots=8",
+    "engine.batch_buckets=[8]",
+    "engine.cache_buckets=[256]",
+    "speculation.drafter=srt",
+    "speculation.verify_buckets=[64]",
+)
+
+
+def accept_length(workers: int, shares: bool, steps: int) -> float:
+    """Tokens a verifying pass yields per response, over the second half of a run's steps."""
+    from rljax.cluster.decoder import ClusterDecoder
+    from rljax.cluster.fabric import LocalFabric
+    from rljax.cluster.messages import Delivery, Load, Weights
+    from rljax.cluster.worker import RolloutWorker
+    from rljax.run_directory import RunDirectory
+    from rljax.speculation.managers import selection
+    from rljax.training import session
+
+    class Alone(ClusterDecoder):
+        """Workers learn what they decoded themselves."""
+
+        def finish(self, *arguments: Any) -> Any:
+            self.writers = []
+            return super().finish(*arguments)
+
+        def _completion(self, key: Any) -> Any:
+            self.writers.append(self.coordinator.ledger[key].ended_by)
+            return super()._completion(key)
+
+        def learn(self, outcomes: Any) -> None:
+            super().learn(list(zip(self.writers, outcomes, strict=True)))
+
+        def _delivery(self, load: Load, weights: Weights) -> Delivery:
+            delivery, name = super()._delivery(load, weights), load.worker
+            own = []
+            for lesson in delivery.lessons:
+                written = pickle.loads(lesson)
+                own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
+            return dataclasses.replace(delivery, lessons=own)
+
+    @contextlib.contextmanager
+    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder]:
+        kind = ClusterDecoder if shares else Alone
+        with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
+            cluster.gather()
+            yield cluster
+
+    def largest(candidates: Any, buckets: Any, times: Any, batch: int, length: int) -> int:
+        return [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)][-1]
+
+    before = session.cluster_of, selection.best_rows
+    selection.best_rows = largest
+    if workers:
+        session.cluster_of = local
+    try:
+        with experiment(*_SHARING, f"training.steps={steps}", f"cluster.workers={workers}") as config:
+            session.run(config)
+            lines = [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
+    finally:
+        session.cluster_of, selection.best_rows = before
+    half = lines[len(lines) // 2 :]
+    return sum(line["speculation/accept_length"] for line in half) / len(half)
+
+
+def sharing_rows(workers: list[int], steps: int) -> list[Row]:
+    alone = accept_length(0, True, steps)
+    rows = [Row("sharing/one process", alone, "tokens a pass", "no drafts", 1.0, alone)]
+    for count in workers:
+        shared, own = (accept_length(count, shares, steps) for shares in (True, False))
+        name = f"sharing/{count} workers"
+        rows.append(Row(name, shared, "tokens a pass", "each learns its own", own, shared / own))
+    return rows
+
+
 # --- weights ---------------------------------------------------------------------------------------------
 
 
@@ -264,12 +352,15 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     return rows
 
 
-def plan(sizes: list[tuple[int, int, int]], repeats: int, megabytes: list[int]) -> list[Measurement]:
+def plan(
+    sizes: list[tuple[int, int, int]], repeats: int, megabytes: list[int], workers: list[int], steps: int
+) -> list[Measurement]:
     return [
         Measurement("coordinator", "simulated workers", lambda: coordinator_rows(sizes, repeats)),
         Measurement("overhead", "the quickstart's policy", overhead_rows),
         Measurement("cores", "the quickstart's policy", core_rows),
         Measurement("recovery", "the quickstart's policy", recovery_rows),
+        Measurement("sharing", "32 problems, epoch after epoch", lambda: sharing_rows(workers, steps)),
         Measurement("weights", "through the object store", lambda: weights_rows(megabytes)),
     ]
 
@@ -277,10 +368,10 @@ def plan(sizes: list[tuple[int, int, int]], repeats: int, megabytes: list[int]) 
 BENCHMARK = Benchmark(
     name="cluster",
     description=__doc__.splitlines()[0],
-    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400]),
-    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10]),
+    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400], [2, 4], 16),
+    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10], [2], 4),
     packages=("ray",),
-    disturbance="processes share the cores, so all rows but the coordinator's suffer",
+    disturbance="processes share the cores, so all rows but the coordinator's and sharing's suffer",
 )
 
 

@@ -137,6 +137,7 @@ def calibration_engine(config: ExperimentConfig, engine: DecodeEngine) -> Decode
         engine.pool,
         engine.mesh,
         engine.verification,
+        weights=engine.weights,
     )
 
 

@@ -336,8 +336,8 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             "speculation.toggle.first: 9 is more than speculation.max_drafts 7",
         ),
         (
-            ["speculation.drafter=eagle", "mesh.data=2"],
-            "speculation.drafter: eagle drafts on one device, but mesh has 2",
+            ["engine.weights=fsdp", "mesh.data=2"],
+            "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1",
         ),
         (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
         (["engine.verification=copied"], "engine.verification: "),

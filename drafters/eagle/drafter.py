@@ -1,7 +1,8 @@
 """The head as a drafter: it drafts for the engine's slots (`slots.py`), and learns from their responses.
 
 It is trained (`spot_trainer.py`) on the features that every forward pass of the engine hands out, so it needs
-no forward pass of its own.
+no forward pass of its own. Where other processes decode, their passes' features stay there: the process that
+trains computes some of them again (`read`), and the others draft with frozen copies of its head (`weights`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.states import StateReader
 from drafters.eagle.time_budget import TimeBudget
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
@@ -33,6 +35,7 @@ from rljax.models.rope import rope_table
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import tree_cast
+from rljax.processes import is_first, to_host
 
 _TOTALS = ("absorbed_early", "lost_contexts", "dropped_running")  # metrics that count over the run
 
@@ -42,10 +45,14 @@ class EagleDrafter:
 
     Args:
       arguments: see `EagleArguments`.
+
+    Attributes:
+      config: the head's shape, after `reads`.
+      slots: its state for the engine's slots, after `attach`.
     """
 
     def __init__(self, arguments: EagleArguments) -> None:
-        self._arguments = arguments
+        self.arguments = arguments
         self.strategies: tuple[DraftStrategy, ...] = ()
         self.train_below = arguments.train_below
         self._loaded: Params | None = None
@@ -56,6 +63,7 @@ class EagleDrafter:
         self._shared: Params | None = None
         self._frozen = False
         self._trainer: HeadTrainer | FrozenHead | None = None
+        self._reader: StateReader | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
         self._step = 0
         self._slices = 0  # slices of this rollout
@@ -69,7 +77,7 @@ class EagleDrafter:
     # -- what it drafts for ----------------------------------------------------------------------------------
 
     def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        arguments = self._arguments
+        arguments = self.arguments
         self.config = HeadConfig(arguments.variant, policy)
         if arguments.path is not None:
             self.config, self._loaded = load_head(arguments.path, policy)
@@ -80,9 +88,9 @@ class EagleDrafter:
         return self.config.layers
 
     def attach(self, engine: DecodeEngine) -> None:
-        arguments, most = self._arguments, engine.buckets.max_drafts
+        arguments, most = self.arguments, engine.buckets.max_drafts
         self._engine = engine
-        self._slots = HeadSlots(self.config, engine, max(arguments.depths), arguments.unread_bytes)
+        self.slots = HeadSlots(self.config, engine, max(arguments.depths), arguments.unread_bytes)
         strategies = []
         for depth in sorted(set(arguments.depths)):
             whole = most_nodes(depth, arguments.top_k)
@@ -103,7 +111,7 @@ class EagleDrafter:
         if self._learned and moved:  # the rollouts of a step (dynamic sampling) share a policy
             self._step, self._learned = self._step + 1, False
             self._trainer.begin_step(self._step)
-        self._slots.use(tree_cast(self._trainer.params, self._slots.numerics.dtype), self._shared)
+        self.slots.use(tree_cast(self._trainer.params, self.slots.numerics.dtype), self._shared)
 
     @property
     def params(self) -> Params | None:
@@ -115,11 +123,11 @@ class EagleDrafter:
         return self._loaded is not None or (self._trainer is not None and self._trainer.updates > 0)
 
     def freeze(self) -> None:
-        self._arguments = self._arguments.model_copy(update={"train": False})
+        self.arguments = self.arguments.model_copy(update={"train": False})
         self._frozen = True
 
     def _make_trainer(self, policy_params: Params) -> HeadTrainer | FrozenHead:
-        arguments, training = self._arguments, self._arguments.training
+        arguments, training = self.arguments, self.arguments.training
         head = self._loaded
         if head is None:
             head = init_head(self.config, policy_params, arguments.seed)
@@ -130,18 +138,19 @@ class EagleDrafter:
             training,
             head_optimizer(arguments.learning_rate),
             rope_table(self._engine.config, arguments.pack_length + training.steps),
-            self._slots.numerics,
+            self.slots.numerics,
             BufferSettings(arguments.buffer_bytes, previous_share=arguments.previous_share),
             arguments.pack_length,
             arguments.rows,
             arguments.seed,
             head,
+            mesh=self._engine.mesh,
         )
 
     def warm_up(
         self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int, widens: bool = False
     ) -> None:
-        self._slots.warm_up(prefixes, batches, widens)
+        self.slots.warm_up(prefixes, batches, widens)
         if self._trains:
             self._budget.expect(self._trainer.warm_up(self._shared))
 
@@ -154,7 +163,7 @@ class EagleDrafter:
         padded: Sequence[tuple[int, int]],
         should_stop: Callable[[], bool],
     ) -> Callable[[], None] | None:
-        self._slots.compile(batch, largest, lengths, prefixes, self.strategies, should_stop)
+        self.slots.compile(batch, largest, lengths, prefixes, self.strategies, should_stop)
         if not self._trains or should_stop():
             return None
         self._trainer.compile(self._shared)
@@ -180,17 +189,17 @@ class EagleDrafter:
             self._trainer.reserve(0)
 
     def start(self, batch: int) -> None:
-        self._slots.start(batch)
+        self.slots.start(batch)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> "PrefilledHead":
-        states = np.asarray(prefix.states) if self._collects else None
-        return PrefilledHead(self._slots.prefill(prefix, prompts), states)
+        states = to_host(prefix.states) if self._collects else None
+        return PrefilledHead(self.slots.prefill(prefix, prompts), states)
 
     def insert(
         self, prefilled: "PrefilledHead", assignments: Sequence[Assignment], requests: Sequence[int]
     ) -> None:
         rows, slots = ([getattr(each, name) for each in assignments] for name in ("row", "slot"))
-        self._slots.insert(prefilled.state, rows, slots)
+        self.slots.insert(prefilled.state, rows, slots)
         for row, slot, request in zip(rows, slots, requests, strict=True):
             self._requests[slot] = request
             if self._trainable[request]:
@@ -202,29 +211,29 @@ class EagleDrafter:
             self._bound_memory()
 
     def advance(self, result: DecodeResult) -> None:
-        counts = self._slots.advance(result)
-        self._totals["absorbed_early"] += self._slots.make_room()
+        counts = self.slots.advance(result)
+        self._totals["absorbed_early"] += self.slots.make_room()
         self._collect(result.states, counts)
 
     def append(
         self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
     ) -> None:
         """Empties the slots and does not train on their responses: appended tokens come without features."""
-        self._slots.forget(slots)
+        self.slots.forget(slots)
         self._totals["lost_contexts"] += len(slots)
         for slot in slots:
             self._drop(self._requests.get(slot))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        self._slots.compact(slots, batch)
+        self.slots.compact(slots, batch)
         kept = dict(enumerate(slots))
         self._requests = {new: self._requests[old] for new, old in kept.items() if old in self._requests}
 
     def widen(self, batch: int) -> None:
-        self._slots.widen(batch)
+        self.slots.widen(batch)
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
-        return self._slots.draft(state, strategy)
+        return self.slots.draft(state, strategy)
 
     # -- what a drafter hears --------------------------------------------------------------------------------
 
@@ -246,13 +255,15 @@ class EagleDrafter:
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Ends a rollout: runs the slices that are left, as time allows; the policy's update waits for it."""
-        if self._arguments.train and self._trainer is not None:
+        if self.arguments.train and self._trainer is not None:
             while self.train():
                 pass
             self._last_metrics = self._trainer.metrics()
             if self._saver is not None:
+                params = to_host(self._trainer.params)
                 with _saving():
-                    self._saver.save(self._step, self._trainer.params, self.config)
+                    if is_first():
+                        self._saver.save(self._step, params, self.config)
             self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:
@@ -282,11 +293,47 @@ class EagleDrafter:
         """
         return {f"head/{name}": value for name, value in (self._last_metrics | self._totals).items()}
 
+    # -- responses of other processes ------------------------------------------------------------------------
+
+    def read(
+        self, params: Params, responses: Sequence[tuple[Sequence[int], np.ndarray]], seconds: float
+    ) -> None:
+        """Adds responses to the buffer, no more of them than the step's slices have room for, evenly spread:
+        computing their features again takes a forward pass.
+        """
+        if not self._trains:
+            return
+        self.refresh(params)
+        if self._reader is None:
+            longest = self._engine.buckets.cache[-1]
+            numerics = dataclasses.replace(self._engine.numerics, row_invariant=False)  # it decides no token
+            self._reader = StateReader(self.config, numerics, longest, rows=1)
+            self._budget.expect(self._trainer.warm_up(self._shared))
+        self._budget.earn(seconds)
+        arguments = self._arguments
+        room = arguments.slices * arguments.rows * arguments.pack_length
+        tokens = sum(len(prompt) + len(response) for prompt, response in responses)
+        for ids, states, mask in self._reader.read(params, responses[:: max(1, -(-tokens // room))]):
+            known = len(ids) - 1  # the policy has not read the last token
+            self._trainer.add(ids[:known], states[:known], mask[:known])
+
+    def weights(self) -> dict[str, np.ndarray]:
+        if self._trainer is not None:
+            weights = self._trainer.weights()
+        else:  # no rollout yet
+            restored = self._restored or {}
+            weights = {
+                name: array
+                for name, array in restored.items()
+                if name.startswith("train.params.") or name == "train.updates"
+            }
+        return weights and weights | {"step": np.asarray(self._step, np.int64)}
+
     # -- training --------------------------------------------------------------------------------------------
 
     @property
     def _trains(self) -> bool:
-        return self._arguments.train and self._arguments.slices > 0
+        return self.arguments.train and self.arguments.slices > 0
 
     @property
     def _collects(self) -> bool:
@@ -313,7 +360,7 @@ class EagleDrafter:
     def _bound_memory(self) -> None:
         """Limits running responses to half of the buffer's memory: the shortest are dropped."""
         running = sum(self._sizes.values())
-        while running > self._arguments.buffer_bytes // 2:
+        while running > self.arguments.buffer_bytes // 2:
             shortest = min(self._sizes, key=self._sizes.__getitem__)
             running -= self._sizes[shortest]
             self._drop(shortest)
@@ -325,7 +372,7 @@ class EagleDrafter:
         learnt = [(slot, request) for slot, request in learnt if request in self._states]
         if not learnt:
             return
-        states = np.asarray(states)  # all slots: selecting some would wait for the next program
+        states = to_host(states)  # all slots: selecting some would wait for the next program
         for slot, request in learnt:
             self._keep(request, states[slot, : counts[slot]].copy())
         self._bound_memory()
@@ -338,11 +385,11 @@ class EagleDrafter:
 
     def train(self) -> bool:
         """Runs one slice; returns False when the slices, the data or the time of this step are used up."""
-        if not self._arguments.train or self._slices >= self._arguments.slices:
+        if not self.arguments.train or self._slices >= self.arguments.slices:
             return False
         if not self._update_is_ready:
             return False
-        if self._step % self._arguments.train_every:
+        if self._step % self.arguments.train_every:
             return False
         if self.train_below > 0 and not self._budget.allows():
             return False

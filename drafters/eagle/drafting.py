@@ -37,6 +37,7 @@ from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
 from rljax.numerics.attention import KEY_BLOCK, MASKED, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
+from rljax.sampling import split
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel
 
@@ -217,6 +218,7 @@ def _children(
     numerics: Numerics,
     top_k: int,
     vocabulary: DraftVocabulary | None = None,
+    parts: int = 1,
 ) -> tuple[Array, Array]:
     """The most promising tokens behind every node, best first.
 
@@ -225,21 +227,41 @@ def _children(
       positions: int32 [B], where those tokens would stand.
       noise_keys: uint32 [B, 2], or None.
       vocabulary: the draft vocabulary; None is the policy's whole vocabulary.
+      parts: number of devices that split V.
 
     Returns:
       tokens int32 [B, n, k], log-probabilities float32 [B, n, k].
     """
     ids = np.arange(logits.shape[-1]) if vocabulary is None else vocabulary.tokens
     if not sampling.greedy:
-        logits = transform_logits(logits, sampling, numerics)
+        if parts == 1:
+            logits = transform_logits(logits, sampling, numerics)
+        else:
+            rows = logits.reshape(-1, logits.shape[-1])
+            logits = split.transform_logits(rows, sampling, numerics).reshape(logits.shape)
         if noise_keys is not None:
             entries = jnp.asarray(ids, jnp.uint32)[None]
             logits = logits + gumbel(noise_keys, positions, entries)[:, None]
-    best, tokens = lax.top_k(logits, top_k)
+    best, tokens = _largest(logits, top_k, parts)
     if vocabulary is not None:
         tokens = jnp.asarray(vocabulary.tokens)[tokens]
     # At most 0, in spite of rounding: no child may seem likelier than its parent.
     return tokens.astype(jnp.int32), jnp.minimum(best - log_normalizer(logits, numerics), 0.0)
+
+
+def _largest(logits: Array, top_k: int, parts: int) -> tuple[Array, Array]:
+    """`lax.top_k` of logits [..., V] that so many devices split: each finds the largest of its own part, and
+    only those travel.
+    """
+    size = logits.shape[-1] // parts
+    if parts == 1 or size < top_k:
+        return lax.top_k(logits, top_k)
+    best, tokens = lax.top_k(logits.reshape(*logits.shape[:-1], parts, size), top_k)
+    first = jnp.arange(parts, dtype=jnp.int32) * size
+    tokens += jnp.expand_dims(first, (*range(logits.ndim - 1), logits.ndim))
+    best, tokens = (x.reshape(*logits.shape[:-1], parts * top_k) for x in (best, tokens))
+    best, chosen = lax.top_k(best, top_k)  # of equals the smallest token: parts are in their order
+    return best, jnp.take_along_axis(tokens, chosen, axis=-1)
 
 
 def draft(
@@ -254,6 +276,7 @@ def draft(
     sampling: SamplingParams,
     numerics: Numerics,
     attended: int | None = None,
+    vocab_parts: int = 1,
 ) -> ScoredTree:
     """A draft tree below every slot's last token.
 
@@ -265,15 +288,19 @@ def draft(
         verification rule but `coupled` needs.
       strategy: static.
       sampling: static; the policy's sampling distribution. Greedy sampling ranks by the logits as they are.
+      vocab_parts: static; number of devices that split the policy's vocabulary.
     """
     batch = positions.shape[0]
     top_k = strategy.top_k
     take = functools.partial(jnp.take_along_axis, axis=1)
     known = state.lengths > 0
+    parts = vocab_parts if config.vocabulary is None else 1  # an LM head of its own is whole everywhere
 
     def children(outputs: Array, level: int) -> tuple[Array, Array]:
         logits = head_logits(params, config, shared, outputs, numerics)
-        return _children(logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary)
+        return _children(
+            logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary, parts
+        )
 
     tokens, scores = children(state.outputs.astype(numerics.dtype)[:, None], 1)
     scores = jnp.where(known[:, None, None], scores, -jnp.inf)

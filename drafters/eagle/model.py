@@ -41,12 +41,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.linear import linear
 from rljax.models.transformer import Attention, Params, decoder_layer
+from rljax.numerics.attention import MASKED
 from rljax.numerics.rows import Numerics, rms_norm
 
 Variant = Literal["eagle", "hass", "eagle3"]
@@ -273,4 +274,16 @@ def head_logits(
     if config.vocabulary is not None:
         untied = dataclasses.replace(config.policy, tie_embeddings=False)
         return transformer.logits({"lm_head": params["lm_head"]}, untied, outputs, numerics)
-    return transformer.logits(shared, config.policy, outputs, numerics)
+    return policy_logits(shared, config, outputs, numerics)
+
+
+def policy_logits(shared: Params, config: HeadConfig, hidden: Array, numerics: Numerics) -> Array:
+    """Float32 logits of the policy's LM head. On a mesh it may have rows behind the vocabulary
+    (`padded_vocab_size`): their logits are so low that no token there has a probability, and finite, so that
+    losses stay finite.
+    """
+    logits = transformer.logits(shared, config.policy, hidden, numerics)
+    if logits.shape[-1] == config.policy.vocab_size:
+        return logits
+    token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(token < config.policy.vocab_size, logits, MASKED)

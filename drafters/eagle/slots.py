@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from drafters.eagle.drafting import (
     DrafterState,
@@ -42,15 +43,20 @@ from drafters.eagle.drafting import (
     forget,
 )
 from drafters.eagle.model import HeadConfig
+from drafters.eagle.placement import head_shardings, result_shardings, shared_shardings
+from rljax import target
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult
-from rljax.engine.kv_cache import cache_dtype, copy_rows, take_slots
+from rljax.engine.kv_cache import KVCache, cache_dtype, copy_rows, take_slots, with_batch
+from rljax.engine.placement import cache_shardings, feature_sharding
 from rljax.engine.slot_moves import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
+from rljax.sharding import constrain, replicated_sharding, row_multiple, vocab_parts
 
 _WIDTHS = (2, 4, 8, 16, 64)
 """Numbers of tokens a slot that are absorbed at once; each compiles a program."""
@@ -85,19 +91,32 @@ class HeadSlots:
 
     def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int, unread_bytes: int = 0) -> None:
         self.unread_bytes = unread_bytes
-        self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype)
-        self._engine = engine
+        self._engine, self._mesh = engine, engine.mesh
+        kernels = KernelChoice() if self._mesh is None else KernelChoice().on_mesh(self._mesh)
+        self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype, kernels)
         self._length = engine.buckets.cache[-1]
         self._attended_lengths = attended_lengths(engine.buckets.cache)
         self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
-        self._key = (config, self.numerics, len(self._rope))
+        if self._mesh is not None:
+            self._rope = target.put(self._rope, replicated_sharding(self._mesh))
+        self._key = (config, self.numerics, len(self._rope), self._mesh)
         self._unread: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
         self._unread_size = 0  # bytes of the features in it
         self._should_stop: Callable[[], bool] | None = None  # set where shapes stand in the place of arrays
 
     def use(self, params: Params, shared: Params) -> None:
         """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
+        if self._mesh is not None:
+            params = target.put(params, head_shardings(params, self.config, self._mesh, decoding=True))
         self._params, self._shared = params, shared
+
+    def state_shapes(self, batch: int, length: int | None = None) -> DrafterState:
+        """Returns the shapes of the state of so many slots, and their shardings on a mesh. `length` is the
+        number of pairs that they have room for; None for the most.
+        """
+        length = self._length if length is None else length
+        empty = functools.partial(empty_state, self.config, batch, length, cache_dtype(self.numerics))
+        return self._with_shardings(jax.eval_shape(empty))
 
     def start(self, batch: int) -> None:
         """Begins with `batch` empty slots."""
@@ -130,7 +149,8 @@ class HeadSlots:
         from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
         from_[: len(rows)], into[: len(slots)] = rows, slots
         shapes = (batch, len(prefilled.lengths), prefilled.cache.length)
-        self._state = self._run("insert", shapes, _insert, self._state, prefilled, from_, into)
+        insert = functools.partial(_insert, shardings=self._moved(self._state))
+        self._state = self._run("insert", shapes, insert, self._state, prefilled, from_, into)
         self._held[list(slots)] = prefilled.cache.length  # on the host, without waiting for the lengths
 
     def advance(self, result: DecodeResult) -> np.ndarray:
@@ -161,7 +181,7 @@ class HeadSlots:
         for wider in self._engine.buckets.batch:
             slots = len(self._state.lengths)
             if slots < wider <= batch:
-                widened = functools.partial(with_slots, batch=wider)
+                widened = functools.partial(_widen, batch=wider, shardings=self._moved(self._state))
                 self._state = self._run("widen", (slots, wider), widened, self._state, donate=())
                 self._held = np.pad(self._held, (0, wider - slots))
 
@@ -176,6 +196,7 @@ class HeadSlots:
             "sampling": self._engine.sampling,
             "numerics": self.numerics,
             "attended": attended,
+            "vocab_parts": vocab_parts(self._mesh),
         }
         given = {
             "params": self._params,
@@ -186,7 +207,14 @@ class HeadSlots:
             "rope": self._rope,
         }
         shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled, attended)
-        return self._run("draft", shapes, lambda given: draft(**given, **static), given, donate=())
+
+        def drafted(given: dict[str, Any]) -> ScoredTree:
+            if self._engine.weights == "fsdp" and self._mesh is not None:  # gathered once for all levels
+                shared = constrain(given["shared"], shared_shardings(given["shared"], self._mesh))
+                given = given | {"shared": shared}
+            return draft(**given, **static)
+
+        return self._run("draft", shapes, drafted, given, donate=())
 
     def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], widens: bool = False) -> None:
         """Compiles everything but drafting, for prefixes and decode states of these shapes, and `widen` if
@@ -196,7 +224,7 @@ class HeadSlots:
         states = prefixes[0].states
         for batch in batches:
             self.start(batch)
-            self._follow_nothing(prefilled, lambda shape: jnp.zeros(shape, states.dtype), states.shape[2:])
+            self._follow_nothing(prefilled, self._zero_features, states.shape[2:])
             for smaller in batches:
                 if smaller < batch:
                     before = self._state, self._held
@@ -260,11 +288,8 @@ class HeadSlots:
                 shapes.start(larger)
                 shapes._compact(np.zeros(batch, np.int32))
         shapes.start(batch)
-        dtype, hidden_layers = self._engine.numerics.dtype, self._engine.hidden_layers
-        features = (len(hidden_layers) + 1, self._engine.config.hidden_size)
-        shapes._follow_nothing(
-            prefilled, lambda shape: jax.ShapeDtypeStruct(shape, dtype), features, lengths[-1]
-        )
+        features = (len(self._engine.hidden_layers) + 1, self._engine.config.hidden_size)
+        shapes._follow_nothing(prefilled, self._feature_shapes, features, lengths[-1])
         for length in lengths:
             for strategy in strategies:
                 shapes.draft(self._engine.state_shapes(batch, length), strategy)
@@ -276,17 +301,58 @@ class HeadSlots:
     ) -> Any:
         """Runs a program from the pool. It may overwrite the arguments at `donate`."""
         args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
-        key = (f"head_{name}", *shapes, *self._key)
+        key, placed = (f"head_{name}", *shapes, *self._key), self._placed(function)
         if self._should_stop is None:
-            return self._engine.pool.get(key, function, args, donate_argnums=donate)(*args)
+            return self._engine.pool.get(key, placed, args, donate_argnums=donate)(*args)
         if self._should_stop():
             raise InterruptedError("compiling has ended")
-        self._engine.pool.get(key, function, args, donate_argnums=donate)
-        return jax.eval_shape(function, *args)
+        self._engine.pool.get(key, placed, args, donate_argnums=donate)
+        return self._with_shardings(jax.eval_shape(function, *args))
+
+    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function` with its result laid out on the mesh, so that every program takes the results of
+        any other.
+        """
+        if self._mesh is None:
+            return function
+
+        def placed(*args: Any) -> Any:
+            result = function(*args)
+            return constrain(result, result_shardings(result, self.config, self._mesh))
+
+        return placed
+
+    def _with_shardings(self, shapes: Any) -> Any:
+        """Returns the shapes of a result with the shardings that `_placed` gives it."""
+        if self._mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+            shapes,
+            result_shardings(shapes, self.config, self._mesh),
+        )
+
+    def _feature_shapes(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return self._with_shardings(jax.ShapeDtypeStruct(shape, self._engine.numerics.dtype))
+
+    def _zero_features(self, shape: tuple[int, ...]) -> Array:
+        if self._mesh is None:
+            return jnp.zeros(shape, self._engine.numerics.dtype)
+        return target.zeros(self._feature_shapes(shape), feature_sharding(self._mesh))
+
+    def _moved(self, state: DrafterState) -> KVCache | None:
+        """Returns the layout of a cache whose slots devices split; None where every device has all slots."""
+        if self._mesh is None or row_multiple(self._mesh) == 1:
+            return None
+        return cache_shardings(state.cache, self.config.layer, self._mesh)
 
     def _empty(self, batch: int, length: int) -> DrafterState:
-        empty = functools.partial(empty_state, self.config, batch, length, cache_dtype(self.numerics))
-        return empty() if self._should_stop is None else jax.eval_shape(empty)
+        if self._mesh is None and self._should_stop is None:
+            return empty_state(self.config, batch, length, cache_dtype(self.numerics))
+        shapes = self.state_shapes(batch, length)
+        if self._should_stop is not None:
+            return shapes
+        return target.zeros(shapes, result_shardings(shapes, self.config, self._mesh))
 
     def _forget(self, missed: np.ndarray) -> None:
         self._state = self._run("forget", (len(missed),), forget, self._state, missed)
@@ -294,7 +360,8 @@ class HeadSlots:
 
     def _compact(self, taken: np.ndarray) -> None:
         shapes = (len(self._state.lengths), len(taken))
-        self._state = self._run("compact", shapes, _take, self._state, taken, donate=())
+        take = functools.partial(_take, shardings=self._moved(self._state))
+        self._state = self._run("compact", shapes, take, self._state, taken, donate=())
         self._held = self._held[taken]
 
     def _attended(self, pairs: int) -> int:
@@ -360,7 +427,8 @@ class HeadSlots:
 
 
 def _shape_of(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _window(states: Array, start: Array, width: int) -> Array:
@@ -370,14 +438,32 @@ def _window(states: Array, start: Array, width: int) -> Array:
     )
 
 
-def _insert(state: DrafterState, prefilled: DrafterState, rows: Array, slots: Array) -> DrafterState:
-    """Copies prefilled row rows[i] into slot slots[i]; slots out of range are skipped."""
+def _insert(
+    state: DrafterState,
+    prefilled: DrafterState,
+    rows: Array,
+    slots: Array,
+    shardings: KVCache | None = None,
+) -> DrafterState:
+    """Copies prefilled row rows[i] into slot slots[i]; slots out of range are skipped. `shardings` as in
+    `copy_rows`.
+    """
     return DrafterState(
-        cache=copy_rows(state.cache, prefilled.cache, rows, slots),
+        cache=copy_rows(state.cache, prefilled.cache, rows, slots, shardings),
         lengths=state.lengths.at[slots].set(prefilled.lengths[rows], mode="drop"),
         outputs=state.outputs.at[slots].set(prefilled.outputs[rows], mode="drop"),
     )
 
 
-def _take(state: DrafterState, slots: Array) -> DrafterState:
-    return DrafterState(take_slots(state.cache, slots), state.lengths[slots], state.outputs[slots])
+def _take(state: DrafterState, slots: Array, shardings: KVCache | None = None) -> DrafterState:
+    cache = take_slots(state.cache, slots, shardings)
+    return DrafterState(cache, state.lengths[slots], state.outputs[slots])
+
+
+def _widen(state: DrafterState, batch: int, shardings: KVCache | None = None) -> DrafterState:
+    if shardings is None:
+        return with_slots(state, batch)
+    same = jnp.arange(len(state.lengths), dtype=jnp.int32)
+    cache = copy_rows(with_batch(state.cache, batch), state.cache, same, same, shardings)
+    rest = with_slots((state.lengths, state.outputs), batch)
+    return DrafterState(cache, *rest)

@@ -30,19 +30,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
 from drafters.eagle.head_state import check_same, named_leaves
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.objective import HeadTraining
+from drafters.eagle.placement import batch_shardings, head_shardings, shared_shardings
 from drafters.eagle.training import Metrics, init_state, train_step
 from drafters.eagle.unrolling import HeadBatch
+from rljax import target
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.processes import to_host
+from rljax.sharding import constrain, replicated_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +100,7 @@ class HeadTrainer:
       seed: seed of the training order.
       params: the head's first weights; copied.
       pool: compiled programs; may be shared with other trainers and with the policy. None makes a new one.
+      mesh: the policy's devices; None for one. The head and its moments are split as the policy's are.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class HeadTrainer:
         seed: int,
         params: Params,
         pool: ExecutablePool | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         longest = pack_length + training.steps - 1
         if len(rope) < longest:
@@ -122,8 +129,11 @@ class HeadTrainer:
         self._training = training
         self._optimizer = optimizer
         self._numerics = numerics
+        self._mesh = mesh
         self._rope = jnp.asarray(rope)
-        self._state = init_state(params, optimizer)
+        if mesh is not None:
+            self._rope = target.put(self._rope, replicated_sharding(mesh))
+        self._state = self._placed(init_state(params, optimizer))
         state_shape = (head.states, head.policy.hidden_size)
         self._buffer = DataBuffer(buffer.max_bytes, state_shape, buffer.dtype, buffer.previous_share)
         self._dtype = np.dtype(buffer.dtype)
@@ -174,7 +184,9 @@ class HeadTrainer:
         """Compiles the update; returns its seconds, measured on an empty batch and a copy of the state."""
         program = self._compiled(shared)
         state = jax.tree.map(jnp.copy, self._state)
-        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._batch_shape())
+        batch = self._placed_batch(
+            jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._batch_shape())
+        )
         jax.block_until_ready((state, batch))
         start = time.perf_counter()
         jax.block_until_ready(program(state, batch, shared, self._rope))
@@ -182,7 +194,7 @@ class HeadTrainer:
 
     def compile(self, shared: Params) -> None:
         """Compiles the update, in any thread; reads only the shapes of `shared`."""
-        self._compiled(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shared))
+        self._compiled(jax.tree.map(_shape_of, shared))
 
     def slice(self, shared: Params) -> dict[str, float] | None:
         """Runs one update on the next packed batch and waits for it.
@@ -202,7 +214,7 @@ class HeadTrainer:
             return None
         program = self._compiled(shared)
         start = time.perf_counter()
-        batch = jax.tree.map(jnp.asarray, next(packed.batches(self.rows)))
+        batch = self._placed_batch(next(packed.batches(self.rows)))
         self._state, metrics = program(self._state, batch, shared, self._rope)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         metrics |= {
@@ -230,9 +242,16 @@ class HeadTrainer:
             "buffer_bytes": self._buffer.bytes,
         }
 
+    def weights(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of `state` that a `FrozenHead` loads, which are copies."""
+        params = named_leaves(self._state.params).items()
+        named = {f"train.params.{name}": np.array(leaf) for name, leaf in params}
+        return named | {"train.updates": np.asarray(self.updates, np.int64)}
+
     def state(self) -> dict[str, np.ndarray]:
         """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
-        named = {f"train.{name}": np.array(leaf) for name, leaf in named_leaves(self._state).items()}
+        whole = to_host(named_leaves(self._state))
+        named = {f"train.{name}": np.array(leaf) for name, leaf in whole.items()}
         buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
         position = {
             "seed": np.asarray(self._seed, np.int64),
@@ -258,7 +277,7 @@ class HeadTrainer:
             raise CheckpointError(f"the buffer in the checkpoint of the head: {error}") from error
         # Copies, since updates consume these arrays.
         leaves = [jnp.array(state[name], copy=True) for name in expected]
-        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+        self._state = self._placed(jax.tree.unflatten(jax.tree.structure(self._state), leaves))
         self._seed, self._passes = int(state["seed"]), int(state["passes"])
         self._skipped = int(state["skipped"])
         self._trained = set(np.asarray(state["trained"]).tolist())
@@ -283,28 +302,30 @@ class HeadTrainer:
         drawn = self._buffer.draw(self._seed + self._passes)
         return [sequence for sequence in drawn if sequence.number not in self._trained]
 
+    def _placed(self, state: TrainState) -> TrainState:
+        if self._mesh is None:
+            return state
+        placed: TrainState = target.put(state, head_shardings(state, self.head, self._mesh))
+        return placed
+
+    def _placed_batch(self, batch: HeadBatch) -> HeadBatch:
+        if self._mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        placed: HeadBatch = target.put(batch, batch_shardings(batch, self._mesh))
+        return placed
+
     def _batch_shape(self) -> HeadBatch:
-        shape, d = (self.rows, self.pack_length), self.head.policy.hidden_size
-        return HeadBatch(
-            *[jax.ShapeDtypeStruct(shape, jnp.int32)] * 3,
-            jax.ShapeDtypeStruct(shape, jnp.bool_),
-            jax.ShapeDtypeStruct((*shape, self.head.states, d), self._dtype),
-        )
+        return batch_shape(self.head, self.rows, self.pack_length, self._dtype, self._mesh)
 
     def _compiled(self, shared: Params) -> Callable[..., tuple[TrainState, Metrics]]:
-        shape = (self.rows, self.pack_length)
-        static = {
-            "config": self.head,
-            "training": self._training,
-            "optimizer": self._optimizer,
-            "numerics": self._numerics,
-        }
-        dtypes = (self._dtype.name, shared["embed"].dtype.name)
-        return self._pool.get(
-            ("head_update", *static.values(), shape, dtypes, len(self._rope)),
-            functools.partial(_update, **static),
+        return compiled_update(
+            self._pool,
+            self.head,
+            self._training,
+            self._optimizer,
+            self._numerics,
             (self._state, self._batch_shape(), shared, self._rope),
-            donate_argnums=(0,),
+            self._mesh,
         )
 
     def _reset_metrics(self) -> None:
@@ -322,10 +343,91 @@ class HeadTrainer:
                 noted[name] = metrics[name]
 
 
+def _shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def batch_shape(
+    head: HeadConfig, rows: int, pack_length: int, dtype: np.dtype, mesh: Mesh | None
+) -> HeadBatch:
+    """Returns the shapes of a batch of the update, with their shardings on a mesh.
+
+    Args:
+      head: the head's shape.
+      rows, pack_length: packed rows, and their tokens.
+      dtype: dtype of the features.
+      mesh: devices; None for one.
+    """
+    shape, d = (rows, pack_length), head.policy.hidden_size
+    batch = HeadBatch(
+        *[jax.ShapeDtypeStruct(shape, jnp.int32)] * 3,
+        jax.ShapeDtypeStruct(shape, jnp.bool_),
+        jax.ShapeDtypeStruct((*shape, head.states, d), dtype),
+    )
+    if mesh is None:
+        return batch
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        batch,
+        batch_shardings(batch, mesh),
+    )
+
+
+def compiled_update(
+    pool: ExecutablePool,
+    head: HeadConfig,
+    training: HeadTraining,
+    optimizer: optax.GradientTransformation,
+    numerics: Numerics,
+    args: tuple[TrainState, HeadBatch, Params, Array],
+    mesh: Mesh | None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Returns the program of an update. It consumes the state.
+
+    Args:
+      pool: compiled programs.
+      head, training, optimizer, numerics: as of `HeadTrainer`.
+      args: state, batch, the policy's embeddings and LM head, and RoPE table, or their shapes.
+      mesh: devices; None for one.
+    """
+    _, batch, shared, rope = args
+    static = {"config": head, "training": training, "optimizer": optimizer, "numerics": numerics}
+    dtypes = (batch.states.dtype.name, shared["embed"].dtype.name)
+    return pool.get(
+        ("head_update", *static.values(), batch.tokens.shape, dtypes, len(rope), mesh),
+        functools.partial(_update, **static, mesh=mesh),
+        args,
+        donate_argnums=(0,),
+    )
+
+
 def _update(
-    state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
+    state: TrainState,
+    batch: HeadBatch,
+    shared: Params,
+    rope: Array,
+    *,
+    config: HeadConfig,
+    mesh: Mesh | None,
+    **static: Any,
 ) -> tuple[TrainState, Metrics]:
     """Like `train_step`, but keeps the state if the result is not finite."""
+    if mesh is None:
+        return _finite_update(state, batch, shared, rope, config=config, **static)
+    # A head is one layer: its weights are gathered once for forward and backward pass (ZeRO-3).
+    placement = head_shardings(state, config, mesh)
+    whole = constrain(state.params, head_shardings(state.params, config, mesh, decoding=True))
+    shared = constrain(shared, shared_shardings(shared, mesh))
+    changed, metrics = _finite_update(
+        state.replace(params=whole), batch, shared, rope, config=config, **static
+    )
+    return constrain(changed, placement), constrain(metrics, replicated_sharding(mesh))
+
+
+def _finite_update(
+    state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
+) -> tuple[TrainState, Metrics]:
     changed, metrics = train_step(state, batch, shared, rope, **static)
     finite = jnp.isfinite(metrics["loss"])
     for leaf in jax.tree.leaves(changed):

@@ -19,6 +19,11 @@ class TimeBudget:
         """Starts counting anew: the time since the last call adds nothing to the budget."""
         self._since = time.perf_counter()
 
+    def earn(self, seconds: float) -> None:
+        """Adds the share of time that passed in other processes."""
+        self._left += self._share * seconds
+        self.resume()
+
     def allows(self) -> bool:
         """Returns whether the budget covers another slice."""
         now = time.perf_counter()

@@ -15,11 +15,10 @@ import optax
 from jax import Array, lax
 
 from drafters.eagle import losses
-from drafters.eagle.model import HeadConfig, head_logits
+from drafters.eagle.model import HeadConfig, head_logits, policy_logits
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.unrolling import HeadBatch, shifted, unroll
 from rljax.learning.accumulation import TrainState, apply_gradients
-from rljax.models import transformer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, log_normalizer
 
@@ -45,7 +44,7 @@ def _compare(
     """
     outputs = jnp.where(mask[:, None], outputs, 0)
     target = jnp.where(mask[:, None], target, 0)
-    target_logits = transformer.logits(shared, config.policy, target, numerics)
+    target_logits = policy_logits(shared, config, target, numerics)
     logits = head_logits(params, config, shared, outputs, numerics)
     p = p_all = target_logits - log_normalizer(target_logits, numerics)
     q = logits - log_normalizer(logits, numerics)

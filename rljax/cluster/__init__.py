@@ -7,9 +7,12 @@ router.py        who decodes what of one; pipe.py, migration.py, racing.py, plan
 messages.py      events, commands and orders
 ledger.py        every token that was sampled; the same one twice must be the same bits
 decoder.py       the driver's side: what the collector calls instead of a `Scheduler`
+blueprint.py     what a worker is built from, and building it
 worker.py        a worker's side, around the decode loop
 weights/         versions of the weights, by three channels; used only if their digest is the published one
 publisher.py     publishes them in the background, and knows whom a channel has failed
+timeline.py      what everyone did when, for reports
+wish.py          how many workers are wished for while a run goes on
 facts.py         what driver and workers must have in common
 fabric.py        what carries messages; a local one for tests
 ray_fabric.py    the fabric on Ray, and the only import of it

@@ -43,6 +43,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Wish,
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
@@ -132,6 +133,8 @@ class Coordinator:
       rollouts: those under way.
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
+      only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
+        tool that is asked again, elsewhere, may answer something else.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Coordinator:
         self.fingerprint, self.strict = fingerprint, strict
         self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
-        self.building = False
+        self.building = self.only_holders = False
         self.ready = 0
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
@@ -187,6 +190,18 @@ class Coordinator:
         """Names of the workers that are not lost."""
         return list(self._workers)
 
+    def states(self) -> dict[str, str]:
+        """What each of them does: a state of `timeline.py`."""
+        states = {}
+        for name, worker in self._workers.items():
+            if not worker.slots:
+                states[name] = "starting"
+            elif worker.wants is not None and worker.version != worker.wants:
+                states[name] = "loading"
+            else:
+                states[name] = "decoding" if worker.holds else "idle"
+        return states
+
     # -- the machine ---------------------------------------------------------------------------------------
 
     def on(self, event: Event, now: float) -> list[Command]:
@@ -202,6 +217,8 @@ class Coordinator:
             return self._direct(list(self._workers), now)
         if isinstance(event, Tick):
             return self._tick(now)
+        if isinstance(event, Wish):
+            return self._wish(event.workers, now)
         worker = self._workers.get(event.worker)
         if isinstance(event, Pieces):
             return self._pieces(event, worker, now)
@@ -252,7 +269,8 @@ class Coordinator:
 
     def _status(self, event: Status, worker: _Worker, now: float) -> list[Command]:
         worker.arrived = True
-        if not worker.slots and event.fingerprint != self.fingerprint:
+        measured = None not in (event.fingerprint, self.fingerprint)  # on a mesh they are not
+        if not worker.slots and measured and event.fingerprint != self.fingerprint:
             if self.strict:
                 return self._refuse(event)
             self.counts.other_numerics += 1
@@ -307,6 +325,12 @@ class Coordinator:
             ]
         if self._useless:
             self._next_start = max(self._next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
+        commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
+        self._take_back(name, worker)
+        return commands + self._start(now) + self._direct(list(self._workers), now)
+
+    def _take_back(self, name: str, worker: _Worker) -> None:
+        """The requests of a worker that is gone wait first."""
         keys = []
         for key in worker.holds:
             holders = self._holders[key]
@@ -319,7 +343,19 @@ class Coordinator:
             rollout.router.leave(name)
         for number, lost in self.rollouts.by_rollout(keys).items():
             self.rollouts.open[number].router.put_back(lost)
-        commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
+
+    def _wish(self, workers: int, now: float) -> list[Command]:
+        """Keeps another number of workers: starts some, or lets go of those that have done least, the newest
+        first.
+        """
+        self.wish, commands = workers, []
+        newest_first = list(self._workers)[::-1]
+        least = sorted(newest_first, key=lambda name: bool(self._workers[name].slots))
+        for name in least[: max(len(self._workers) - workers, 0)]:
+            worker = self._workers.pop(name)
+            self.ready -= worker.slots > 0
+            self._take_back(name, worker)
+            commands += [Stop(name), Say(f"cluster: {name} is let go")]
         return commands + self._start(now) + self._direct(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
@@ -363,7 +399,7 @@ class Coordinator:
         for piece in event.pieces:
             entry = self.ledger.entries.get(piece.key)
             holds = worker is not None and piece.key in worker.holds
-            if entry is None or not entry.takes(piece):
+            if entry is None or not entry.takes(piece) or (self.only_holders and not holds):
                 self.counts.late += 1
                 continue
             begun = entry.ending is None

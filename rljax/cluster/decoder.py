@@ -23,6 +23,7 @@ from typing import Any
 
 from drafters.base import Outcome
 from rljax import errors
+from rljax.cluster.blueprint import check_moves, check_shared, make_blueprint
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -43,13 +44,16 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Weights,
+    Wish,
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
 from rljax.cluster.routing import RolloutHistory, make_router
+from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
-from rljax.cluster.worker import make_blueprint
+from rljax.cluster.wish import WishFile
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
@@ -72,6 +76,7 @@ class BegunRollout:
       number: of the rollout in the coordinator.
       keys: of the requests, in their order.
       requests: the requests.
+      params: the weights that they began with.
       began: `time.perf_counter()` then.
       running: number of running responses over time.
       told: number of ended responses that were handed on.
@@ -80,6 +85,7 @@ class BegunRollout:
     number: int
     keys: tuple[Key, ...]
     requests: Sequence[Request]
+    params: Params
     began: float
     running: RunningRequests
     told: int = 0
@@ -103,13 +109,19 @@ class ClusterDecoder:
       config: keys of the cluster.
       say: shows a line to the user.
       versions: versions of the weights that are kept.
+      wish: says that another number of workers is wished for than `cluster.workers`; None for never.
 
     Raises:
       ClusterError: of what is known at once.
     """
 
     def __init__(
-        self, fabric: Fabric, config: ClusterConfig, say: Callable[[str], None], versions: int = 2
+        self,
+        fabric: Fabric,
+        config: ClusterConfig,
+        say: Callable[[str], None],
+        versions: int = 2,
+        wish: WishFile | None = None,
     ) -> None:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
@@ -124,11 +136,13 @@ class ClusterDecoder:
         self._rollout = self._next_key = 0
         self._finished = 0.0  # when the last rollout was
         self._renewed: int | None = None  # the rollout whose responses go on under newer weights
+        self._drafters: Any = None  # reference to the newest weights of those that are trained here
         self._lessons: dict[int, Any] = {}  # references, by number
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._history = RolloutHistory()
+        self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -140,7 +154,7 @@ class ClusterDecoder:
         Raises:
           ClusterError: one has another code or JAX, or none comes within `cluster.patience_seconds`.
         """
-        while self.coordinator.arrived < self.coordinator.wish:
+        while self.coordinator.arrived < min(self.coordinator.wish, max(self._fabric.room(), 1)):
             self.listen()
 
     def build(
@@ -153,7 +167,13 @@ class ClusterDecoder:
           config: the experiment.
           policy: the policy; workers get its weights later.
           invariance: of the driver's numerics; None where it is not measured.
+
+        Raises:
+          ConfigError: a drafter cannot be trained for workers, or the task is an environment.
         """
+        check_moves(scheduler)
+        check_shared(scheduler.speculator)
+        self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
         drafters = list(config.speculation.kinds)
@@ -236,7 +256,7 @@ class ClusterDecoder:
         begin = Begin(number, version, by_key, renewed, known)
         self._do(self.coordinator.on(begin, self._fabric.now()))
         keys = tuple(range(first, first + len(requests)))
-        return BegunRollout(number, keys, requests, time.perf_counter(), RunningRequests())
+        return BegunRollout(number, keys, requests, params, time.perf_counter(), RunningRequests())
 
     def renew(self, params: Params, version: int) -> None:
         """There are newer weights: what was begun as `renewed` goes on under them."""
@@ -265,20 +285,32 @@ class ClusterDecoder:
         """Waits for a rollout's responses, and returns them as `run` does; raises as it does."""
         rollout = self.coordinator.rollouts.open[begun.number]
         self._tell(begun, on_finished)
+        self._decodes = True
         while not self.ended(begun):
             self.listen()
             begun.running.add(self.coordinator.decoding)
             self._tell(begun, on_finished)
             if on_progress is not None:
                 on_progress(rollout.tokens, len(rollout.ended))
+        self._decodes = False
+        self._observe()
+        self._timeline.count(self.coordinator.ledger, begun.keys)
         now = time.perf_counter()
-        completions = [self.coordinator.ledger[key].completion() for key in begun.keys]
-        statistics = self._count(rollout, completions, now - max(begun.began, self._finished))
+        seconds = now - max(begun.began, self._finished)
+        completions = [self._completion(key) for key in begun.keys]
+        statistics = self._count(rollout, completions, seconds)
         self._finished = now
         statistics.running.append(begun.running.points())
         self._scheduler.learn_lengths(begun.requests, completions)
         self._history.learn(begun.requests, completions)
         self._history.measure(rollout.statistics)
+        trained_on = [
+            (request.prompt_ids, completion.response_ids)
+            for request, completion in zip(begun.requests, completions, strict=True)
+            if request.training
+        ]
+        if self._scheduler.speculator is not None and trained_on:
+            self._scheduler.speculator.read(begun.params, trained_on, seconds)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 
@@ -310,8 +342,11 @@ class ClusterDecoder:
             return
         ended = self.coordinator.rollouts.open[begun.number].ended
         for key in ended[begun.told :]:
-            on_finished(key - begun.keys[0], self.coordinator.ledger[key].completion())
+            on_finished(key - begun.keys[0], self._completion(key))
         begun.told = len(ended)
+
+    def _completion(self, key: Key) -> Completion:
+        return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)
 
     def _count(self, rollout: Rollout, completions: Sequence[Completion], seconds: float) -> DecodeStatistics:
         """Returns the counts of all workers. A token that two of them sampled is one."""
@@ -334,9 +369,27 @@ class ClusterDecoder:
             return
         self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
         self._num_lessons += 1
+        self._drafters = None  # they have learned
         known = [self._taught[name] for name in self.coordinator.workers() if name in self._taught]
         for number in [number for number in self._lessons if number < min(known, default=0)]:
             del self._lessons[number]
+
+    @property
+    def doing(self) -> str:
+        """A phrase on what the workers do, for the display."""
+        return described(self.coordinator.states())
+
+    def timeline(self) -> dict[str, Any]:
+        """Returns what everyone has done since the last call; see `Timeline.take`."""
+        self._observe()
+        return self._timeline.take(self._fabric.now())
+
+    def _observe(self) -> None:
+        states = self.coordinator.states()
+        if not self._decodes:  # nobody listens
+            states = {name: "idle" if state == "loading" else state for name, state in states.items()}
+        states[TRAINER] = "waiting" if self._decodes else "training"
+        self._timeline.observe(states, self._fabric.now())
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call; see docs/cluster.md."""
@@ -371,13 +424,21 @@ class ClusterDecoder:
         if weights is None:
             self._loads[name] = load
             return
-        state, known = None, self._taught.get(name, self._num_lessons)
-        if self._scheduler.speculator is not None and name not in self._taught:
-            state = self._fabric.put(self._scheduler.speculator.state())
-        lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        delivery = Delivery(weights, state, lessons, load.carry)
+        delivery = self._delivery(load, weights)
         self._sent[name] = delivery, self._num_lessons
         self._fabric.send(name, delivery)
+
+    def _delivery(self, load: Load, weights: Weights) -> Delivery:
+        """Returns an order to load weights, with what drafters have learned since the worker's last."""
+        name = load.worker
+        state, known = None, self._taught.get(name, self._num_lessons)
+        if self._scheduler.speculator is not None and name not in self._taught:
+            state = self._fabric.put(self._scheduler.speculator.state(to_share=True))
+        if self._scheduler.speculator is not None and self._drafters is None:
+            drafters = self._scheduler.speculator.weights()
+            self._drafters = self._fabric.put(drafters) if drafters else None
+        lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
+        return Delivery(weights, state, lessons, self._drafters, load.carry)
 
     # -- events and commands -------------------------------------------------------------------------------
 
@@ -397,7 +458,11 @@ class ClusterDecoder:
                 self._sent.pop(event.worker, None)
                 self._publisher.failed(event.worker, event.version)
             self._do(self.coordinator.on(event, self._fabric.now()))
+        wished = None if self._wish is None else self._wish.changed(self._fabric.now())
+        if wished is not None:
+            self._do(self.coordinator.on(Wish(wished), self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
+        self._observe()
 
     def _do(self, commands: Sequence[Command]) -> None:
         for command in commands:

@@ -30,6 +30,9 @@ class Fabric(Protocol):
     def put(self, value: Any) -> Any:
         """Stores a copy of a value, and returns a reference that can be part of an order."""
 
+    def room(self) -> int:
+        """Returns the number of workers that there is room for now, those that run included."""
+
     def now(self) -> float:
         """Returns the time in seconds since some moment."""
 
@@ -61,6 +64,7 @@ class LocalFabric:
 
     Attributes:
       workers: those that run, by name.
+      most: number of workers that there is room for; others wait until it is raised.
       before_turn: called with this fabric before every turn; tests lose workers in it.
       turns: turns so far.
     """
@@ -73,6 +77,8 @@ class LocalFabric:
     ) -> None:
         self._make, self._network, self._turn_seconds = make, network, turn_seconds
         self.workers: dict[str, LocalWorker] = {}
+        self.most = 1_000_000
+        self._pending: list[str] = []
         self.before_turn: Callable[[LocalFabric], None] | None = None
         self.turns = 0
         self._silent: set[str] = set()
@@ -80,10 +86,17 @@ class LocalFabric:
         self._numbers = itertools.count()
 
     def spawn(self, worker: str) -> None:
-        self.workers[worker] = self._make(worker, pickle.loads)
+        self._pending.append(worker)
+        self._place()
+
+    def _place(self) -> None:
+        while self._pending and len(self.workers) < self.most:
+            name = self._pending.pop(0)
+            self.workers[name] = self._make(name, pickle.loads)
 
     def stop(self, worker: str) -> None:
         self.workers.pop(worker, None)
+        self._pending = [name for name in self._pending if name != worker]
         self._silent.discard(worker)
 
     def kill(self, worker: str) -> None:
@@ -105,6 +118,7 @@ class LocalFabric:
         if self.before_turn is not None:
             self.before_turn(self)
         self.turns += 1
+        self._place()
         for name, worker in list(self.workers.items()):
             if name not in self._silent:
                 for event in worker.turn() or [Heard(name)]:
@@ -121,6 +135,9 @@ class LocalFabric:
 
     def put(self, value: Any) -> Any:
         return pickle.dumps(value)
+
+    def room(self) -> int:
+        return self.most
 
     def now(self) -> float:
         return self.turns * self._turn_seconds

@@ -33,6 +33,7 @@ class Entry:
       writers: (position, worker) where each worker's tokens begin.
       ending: reason of its end; None before.
       drafted, accepted: by the worker that ended it.
+      answers: (begin, end) of tools' answers among the tokens.
     """
 
     version: int
@@ -47,6 +48,7 @@ class Entry:
     accepted: int = 0
     ended_by: str = ""
     early: dict[tuple[int, str], Piece] = dataclasses.field(default_factory=dict)
+    answers: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def writer(self, position: int) -> str:
         """The worker whose token at a position was taken."""
@@ -64,16 +66,22 @@ class Entry:
 
     def partial(self) -> PartialResponse:
         """The response so far, for a worker to go on with."""
-        return PartialResponse(tuple(self.tokens), tuple(self.logprobs), versions=tuple(self.versions))
+        return PartialResponse(
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.answers), versions=tuple(self.versions)
+        )
 
-    def completion(self) -> Completion:
-        """The ended response."""
+    def completion(self, with_mask: bool = False) -> Completion:
+        """The ended response; `with_mask` as of `LiveResponse.completion`."""
+        mask = np.ones(len(self.tokens), bool) if with_mask else None
+        for begin, end in self.answers if with_mask else ():
+            mask[begin:end] = False
         return Completion(
             np.asarray(self.tokens, np.int32),
             np.asarray(self.logprobs, np.float32),
             self.ending,
             self.drafted,
             self.accepted,
+            mask,
             versions=tuple(self.versions),
         )
 
@@ -109,6 +117,7 @@ class Ledger:
                 renewed,
                 tokens=list(known.tokens),
                 logprobs=list(known.logprobs),
+                answers=list(known.tool_answers),
                 versions=list(known.versions),
                 writers=[(0, "an earlier rollout")] if known.tokens else [],
             )
@@ -177,6 +186,7 @@ class Ledger:
                 entry.versions.append((known, piece.version))
             entry.tokens += piece.tokens[overlap:]
             entry.logprobs += piece.logprobs[overlap:]
+            entry.answers += [answer for answer in piece.answers if answer[0] >= known]
             self.tokens += new
         if piece.ending is not None and entry.ending is None:
             entry.ending, entry.ended_by = piece.ending, worker

@@ -47,6 +47,7 @@ class Piece:
       logprobs: one per token, the values of float32 numbers.
       ending: reason of the response's end behind these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
+      answers: (begin, end) in the response of every tool's answer among the tokens, each of which is whole.
       order: number of the `Decode` by which the worker decodes it.
     """
 
@@ -58,6 +59,7 @@ class Piece:
     ending: str | None = None
     drafted: int = 0
     accepted: int = 0
+    answers: tuple[tuple[int, int], ...] = ()
     order: int = 0
 
 
@@ -185,11 +187,32 @@ class Renew:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wish:
+    """Another number of workers is to be kept running from now on."""
+
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Heard | Status | Pieces | Missing | FetchFailed | Failed | Died | Begin | End | Renew | Tick
+Event = (
+    Arrived
+    | Heard
+    | Status
+    | Pieces
+    | Missing
+    | FetchFailed
+    | Failed
+    | Died
+    | Begin
+    | End
+    | Renew
+    | Wish
+    | Tick
+)
 
 # -- commands ----------------------------------------------------------------------------------------------
 
@@ -328,12 +351,15 @@ class Delivery:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
       lessons: references to lists of `Outcome` that they learn then, in this order.
+      drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
+        None where it trains none.
       carry: see `Load`.
     """
 
     weights: Weights
     state: Any = None
     lessons: Sequence[Any] = ()
+    drafters: Any = None
     carry: bool = False
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from rljax.cluster.facts import facts
@@ -27,11 +28,16 @@ from rljax.errors import ClusterError
 _ASKING = 15.0  # seconds more for a process that asks for the cluster's health: it imports Ray first
 
 
-def connect(config: ClusterConfig) -> "RayFabric":
+def connect(config: ClusterConfig, say: Callable[[str], None]) -> "RayFabric":
     """Joins the Ray cluster at `cluster.address`, or starts one on this machine.
 
+    Args:
+      config: keys of the cluster.
+      say: shows a line to the user.
+
     Raises:
-      ClusterError: Ray is not installed, nobody answers there, or there is no room for the workers.
+      ClusterError: Ray is not installed, nobody answers there, or this machine, which gets no larger, has no
+        room for the workers.
     """
     try:
         import ray
@@ -47,11 +53,16 @@ def connect(config: ClusterConfig) -> "RayFabric":
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             _join(ray, config)
     fabric = RayFabric(ray, config, owns)
-    try:
-        _check_room(ray, config)
-    except ClusterError:
-        fabric.close()
-        raise
+    room = fabric.room()
+    if room < config.workers:
+        each = " and ".join(f"{amount:g} {name}" for name, amount in _need(config).items())
+        short = f"cluster.workers: {config.workers} workers of {each} each, but the Ray cluster has room for"
+        short += f" {room}"
+        if config.address is None:
+            fabric.close()
+            raise ClusterError(f"{short}; lower it, or cluster.cpus_per_worker")
+        limit = f"waiting for up to {config.patience_seconds:g} seconds for nodes that have"
+        say(f"{short}; " + ("the others join as nodes do" if room else limit))
     return fabric
 
 
@@ -107,20 +118,6 @@ def _need(config: ClusterConfig) -> dict[str, float]:
     """Resources of a worker."""
     need = {"CPU": float(config.cpus_per_worker), "GPU": float(config.gpus_per_worker)}
     return {name: amount for name, amount in (need | config.resources_per_worker).items() if amount}
-
-
-def _check_room(ray: Any, config: ClusterConfig) -> None:
-    need, room = _need(config), 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            has = node["Resources"]
-            room += min(int(has.get(name, 0.0) / amount) for name, amount in need.items())
-    if room < config.workers:
-        each = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
-        raise ClusterError(
-            f"cluster.workers: {config.workers} workers of {each} each, but the Ray cluster has room for"
-            f" {room}; lower it, or cluster.cpus_per_worker"
-        )
 
 
 class WorkerProcess:
@@ -272,6 +269,14 @@ class RayFabric:
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
+
+    def room(self) -> int:
+        need, room = _need(self._config), 0
+        for node in self._ray.nodes():
+            if node["Alive"]:
+                has = node["Resources"]
+                room += min(int(has.get(name, 0.0) / amount) for name, amount in need.items())
+        return room
 
     def now(self) -> float:
         return time.monotonic()

@@ -10,15 +10,13 @@ one version of the weights.
 import collections
 import dataclasses
 import itertools
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from drafters.registry import make_drafters
+from rljax.cluster.blueprint import Blueprint, Built, build
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import (
     Arrived,
@@ -38,41 +36,12 @@ from rljax.cluster.messages import (
     Withdraw,
 )
 from rljax.cluster.weights import WeightsError, fetch
-from rljax.config import ExperimentConfig
-from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.errors import UserError
-from rljax.models.config import ModelConfig
-from rljax.models.tokenizer import Tokenizer
-from rljax.models.transformer import Params, init_params
+from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, PartialResponse, Request, accumulate
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.scheduler import Scheduler
-from rljax.training.assembly import make_numerics, make_scheduler, warm_up
-from rljax.training.policy import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Blueprint:
-    """What a worker is built from; it reads no file of the run.
-
-    Attributes:
-      config: the experiment.
-      policy: architecture of the policy.
-      eos_token_ids: tokens that end a response.
-      tokenizer_files: contents of the tokenizer's files, by name.
-    """
-
-    config: ExperimentConfig
-    policy: ModelConfig
-    eos_token_ids: tuple[int, ...]
-    tokenizer_files: Mapping[str, bytes]
-
-
-def make_blueprint(config: ExperimentConfig, policy: Policy) -> Blueprint:
-    """Returns the blueprint of the workers of a run."""
-    contents = {file.name: file.read_bytes() for file in Tokenizer.files(policy.tokenizer_directory)}
-    return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents)
 
 
 class RolloutWorker:
@@ -91,8 +60,7 @@ class RolloutWorker:
         self.loop: DecodeLoop | None = None
         self._orders: collections.deque[Order] = collections.deque()
         self._blueprint: Blueprint | None = None
-        self._scheduler: Scheduler | None = None
-        self._fingerprint: str | None = None
+        self._built: Built | None = None
         self._params: Params | None = None
         self._version: int | None = None
         self._fetch_seconds = 0.0
@@ -135,7 +103,7 @@ class RolloutWorker:
                 self._busy_seconds += time.perf_counter() - start
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
-        if self._scheduler is None:
+        if self._built is None:
             return [*events, Arrived(self.name, facts())]
         if self._pieces:
             pieces, self._pieces = tuple(self._pieces), []
@@ -146,10 +114,11 @@ class RolloutWorker:
 
     def _carry_out(self, order: Order) -> list[Event]:
         if isinstance(order, Plan):
-            if self._scheduler is None:
-                self._build(self._get(order.blueprint))
+            if self._built is None:
+                self._blueprint = self._get(order.blueprint)
+                self._built = build(self._blueprint, self.name)
             return [self._status()]
-        if self._scheduler is None:  # it is sent again
+        if self._built is None:  # it is sent again
             return []
         if isinstance(order, Delivery):
             return self._load(order)
@@ -160,30 +129,13 @@ class RolloutWorker:
         assert isinstance(order, Ask)
         return self._answer(order)
 
-    def _build(self, blueprint: Blueprint) -> None:
-        """Builds the engine as a run does, and compiles."""
-        config, cache = blueprint.config, blueprint.config.engine.compilation_cache
-        if cache is not None:
-            enable_compilation_cache(cache)
-        numerics, invariance = make_numerics(config, blueprint.policy, None)
-        self._fingerprint = None if invariance is None else invariance.fingerprint
-        with tempfile.TemporaryDirectory() as directory:
-            for name, content in blueprint.tokenizer_files.items():
-                (Path(directory) / name).write_bytes(content)
-            tokenizer = Tokenizer.load(directory)
-        policy = Policy(blueprint.policy, {}, tokenizer, Path(), blueprint.eos_token_ids)
-        pool = ExecutablePool(bool(config.engine.row_invariant), cache)
-        drafters = make_drafters(config.speculation)
-        scheduler = make_scheduler(config, policy, drafters, numerics, pool, None)
-        # Programs depend on shapes alone: any weights will do.
-        params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
-        warm_up(scheduler, params, config)
-        self._blueprint, self._scheduler = blueprint, scheduler
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._built.scheduler
 
     def _status(self) -> Status:
-        return Status(
-            self.name, self._fingerprint, self._scheduler.max_slots, self._version, self._fetch_seconds
-        )
+        slots = self._scheduler.max_slots
+        return Status(self.name, self._built.fingerprint, slots, self._version, self._fetch_seconds)
 
     def _load(self, delivery: Delivery) -> list[Event]:
         weights, speculator = delivery.weights, self._scheduler.speculator
@@ -195,6 +147,7 @@ class RolloutWorker:
             limit = self._blueprint.config.cluster.fetch_seconds
             params = fetch(weights, self._get, self._blueprint.policy, limit)
             state = None if delivery.state is None else self._get(delivery.state)
+            drafters = None if delivery.drafters is None else self._get(delivery.drafters)
             lessons = [self._get(lesson) for lesson in delivery.lessons]
         except WeightsError as error:
             return [FetchFailed(self.name, weights.version, str(error))]
@@ -210,6 +163,10 @@ class RolloutWorker:
                 speculator.load_state(state)
             for lesson in lessons:
                 speculator.learn(lesson)
+            if drafters is not None:
+                speculator.load_weights(drafters)
+            if lessons and self._built.directories:
+                speculator.state()  # with it, a history deletes files that are out of date
         if carried:
             self._start()
             self._submit(carried)
@@ -259,6 +216,7 @@ class RolloutWorker:
             scheduler.max_slots,
             scheduler.speculator,
             scheduler.overlap,
+            scheduler.tools,
             policy=LoopPolicy(start_full=True),
             on_sync=self._collect,
             version=self._version,
@@ -287,6 +245,8 @@ class RolloutWorker:
     def _submit(self, work: Sequence[tuple[Key, Request, PartialResponse]]) -> None:
         responses = []
         for key, request, partial in work:
+            if self._scheduler.tools is not None:
+                partial = _before_a_call(partial)
             response = LiveResponse.resume(request, partial, self._scheduler.stop_strings)
             self._responses[key], self._keys[response] = response, key
             self._sent[key] = len(response.tokens)
@@ -343,6 +303,7 @@ class RolloutWorker:
                 response.ending if ended else None,
                 response.drafted if ended else 0,
                 response.accepted if ended else 0,
+                tuple(answer for answer in response.tool_answers if first <= answer[0] < end),
                 order,
             )
             pieces.append(piece)
@@ -356,7 +317,15 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Ends what goes on in the background."""
-        if self._scheduler is not None:
-            self._scheduler.engine.close()
-            if self._scheduler.speculator is not None:
-                self._scheduler.speculator.close()
+        if self._built is not None:
+            self._built.close()
+
+
+def _before_a_call(partial: PartialResponse) -> PartialResponse:
+    """Returns a response without its last token, which may have completed a call whose answer the ledger does
+    not have: sampled again, it is the same, and the tool is asked again.
+    """
+    end = len(partial.tokens)
+    if not end or (partial.tool_answers and partial.tool_answers[-1][1] == end):
+        return partial
+    return dataclasses.replace(partial, tokens=partial.tokens[:-1], logprobs=partial.logprobs[:-1])

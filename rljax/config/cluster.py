@@ -1,10 +1,10 @@
 """Keys of rollout workers in processes of their own; see docs/cluster.md."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rljax.config.mesh import MeshConfig
 from rljax.config.section import Count, CountOrOff, Section
 from rljax.errors import ConfigError
 
@@ -34,7 +34,14 @@ class ClusterConfig(Section):
         " a large part of one, to itself.",
     )
     gpus_per_worker: CountOrOff = Field(
-        0, le=1, description="GPUs that Ray reserves for a worker. Set 1 where workers decode on GPUs."
+        0,
+        description="GPUs that Ray reserves for a worker. Set it to the number of devices of cluster.mesh, 1"
+        " without one, where workers decode on GPUs.",
+    )
+    mesh: MeshConfig = Field(
+        MeshConfig(),
+        description="Mesh of each worker's own devices, which decode together. Set it where the policy does"
+        " not fit one device; else several workers are faster, and lose less where one is lost.",
     )
     resources_per_worker: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
@@ -134,12 +141,8 @@ class ClusterConfig(Section):
         return self
 
 
-def check_with_workers(config: "ExperimentConfig", host_drafters: Collection[str]) -> None:
+def check_with_workers(config: "ExperimentConfig") -> None:
     """Checks that the rollouts of an experiment can be decoded by workers.
-
-    Args:
-      config: the experiment.
-      host_drafters: kinds of drafters that draft on the host.
 
     Raises:
       ConfigError: a mechanism is not supported with workers.
@@ -154,32 +157,30 @@ def check_with_workers(config: "ExperimentConfig", host_drafters: Collection[str
         )
     if config.cluster.race and len(speculation.kinds) < 2:
         raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
+    if config.cluster.race and config.tools is not None:
+        raise ConfigError("cluster.race: every copy would call tools, whose answers may differ; set 0")
     for key, used, instead in (
         (
             "engine.row_invariant",
             not config.engine.row_invariant,
             "bits would depend on who decodes; set true",
         ),
-        (
-            "mesh",
-            config.mesh.num_devices > 1,
-            "a worker decodes on one device; set data, fsdp and tensor to 1",
-        ),
         ("distributed", config.distributed.is_wanted(), "one process trains; set distributed.enabled=off"),
-        ("tools", config.tools is not None, "a call's answer does not move to another worker; leave it out"),
-        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "set 0"),
+        (
+            "speculation.run_ahead_below",
+            bool(config.speculation.run_ahead_below),
+            "what one worker samples ahead, another would need; set 0",
+        ),
+        (
+            f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
+            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
+            f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",
+        ),
+        (
+            "cluster.mesh",
+            config.cluster.mesh.num_devices > 1 and config.cluster.numerics == "refuse",
+            "without cluster.numerics=warn, since bits are not measured on several devices",
+        ),
     ):
         if used:
             raise ConfigError(f"{key}: is not supported with cluster.workers: {instead}")
-    for name, kind in speculation.kinds.items():
-        if kind not in host_drafters:
-            raise ConfigError(
-                f"speculation.drafter: cluster.workers share nothing of what {name} learns; use a drafter on"
-                f" the host: {', '.join(sorted(host_drafters))}"
-            )
-    for name, arguments in speculation.arguments.items():
-        if arguments.get("spill_dir") is not None:
-            raise ConfigError(
-                f"speculation: the spill_dir of {name} would be written by all of"
-                " cluster.workers; leave it out"
-            )

@@ -142,6 +142,12 @@ class EngineConfig(Section):
         description="Rule by which drafts are verified. coupled samples the tokens of plain decoding, bit for"
         " bit. Set another rule, which samples from the same distribution, for comparison.",
     )
+    weights: Literal["replicated", "fsdp"] = Field(
+        "replicated",
+        description="How devices along mesh.fsdp hold the engine's copy of the policy. replicated decodes"
+        " fastest; fsdp keeps a part of every matrix and gathers a layer at a time, in every step: for"
+        " policies that do not fit otherwise. The tokens are the same.",
+    )
     compile: Literal["before", "behind"] = Field(
         "behind",
         description="When programs are compiled that the first step does not begin with. behind compiles them"

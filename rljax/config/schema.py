@@ -20,35 +20,13 @@ from rljax.config.decoding import (
 from rljax.config.distributed import DistributedConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
+from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, Section
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
 from rljax.errors import ConfigError
-
-
-class MeshConfig(Section):
-    """Devices along each axis of the mesh; the product may not exceed the number of devices."""
-
-    data: Count = Field(
-        1,
-        description="Number of replicas; each computes a share of the batch. Raise it first to use more"
-        " devices.",
-    )
-    fsdp: Count = Field(
-        1,
-        description="Devices over which the weights and the optimizer state are sharded. Raise it when they"
-        " do not fit.",
-    )
-    tensor: Count = Field(
-        1, description="Devices that split every layer. Raise it to decode faster where links are fast."
-    )
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of the mesh."""
-        return self.data * self.fsdp * self.tensor
 
 
 class CheckpointConfig(Section):
@@ -297,10 +275,10 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             "speculation.drafter: quantized needs engine.verification: coupled, got"
             f" {engine.verification}; how much of a chain is verified depends on its noise"
         )
-    if "eagle" in drafters and config.mesh.num_devices > 1:
+    if engine.weights == "fsdp" and config.mesh.fsdp == 1:
         yield (
-            f"speculation.drafter: eagle drafts on one device, but mesh has {config.mesh.num_devices};"
-            " use another drafter there"
+            "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1; set replicated, or raise"
+            " mesh.fsdp"
         )
     if config.speculation.max_drafts >= MAX_NODES:
         yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"

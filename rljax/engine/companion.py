@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from rljax.engine.draft_tree import all_rows
 from rljax.engine.engine import DecodeEngine
@@ -144,13 +145,19 @@ class Companion:
       config: the small model's architecture. Its vocabulary may be shorter than the target's.
       params: its weights.
       numerics: numerics of the companion; by default those of the target.
+      mesh: its devices, from `mesh_of_a_drafter`; by default the target's mesh.
 
     Attributes:
       extended: tokens that had to be caught up with since `begin`.
     """
 
     def __init__(
-        self, target: DecodeEngine, config: ModelConfig, params: Params, numerics: Numerics | None = None
+        self,
+        target: DecodeEngine,
+        config: ModelConfig,
+        params: Params,
+        numerics: Numerics | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.vocab_size = target.config.vocab_size
         if config.vocab_size > self.vocab_size:
@@ -162,7 +169,7 @@ class Companion:
             target.buckets,
             target.eos_token_ids,
             pool=target.pool,
-            mesh=target.mesh,
+            mesh=target.mesh if mesh is None else mesh,
             verification=target.verification,
         )
         self.params = self.engine.load_params(params)

@@ -29,7 +29,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, empty_tree, pack_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
 from rljax.engine.host_sync import Assignment, DecodeResult, Pending
-from rljax.engine.placement import cache_shardings, decode_state_shardings
+from rljax.engine.placement import cache_shardings, decode_state_shardings, feature_sharding
 from rljax.engine.programs import Programs
 from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.slot_moves import SlotMoves, set_counts
@@ -42,7 +42,7 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import SlotSampling, check_settings
-from rljax.sharding import padded_vocab_size, replicated_sharding, shard_params
+from rljax.sharding import Weights, padded_vocab_size, replicated_sharding, shard_params
 
 if TYPE_CHECKING:
     from rljax.engine.plain_programs import PlainPrograms
@@ -70,6 +70,8 @@ class DecodeEngine:
         state after the final norm: S features of size d, one more than there are layers.
       per_slot_sampling: every request may have its own temperature and filters (`Assignment.sampling`). The
         tokens are those of an engine with these settings in its programs. Drafters go by `sampling`.
+      weights: "replicated" over `data` and `fsdp`, or "fsdp": devices along fsdp keep a part of every matrix,
+        and each pass gathers a layer at a time. The tokens are the same.
 
     Attributes:
       behind: compiles programs of plain decoding in the background (`PlainPrograms`). Prefill and `grow` then
@@ -94,6 +96,7 @@ class DecodeEngine:
         verification: Rule = "coupled",
         hidden_layers: tuple[int, ...] | None = None,
         per_slot_sampling: bool = False,
+        weights: Weights = "replicated",
     ) -> None:
         if per_slot_sampling and verification != "coupled":
             raise ConfigError(
@@ -109,6 +112,7 @@ class DecodeEngine:
         self.verification = verification
         self.hidden_layers = hidden_layers
         self.per_slot_sampling = per_slot_sampling
+        self.weights = weights
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self.prefill_rows, self.prefill_lengths = buckets.prefill()
         self.mesh = mesh
@@ -125,6 +129,7 @@ class DecodeEngine:
             hidden_layers,
             mesh,
             per_slot_sampling,
+            weights,
         )
         self._moves = SlotMoves(config, mesh)
         self._key = (self._programs, buckets.cache[-1])
@@ -145,6 +150,7 @@ class DecodeEngine:
             self.verification,
             hidden_layers,
             self.per_slot_sampling,
+            self.weights,
         )
 
     # -- weights ---------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ class DecodeEngine:
                     " smaller optimizer.learning_rate if training brought it about"
                 )
         cast = cast_matrices(params, self.numerics.dtype)
-        loaded = shard_params(cast, self.config, self.mesh, decoding=True)
+        loaded = shard_params(cast, self.config, self.mesh, decoding=True, split=self.weights == "fsdp")
         return jax.tree.map(jnp.copy, loaded) if copy else loaded
 
     # -- the contract ----------------------------------------------------------------------------------------
@@ -178,13 +184,14 @@ class DecodeEngine:
     def init_state(self, slots: int, length: int) -> DecodeState:
         """Returns an idle state for `slots` requests of up to `length` positions, rounded up to buckets."""
         batch, size = self.buckets.batch_for(slots), self.buckets.cache_for(length)
-        if self.mesh is not None and self.mesh.is_multi_process:
-            shapes = jax.eval_shape(lambda: self._empty_state(batch, size))
-            return target.zeros(shapes, decode_state_shardings(shapes, self.config, self.mesh))
-        state = self._empty_state(batch, size)
         if self.mesh is None:
+            return self._empty_state(batch, size)
+        shapes = jax.eval_shape(lambda: self._empty_state(batch, size))
+        shardings = decode_state_shardings(shapes, self.config, self.mesh)
+        state: DecodeState = target.zeros(shapes, shardings)
+        if state.sampling is None:
             return state
-        return jax.device_put(state, decode_state_shardings(state, self.config, self.mesh))
+        return state.replace(sampling=target.put(self._settings([], batch), shardings.sampling))
 
     def start_state(self, slots: int, length: int) -> DecodeState:
         """`init_state` in a shape whose programs are compiled; the cache may be longer."""
@@ -261,7 +268,10 @@ class DecodeEngine:
         if self.hidden_layers is None:
             return shapes
         size = (rows, length, len(self.hidden_layers) + 1, self.config.hidden_size)
-        return shapes.replace(states=jax.ShapeDtypeStruct(size, self.numerics.dtype))
+        features = jax.ShapeDtypeStruct(size, self.numerics.dtype)
+        if self.mesh is not None:
+            features = _placed_shape(features, feature_sharding(self.mesh))
+        return shapes.replace(states=features)
 
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Computes keys and values of `prompts` (token ids, none empty) in one pass."""

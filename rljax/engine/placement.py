@@ -16,12 +16,17 @@ def slot_sharding(mesh: Mesh) -> NamedSharding:
     return named(mesh, "slots")
 
 
+def feature_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of features [B, T, S, d] of slots, or of prompts, for drafters."""
+    return named(mesh, "slots", None, None, None)
+
+
 def cache_shardings(cache: KVCache, config: ModelConfig, mesh: Mesh) -> KVCache:
     """A KVCache with a NamedSharding in the place of every array: slots over data and fsdp, heads over
     tensor.
     """
     check_slots(cache.batch, row_multiple(mesh))
-    replicated = replicated_axes(config, mesh)
+    replicated = replicated_axes(config, mesh, decoding=True)
 
     def sharding(array: Array) -> NamedSharding:
         rest = (None,) * (array.ndim - 2)

@@ -17,7 +17,12 @@ from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.host_sync import pack
 from rljax.engine.kv_cache import CachedAttention, KVCache
-from rljax.engine.placement import cache_shardings, decode_state_shardings, slot_sharding
+from rljax.engine.placement import (
+    cache_shardings,
+    decode_state_shardings,
+    feature_sharding,
+    slot_sharding,
+)
 from rljax.engine.sampling import decode_logits, sample, whole_logits
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted
@@ -29,7 +34,7 @@ from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Attention, Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, penalized_logits
-from rljax.sharding import ShardedAttention, constrain, replicated_sharding
+from rljax.sharding import GatheredWeights, ShardedAttention, Weights, constrain, replicated_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Programs:
       mesh: devices; None for one.
       per_slot_sampling: temperature and filters are those of each slot (`DecodeState.sampling`), not those of
         `sampling`, whose penalties hold.
+      weights: "replicated", or "fsdp" for weights of which devices along fsdp have parts.
     """
 
     config: ModelConfig
@@ -58,6 +64,14 @@ class Programs:
     hidden_layers: tuple[int, ...] | None
     mesh: Mesh | None
     per_slot_sampling: bool = False
+    weights: Weights = "replicated"
+
+    @property
+    def gathered(self) -> GatheredWeights | None:
+        """What gathers the weights of a layer; None where every device has them."""
+        if self.weights == "replicated" or self.mesh is None:
+            return None
+        return GatheredWeights(self.config, self.mesh)
 
     def _constrain(self, state: DecodeState) -> DecodeState:
         if self.mesh is None:
@@ -90,7 +104,12 @@ class Programs:
         if self.mesh is not None:
             cache = constrain(cache, cache_shardings(cache, self.config, self.mesh))
             last, lengths = constrain((last, lengths), (replicated_sharding(self.mesh),) * 2)
-        return Prefix(cache=cache, last_tokens=last, lengths=lengths, states=states)
+        return Prefix(cache=cache, last_tokens=last, lengths=lengths, states=self._placed_features(states))
+
+    def _placed_features(self, states: Array | None) -> Array | None:
+        if states is None or self.mesh is None:
+            return states
+        return constrain(states, feature_sharding(self.mesh))
 
     def _forward(
         self,
@@ -114,10 +133,14 @@ class Programs:
             self.numerics,
             self.hidden_layers or (),
             caches=None if cache is None else cache.layers(),
+            gathered=self.gathered,
         )
         if self.hidden_layers is None:
             return hidden, kept, None
         return hidden, kept, jnp.stack([*residuals, hidden], axis=2)
+
+    def _logits(self, params: Params, hidden: Array) -> Array:
+        return decode_logits(params, self.config, hidden, self.numerics, self.mesh, self.gathered)
 
     def _decode_step(
         self, params: Params, state: DecodeState, rope: Array
@@ -132,7 +155,7 @@ class Programs:
         )
 
         # Sample with the noise of each request and position.
-        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
+        logits = self._logits(params, hidden[:, 0])
         logits = penalized_logits(logits, state.counts, self.sampling)
         settings = None if state.sampling is None else state.sampling.among(state.active)
         tokens, logprobs = sample(
@@ -201,7 +224,7 @@ class Programs:
         packed = pack(tokens, logprobs, state, steps)
         if self.mesh is not None:
             packed = constrain(packed, replicated_sharding(self.mesh))
-        return state, packed, states
+        return state, packed, self._placed_features(states)
 
     def verify(
         self,
@@ -230,7 +253,7 @@ class Programs:
         )
 
         # Sample a token behind every node, and find the deepest node whose path was sampled.
-        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
+        logits = self._logits(params, hidden[:, 0])
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         if self.verification != "coupled":  # the other rules read and change probabilities of whole rows
             logits = whole_logits(logits, self.config, self.mesh)
@@ -288,7 +311,7 @@ class Programs:
             packed = constrain(packed, replicated_sharding(self.mesh))
         if states is not None:
             states = jnp.take_along_axis(rows.scatter(states[:, 0]), path[:, :, None, None], axis=1)
-        return new_state, packed, states
+        return new_state, packed, self._placed_features(states)
 
     def extend(
         self,
@@ -324,6 +347,7 @@ class Programs:
             rope,
             self.numerics,
             caches=cache.layers(),
+            gathered=self.gathered,
         )
         cache = kv_cache.commit(cache, entries, order, counts, lengths, self.numerics)
         if self.mesh is not None:
@@ -361,12 +385,16 @@ class Programs:
             columns,
             with_proposal,
             self.mesh,
+            self.gathered,
         )
 
         def draft(
             params: Params, state: DecodeState, rope: Array, steps: Array
         ) -> tuple[DecodeState, SelfDrafts]:
             state, drafts = drafting(params, state, rope, steps)
+            if self.mesh is not None:  # the host reads them; a proposal stays where it is
+                whole = constrain(drafts.replace(proposal=None), replicated_sharding(self.mesh))
+                drafts = whole.replace(proposal=drafts.proposal)
             return self._constrain(state), drafts
 
         return draft

@@ -18,15 +18,23 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling import slots, split
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import SlotSampling
-from rljax.sharding import constrain, logits_sharding, splits_vocab
+from rljax.sharding import GatheredWeights, constrain, logits_sharding, splits_vocab
 
 
 def decode_logits(
-    params: Params, config: ModelConfig, hidden: Array, numerics: Numerics, mesh: Mesh | None
+    params: Params,
+    config: ModelConfig,
+    hidden: Array,
+    numerics: Numerics,
+    mesh: Mesh | None,
+    gathered: GatheredWeights | None = None,
 ) -> Array:
     """Returns logits of hidden states [R, d] under weights in the layout of decoding: float32 [R, V]. On a
-    mesh V is split, and rounded up to `padded_vocab_size` with entries of -inf.
+    mesh V is split, and rounded up to `padded_vocab_size` with entries of -inf. `gathered` as in
+    `transformer.forward`.
     """
+    if gathered is not None:
+        params, hidden = gathered.head(params, hidden)
     logits = transformer.logits(params, config, hidden, numerics)
     if not splits_vocab(mesh):
         return logits

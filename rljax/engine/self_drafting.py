@@ -30,7 +30,7 @@ from rljax.numerics.rows import Numerics, log_normalizer, row_max
 from rljax.sampling import distribution, split
 from rljax.sampling.distribution import SamplingParams, first_maximum, penalized_logits
 from rljax.sampling.noise import gumbel_rows, threefry2x32
-from rljax.sharding import splits_vocab
+from rljax.sharding import GatheredWeights, splits_vocab
 
 # The second word of a position's counter is 0 (`noise.token_bits`): no position has this key.
 _DRAFT_STREAM = np.uint32(0x64726166)
@@ -86,6 +86,7 @@ class SelfDrafting:
       columns: width of the chains, at least the steps asked for.
       with_proposal: return the distributions that the tokens were drafted from.
       mesh: devices; None for one.
+      gathered: see `Programs.gathered`.
     """
 
     config: ModelConfig
@@ -96,6 +97,7 @@ class SelfDrafting:
     columns: int
     with_proposal: bool
     mesh: Mesh | None = None
+    gathered: GatheredWeights | None = None
 
     def __call__(
         self, params: Params, state: DecodeState, rope: Array, steps: Array
@@ -166,8 +168,9 @@ class SelfDrafting:
             rope,
             self.numerics,
             caches=cache.layers(),
+            gathered=self.gathered,
         )
-        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh)
+        logits = decode_logits(params, self.config, hidden[:, 0], self.numerics, self.mesh, self.gathered)
         return KVCache.of_layers(kept), logits
 
     def _choose(self, logits: Array, keys: Array, positions: Array) -> tuple[Array, Array, Array, Array]:

@@ -11,13 +11,14 @@ import contextlib
 import datetime
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig, check_devices
+from rljax.config.cluster import check_with_workers
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.environments.task import environment_of
 from rljax.environments.use import check_environment
@@ -35,14 +36,15 @@ from rljax.evaluation.metrics import (
 from rljax.evaluation.problems import asked_digest, distinct_problems, judging_digest, task_settings
 from rljax.evaluation.records import EvaluationDirectory, ResponseKey
 from rljax.models.digest import weights_digest
-from rljax.models.transformer import num_params
+from rljax.models.transformer import Params, num_params
 from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
-from rljax.requests import Completion
+from rljax.requests import Completion, Request
 from rljax.rollout.collector import EVALUATION, Collector
 from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
+from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task
@@ -56,6 +58,10 @@ from rljax.training.assembly import (
     warm_up,
 )
 from rljax.training.saved_policy import SavedPolicy
+from rljax.training.session import cluster_of
+
+if TYPE_CHECKING:
+    from rljax.cluster.decoder import ClusterDecoder
 
 _JUDGED_TOGETHER = 64  # responses per call; tasks may judge them in parallel
 
@@ -84,6 +90,7 @@ class Evaluator:
     ) -> None:
         self.saved, self.config, self.split, self.progress = saved, config, split, progress
         check_devices(config.mesh, jax.device_count())
+        check_with_workers(config)
         self.task: Task = configured_task(config.task, config.seed, progress.message)
         self._has_turns = environment_of(self.task) is not None
         check_environment(config, self.task)
@@ -176,13 +183,34 @@ class Evaluator:
         # Load the drafters' state and the weights, and compile.
         if scheduler.speculator is not None and (state := self.saved.drafter_state()):
             scheduler.speculator.load_state(state)
-        self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
-        params = scheduler.engine.load_params(policy.params)
-        first_prompts = [len(request.prompt_ids) for request in all_requests]
-        warm_up(scheduler, params, config, first_prompts=first_prompts)
-        # Decode the missing responses, and append each to the log as it finishes.
-        done, start = len(all_keys) - len(missing), time.perf_counter()
-        self.progress.stage("evaluate", len(all_keys), completed=done, sparse=True)
+        with contextlib.ExitStack() as parts:
+            cluster = parts.enter_context(cluster_of(config, self.progress.message))
+            parts.enter_context(contextlib.closing(scheduler.engine))
+            if scheduler.speculator is not None:
+                parts.enter_context(scheduler.speculator)
+            self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
+            params = scheduler.engine.load_params(policy.params)
+            if cluster is None:
+                first_prompts = [len(request.prompt_ids) for request in all_requests]
+                warm_up(scheduler, params, config, first_prompts=first_prompts)
+            else:  # the workers compile
+                cluster.build(scheduler, config, policy, invariance)
+                cluster.wait()
+            with log:
+                self._decode(scheduler if cluster is None else cluster, params, requests, missing)
+        log.sort()
+
+    def _decode(
+        self,
+        decoder: "Scheduler | ClusterDecoder",
+        params: Params,
+        requests: dict[ResponseKey, Request],
+        missing: list[ResponseKey],
+    ) -> None:
+        """Decodes the missing responses, and appends each to the log as it finishes."""
+        log, total = self.directory.responses, len(requests)
+        done, start = total - len(missing), time.perf_counter()
+        self.progress.stage("evaluate", total, completed=done, sparse=True)
         # Responses end in bursts, so a few of them would give a poor estimate of the remaining time.
         shown, burst = 0, max(1, len(missing) // 20)
 
@@ -192,19 +220,18 @@ class Evaluator:
                 rate = tokens_per_second(tokens, time.perf_counter() - start)
                 self.progress.step(done + finished, {"tokens_per_second": rate})
                 shown = finished
-            self.progress.update("decode", f"{tokens:,} tokens, {done + finished:,}/{len(all_keys):,} done")
+            doing = getattr(decoder, "doing", "")  # of workers
+            detail = f"{tokens:,} tokens, {done + finished:,}/{total:,} done"
+            self.progress.update("decode", f"{detail}, {doing}" if doing else detail)
 
-        speculator = contextlib.nullcontext() if scheduler.speculator is None else scheduler.speculator
-        with log, speculator, contextlib.closing(scheduler.engine):
-            scheduler.run(
-                params,
-                [requests[key] for key in missing],
-                show,
-                lambda index, completion: log.append(
-                    missing[index], self._response(missing[index][0], completion)
-                ),
-            )
-        log.sort()
+        decoder.run(
+            params,
+            [requests[key] for key in missing],
+            show,
+            lambda index, completion: log.append(
+                missing[index], self._response(missing[index][0], completion)
+            ),
+        )
 
     def _response(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens = completion.response_ids.tolist()

@@ -21,7 +21,7 @@ _SECTIONS = (
     "mesh",
     "evaluation",
 )
-_READ = ("seed", "policy.compute_dtype", *_SECTIONS)
+_READ = ("seed", "policy.compute_dtype", *_SECTIONS, "cluster")  # a run's own workers are not taken over
 _NOT_READ = {
     "rollout.prompts_per_step": "evaluation.problems says how many problems",
     "rollout.samples_per_prompt": "evaluation.samples says how many responses",

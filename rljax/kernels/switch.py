@@ -22,6 +22,7 @@ IMPLEMENTATIONS = {
     "interpret_tpu": "mosaic_tpu",
 }
 """Names of backends, and the file of each in an operation's folder."""
+_INSTEAD = "name xla, or leave the key out"
 
 
 def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -58,9 +59,9 @@ def backend(op: str, name: str) -> Callable[..., Any]:
         raise UserError(f"{op}: {name!r} is no implementation; {known_names(name, IMPLEMENTATIONS)}")
     platform = target.platform()
     if name == "mosaic_gpu" and not (platform == "gpu" and _is_hopper()):
-        raise Refused(f"it runs on NVIDIA GPUs of compute capability 9.0, not on {_device()}")
+        raise Refused(f"it runs on NVIDIA GPUs of compute capability 9.0, not on {_device()}; {_INSTEAD}")
     if name == "mosaic_tpu" and platform != "tpu":
-        raise Refused(f"it runs on TPUs, not on {_device()}")
+        raise Refused(f"it runs on TPUs, not on {_device()}; {_INSTEAD}")
     file = IMPLEMENTATIONS[name]
     try:
         module = importlib.import_module(f"rljax.kernels.{op}.{file}")

@@ -18,7 +18,7 @@ gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,16 @@ Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 """(cache, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], values to return to the
 caller, such as keys and values). `cache` is the layer's entry of `caches` (`forward`).
 """
+
+
+class Gathered(Protocol):
+    """What gathers weights of which devices have parts, `rljax.sharding.GatheredWeights`."""
+
+    def embedded(self, x: Array) -> Array:
+        """Returns embeddings [N, T, d] whole."""
+
+    def layer(self, layer: Params, x: Array) -> tuple[Params, Array]:
+        """Returns the weights of a layer whole, and its input."""
 
 
 def param_shapes(config: ModelConfig) -> Params:
@@ -151,6 +161,7 @@ def forward(
     numerics: Numerics,
     remat: bool = False,
     caches: Sequence[Any] | None = None,
+    gathered: Gathered | None = None,
 ) -> tuple[Array, list[Any]]:
     """Returns the final hidden states of `tokens`.
 
@@ -162,12 +173,13 @@ def forward(
       rope: `rope_table(config, length)`, float32 [length, 2, D/2].
       remat: recompute each layer's activations in the backward pass instead of keeping them.
       caches: arrays that the attention of each layer reads, such as `KVCache.layers`; None for none.
+      gathered: gathers the weights of each layer where devices have parts of it; None where they are whole.
 
     Returns:
       Hidden states after the final norm, [N, T, d], and the second results of the attention, one per layer.
     """
     hidden, kept, _ = forward_with_residuals(
-        params, config, tokens, positions, attention, rope, numerics, remat=remat, caches=caches
+        params, config, tokens, positions, attention, rope, numerics, (), remat, caches, gathered
     )
     return hidden, kept
 
@@ -183,15 +195,20 @@ def forward_with_residuals(
     layers: Sequence[int] = (),
     remat: bool = False,
     caches: Sequence[Any] | None = None,
+    gathered: Gathered | None = None,
 ) -> tuple[Array, list[Any], list[Array]]:
     """As `forward`, but also returns the residual stream, [N, T, d] without a norm, after the first n layers
     for each n of `layers` (0: the embeddings). Drafters read these features (`drafters/eagle/model.py`).
     """
     x = params["embed"][tokens].astype(numerics.dtype)
+    if gathered is not None:
+        x = gathered.embedded(x)
     angles = rope[positions]
     streams, kept = [x], []
 
     def run(layer: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+        if gathered is not None:
+            layer, x = gathered.layer(layer, x)
         return decoder_layer(layer, cache, x, angles, attention, config, numerics)
 
     if numerics.outline_layers:

@@ -5,9 +5,11 @@ import dataclasses
 from rljax.errors import ConfigError
 from rljax.learning.accumulation import TrainState
 from rljax.planning.hardware import GIB, Hardware
+from rljax.planning.heads import heads_bytes
 from rljax.planning.programs import PlannedRun, Program, device_bytes, shared_bytes
 
-_ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", "draft", "draft_for", "extend")
+_DRAFTING = ("draft", "draft_for", "extend")
+_ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", *_DRAFTING)
 _UPDATE = ("score", "score without filters", "values", "zeros", "gradients", "apply", "merge")
 PHASES = {"rollout": _ROLLOUT, "update": _UPDATE}
 
@@ -24,6 +26,8 @@ class Memory:
       gradients: sums of gradients in an update.
       decode_weights: the engine's copy of the weights, as far as it is not shared with the trainer.
       draft_weights: drafters' weights on the device.
+      draft_training: weights and moments of heads that are trained.
+      draft_state: what drafters hold for the slots: caches, and features that heads have not read yet.
       cache: the largest decode state.
       cache_growth: the state before it, which exists while its slots move to the largest.
       temporaries: by phase, the most that a program needs beside its arguments and results.
@@ -37,6 +41,8 @@ class Memory:
     gradients: int
     decode_weights: int
     draft_weights: int
+    draft_training: int
+    draft_state: int
     cache: int
     cache_growth: int
     temporaries: dict[str, int]
@@ -51,8 +57,8 @@ class Memory:
     @property
     def least(self) -> dict[str, int]:
         """Bytes that a phase needs without temporaries of any program."""
-        held = self.weights + self.moments + self.reference
-        rollout = held + self.decode_weights + self.draft_weights + self.cache
+        held = self.weights + self.moments + self.reference + self.draft_training
+        rollout = held + self.decode_weights + self.draft_weights + self.draft_state + self.cache
         return {"rollout": rollout, "update": held + self.gradients}
 
 
@@ -70,17 +76,31 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     reference = _reference_bytes(run)
     decode = device_bytes(run.decode_params)
     shared = shared_bytes(run.decode_params, state.params)
-    draft = sum(map(device_bytes, run.draft_params.values()))
+    head_weights, head_training, head_state = heads_bytes(run.heads)
+    draft = sum(map(device_bytes, run.draft_params.values())) + head_weights
+    draft_state = sum(map(device_bytes, run.draft_caches.values())) + head_state
     cache = device_bytes(run.state)
     lengths = run.buckets.cache
     growth = 0 if len(lengths) < 2 else int(cache * lengths[-2] / lengths[-1])
 
-    held = weights + moments + reference
+    held = weights + moments + reference + head_training
+    # Drafters draft for fewer slots than the largest decode state may have.
+    verified = run.buckets.verified_batches(run.config.speculation.max_batch)
+    share = verified[-1] / run.buckets.batch[-1] if verified else 1.0
+    drafting = held + decode - shared + draft + int(share * (draft_state + cache))
     peaks: dict[str, tuple[int, str]] = {}
     temporaries = dict.fromkeys(PHASES, 0)
     for program in run.programs:
-        phase = "rollout" if program.kind in _ROLLOUT else "update"
-        beside = _beside(program, held, decode, shared, draft, cache, params, trained, state)
+        of_head = program.kind.startswith("head_")
+        phase = "rollout" if program.kind in _ROLLOUT or of_head else "update"
+        if of_head:  # the largest, whose arguments are all among what is held
+            beside = held + decode - shared + draft + draft_state + cache - program.arguments
+        elif program.kind in _DRAFTING:
+            beside = drafting - program.arguments
+        else:
+            beside = _beside(
+                program, held, decode, shared, draft + draft_state, cache, params, trained, state
+            )
         if program.total + beside > peaks.get(phase, (0, ""))[0]:
             peaks[phase] = program.total + beside, program.name
         temporaries[phase] = max(temporaries[phase], program.temporaries)
@@ -91,6 +111,8 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
         trained,
         decode - shared,
         draft,
+        head_training,
+        draft_state,
         cache,
         growth,
         temporaries,
@@ -126,8 +148,6 @@ def _beside(
         return held - shared + draft
     if kind == "prefill":
         return held - shared + draft + cache
-    if kind in ("draft", "draft_for", "extend"):
-        return held + decode - shared + (cache if kind == "extend" else 0)
     if kind in ("insert", "grow", "compact"):
         return held + decode - shared + draft
     if kind == "merge":
@@ -169,10 +189,18 @@ def check_memory(memory: Memory, run: PlannedRun, where: str) -> None:
 
 
 def _held(memory: Memory, phase: str) -> int:
-    held = memory.weights + memory.moments + memory.reference
+    held = memory.weights + memory.moments + memory.reference + memory.draft_training
     if phase == "rollout":
         return held + memory.decode_weights + memory.draft_weights
     return held + memory.gradients
+
+
+def _fits_split(memory: Memory, run: PlannedRun, needed: int) -> bool:
+    """Whether a rollout fits with the engine's copy split along fsdp."""
+    fsdp = run.config.mesh.fsdp
+    if run.config.engine.weights == "fsdp" or fsdp == 1:
+        return False
+    return needed - memory.decode_weights * (1 - 1 / fsdp) <= memory.available
 
 
 def _remedy_kind(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
@@ -186,6 +214,8 @@ def _remedy_kind(memory: Memory, run: PlannedRun, phase: str, needed: int) -> st
             and memory.decode_weights > held
         ):
             return "dtype"
+        if phase == "rollout" and _fits_split(memory, run, needed):
+            return "weights"
         return "fsdp" if split else "tensor"
     if phase == "rollout":
         return "slots"
@@ -197,6 +227,7 @@ def _remedy_kind(memory: Memory, run: PlannedRun, phase: str, needed: int) -> st
 def _key(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
     return {
         "dtype": "policy.compute_dtype",
+        "weights": "engine.weights",
         "fsdp": "mesh.fsdp",
         "tensor": "mesh.tensor",
         "slots": "engine.max_slots",
@@ -210,6 +241,8 @@ def _remedy(memory: Memory, run: PlannedRun, phase: str, needed: int) -> str:
     mesh, training = run.config.mesh, run.config.training
     if kind == "dtype":
         return "set bfloat16"
+    if kind == "weights":
+        return "set fsdp, which gathers a layer of the weights at a time and decodes slower"
     if kind == "fsdp":
         return f"raise it above {mesh.fsdp}, with as many more devices"
     if kind == "tensor":

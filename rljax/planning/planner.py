@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
-from drafters.registry import make_drafters
+from drafters.registry import make_drafters, states_read
 from rljax import target
 from rljax.config import ExperimentConfig, check_devices
 from rljax.engine.buckets import Buckets
@@ -24,6 +24,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import num_params
 from rljax.planning.depth import DEPTHS, extrapolated
 from rljax.planning.hardware import Hardware
+from rljax.planning.heads import head_programs, planned_heads
 from rljax.planning.memory import Memory, check_memory, plan_memory
 from rljax.planning.programs import PlannedRun, Planning, Program
 from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
@@ -193,11 +194,15 @@ def make_plan(
     where = f"one of {topology.name} ({hardware.kind})"
     depth = planning.model.num_layers
     with tracing(planning, topology):
-        shapes = planning.plan(compile_all=False)
+        shapes = _shapes(planning)
         check_memory(plan_memory(shapes, hardware), shapes, where)
         if full_depth is None:
             full_depth = depth <= _FULL_DEPTH
         run, depths = _compiled(planning, shapes, full_depth or depth <= max(DEPTHS), report)
+        if run.heads:
+            report("compiling the programs of heads")
+            programs, skipped = head_programs(planning, run)
+            run = dataclasses.replace(run, programs=(*run.programs, *programs), skipped=run.skipped | skipped)
     buckets = planning.buckets
     memory = plan_memory(run, hardware)
     check_memory(memory, run, where)
@@ -243,10 +248,15 @@ def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
     """
     planning, hardware = make_planning(config, topology, None)
     with tracing(planning, topology):
-        shapes = planning.plan(compile_all=False)
+        shapes = _shapes(planning)
     memory = plan_memory(shapes, hardware)
     check_memory(memory, shapes, f"one of {topology.name} ({hardware.kind})")
     return memory
+
+
+def _shapes(planning: Planning) -> PlannedRun:
+    """Returns the shapes of a run, of which nothing is compiled yet."""
+    return dataclasses.replace(planning.plan(compile_all=False), heads=planned_heads(planning))
 
 
 def make_planning(
@@ -265,7 +275,11 @@ def make_planning(
     with target.tracing_for(devices[0], topology.num_devices, platform_of(topology)):
         drafters = make_drafters(config.speculation)
         numerics = unmeasured_numerics(config, model, mesh)
-    return Planning(config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0]), hardware
+        read = states_read(drafters, model)
+    return (
+        Planning(config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0], read),
+        hardware,
+    )
 
 
 @contextlib.contextmanager
@@ -302,7 +316,7 @@ def _compiled(
     depth = planning.model.num_layers
     if full_depth:
         report(f"compiling all {depth} layers")
-        return planning.plan(), None
+        return dataclasses.replace(planning.plan(), heads=shapes.heads), None
     runs = []
     for layers in DEPTHS:
         report(f"compiling {layers} of {depth} layers")
@@ -312,7 +326,12 @@ def _compiled(
     programs = extrapolated(first.programs, second.programs, DEPTHS, depth)
     weights = {name: _deeper(params, depth) for name, params in second.draft_params.items()}
     run = dataclasses.replace(
-        shapes, programs=programs, draft_params=weights, skipped=second.skipped, notes=second.notes
+        shapes,
+        programs=programs,
+        draft_params=weights,
+        draft_caches=second.draft_caches,
+        skipped=second.skipped,
+        notes=second.notes,
     )
     return run, DEPTHS
 

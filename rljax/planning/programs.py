@@ -7,7 +7,7 @@ Only their pool differs: it compiles and does not run. A plan can therefore not 
 import dataclasses
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter
-from drafters.registry import states_read
 from drafters.small_model import SmallModelDrafter
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
@@ -33,12 +32,21 @@ from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, matrices_of
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
-from rljax.sharding import factor_shardings, param_shardings, replicated_sharding, shard_params
+from rljax.sharding import (
+    Weights,
+    factor_shardings,
+    param_shardings,
+    replicated_sharding,
+    shard_params,
+)
 from rljax.training.adapter import factor_template
 from rljax.training.assembly import evaluation_sampling, sampling_params
 from rljax.training.learner import make_critic
 from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
+
+if TYPE_CHECKING:
+    from rljax.planning.heads import PlannedHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +207,9 @@ class PlannedRun:
       train_state: weights, moments and, with a critic, its state.
       reference: weights of the reference, or None; under LoRA they may be the base.
       decode_params: the engine's copy of the weights.
-      draft_params: weights of drafters on the device, by name.
+      draft_params: weights of drafters on the device, by name, without those of heads.
+      draft_caches: KV caches of small models, by name, for the largest decode state.
+      heads: EAGLE heads, by name.
       prefill_state: the decode state that prompts are first inserted into.
       state: the largest decode state.
       programs: compiled programs.
@@ -216,6 +226,8 @@ class PlannedRun:
     draft_params: dict[str, Params]
     prefill_state: DecodeState
     state: DecodeState
+    draft_caches: dict[str, KVCache] = dataclasses.field(default_factory=dict)
+    heads: dict[str, "PlannedHead"] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -234,6 +246,7 @@ class Planning:
       drafters: drafters by name.
       mesh: devices; None for one.
       device: the first device.
+      hidden_layers: see `DecodeEngine`.
     """
 
     config: ExperimentConfig
@@ -244,6 +257,7 @@ class Planning:
     drafters: dict[str, Drafter]
     mesh: Mesh | None
     device: Any
+    hidden_layers: tuple[int, ...] | None = None
 
     @property
     def _default(self) -> Any:
@@ -282,6 +296,14 @@ class Planning:
             return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
         return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
 
+    @property
+    def _layers_read(self) -> tuple[int, ...] | None:
+        """The layers whose features the drafters read; of a policy that is planned with fewer layers, as many
+        layers.
+        """
+        depth = self.model.num_layers
+        return None if self.hidden_layers is None else tuple(min(n, depth) for n in self.hidden_layers)
+
     def _shardings_of(self, tree: Params) -> Params:
         """Shardings of params, of some of them, or of LoRA's factors."""
         names = tuple(tree["layers"][0])
@@ -293,7 +315,8 @@ class Planning:
 
     # -- the parts of a run ----------------------------------------------------------------------------------
 
-    def _pool(self, skip: Callable[[tuple], bool] = lambda args: False) -> PlanningPool:
+    def pool(self, skip: Callable[[tuple], bool] = lambda args: False) -> PlanningPool:
+        """Returns a pool for the devices; `skip` as of `PlanningPool`."""
         return PlanningPool(bool(self.config.engine.row_invariant), self.place, self._default, skip)
 
     def _params(self, dtype: str) -> Params:
@@ -304,16 +327,17 @@ class Planning:
         )
         return jax.eval_shape(lambda params: params, shapes)
 
-    def _decode_params(self) -> Params:
+    def _decode_params(self, weights: Weights = "replicated") -> Params:
         """As `DecodeEngine.load_params`."""
         cast = jax.eval_shape(
             lambda params: cast_matrices(params, self.numerics.dtype), self._params("float32")
         )
         if self.mesh is None:
             return self.place(cast)
-        return shard_params(cast, self.model, self.mesh, decoding=True)
+        return shard_params(cast, self.model, self.mesh, decoding=True, split=weights == "fsdp")
 
-    def _engine(self, pool: ExecutablePool) -> PlannedEngine:
+    def engine(self, pool: ExecutablePool) -> PlannedEngine:
+        """Returns the run's engine, with shapes in the place of arrays."""
         config = self.config
         return PlannedEngine(
             self.model,
@@ -325,8 +349,9 @@ class Planning:
             pool,
             self.mesh,
             config.engine.verification,
-            states_read(self.drafters, self.model),
+            self._layers_read,
             per_slot_sampling=evaluation_sampling(config) is not None,
+            weights=config.engine.weights,
         )
 
     def _trainer(self, pool: ExecutablePool) -> Trainer:
@@ -348,11 +373,11 @@ class Planning:
         `target.tracing_for`.
         """
         config, buckets = self.config, self.buckets
-        pool = self._pool(self._is_smaller_microbatch)
-        engine, trainer = self._engine(pool), self._trainer(pool)
+        pool = self.pool(self._is_smaller_microbatch)
+        engine, trainer = self.engine(pool), self._trainer(pool)
         critic = make_critic(config, self.model, self.numerics, pool, self.mesh)
         state = self._train_state(trainer, critic)
-        decode_params = self._decode_params()
+        decode_params = self._decode_params(config.engine.weights)
         batch, longest = buckets.batch[-1], buckets.cache[-1]
         prefill_length = engine.prefill_length(config.rollout.max_prompt_length)
         run = PlannedRun(
@@ -370,13 +395,13 @@ class Planning:
             return run
         self._compile_training(run, trainer, critic)
         self._compile_decoding(run, engine, prefill_length)
-        draft_params, notes = self._compile_drafting(run, engine, pool)
+        draft_params, draft_caches = self._compile_drafting(run, engine, pool)
         return dataclasses.replace(
             run,
             draft_params=draft_params,
+            draft_caches=draft_caches,
             programs=tuple(pool.programs_planned),
             skipped=pool.skipped,
-            notes=tuple(notes),
         )
 
     def _is_smaller_microbatch(self, args: tuple) -> bool:
@@ -448,9 +473,11 @@ class Planning:
 
     def _compile_drafting(
         self, run: PlannedRun, engine: PlannedEngine, pool: PlanningPool
-    ) -> tuple[dict[str, Params], list[str]]:
-        """Compiles the programs of drafters on the device. Returns their weights, and notes for the user."""
-        buckets, weights, notes = self.buckets, {}, []
+    ) -> tuple[dict[str, Params], dict[str, KVCache]]:
+        """Compiles the programs of drafters on the device, but for heads (`rljax/planning/heads.py`). Returns
+        their weights, and their caches.
+        """
+        buckets, weights, caches = self.buckets, {}, {}
         batches = buckets.verified_batches(self.config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
             batch, length = batches[-1], buckets.cache[-1]
@@ -460,9 +487,9 @@ class Planning:
                 weights[name] = self._quantized(drafter, run.decode_params)
                 engine.draft(weights[name], state, 1)
             elif isinstance(drafter, SmallModelDrafter):
-                small = dataclasses.replace(
-                    self, model=drafter.config, numerics=_with_dtype(self.numerics, drafter.dtype)
-                )
+                mesh = drafter.mesh(self.mesh)
+                numerics = drafter.numerics(self.numerics, mesh)
+                small = dataclasses.replace(self, model=drafter.config, numerics=numerics, mesh=mesh)
                 weights[name] = small._decode_params()
                 companion = CompanionEngine(
                     drafter.config,
@@ -470,19 +497,18 @@ class Planning:
                     engine.sampling,
                     buckets,
                     engine.eos_token_ids,
-                    pool=small._pool(),
-                    mesh=self.mesh,
+                    pool=small.pool(),
+                    mesh=mesh,
                     verification=engine.verification,
                 )
+                caches[name] = small.place(companion.state_shapes(buckets.batch[-1], length).cache)
                 cache, zeros = companion.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
                 for width in CATCH_UP_WIDTHS:
                     tokens = np.zeros((batch, width), np.int32)
                     companion.extend(weights[name], cache, tokens, zeros, zeros)
                 companion.draft_for(weights[name], cache, state, zeros, 1, self.model.vocab_size)
                 pool.programs_planned += companion.pool.programs_planned
-            elif self.config.speculation.kinds[name] == "eagle":
-                notes.append(f"the heads of drafter {name} and their training are not planned")
-        return weights, notes
+        return weights, caches
 
     def _quantized(self, drafter: QuantizedDrafter, params: Params) -> Params:
         """Returns shapes of the weights from `QuantizedPolicy.refresh`, placed as its program places them."""
@@ -494,10 +520,6 @@ class Planning:
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         quantized = jax.tree.map(_placed, results, shardings)
         return params | {"layers": [layer | quantized for layer in params["layers"]]}
-
-
-def _with_dtype(numerics: Numerics, dtype: str | None) -> Numerics:
-    return numerics if dtype is None else dataclasses.replace(numerics, compute_dtype=dtype)
 
 
 def _placed(leaf: Any, sharding: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:

@@ -79,8 +79,14 @@ class Roofline:
         head = params["embed"] if run.model.tie_embeddings else params["lm_head"]
         self._layers = sum(_shard(layer[name]) for layer in params["layers"] for name in _MATRICES)
         self._head = _shard(head)
+        # Parts that are gathered are computed and read whole.
+        split = run.config.engine.weights == "fsdp"
+        parts = self._mesh.fsdp if split else 1
+        self._layers, self._head = parts * self._layers, parts * self._head
         # Of an input embedding that is not the LM head, a pass reads a row a token.
-        self._read = device_bytes(params) - (0 if run.model.tie_embeddings else device_bytes(params["embed"]))
+        unread = 0 if run.model.tie_embeddings else device_bytes(params["embed"])
+        self._read = parts * (device_bytes(params) - unread)
+        self._gathered = self._read * (parts - 1) / parts
         state = run.state
         self._cache_per_position = device_bytes(state.cache) / (state.batch * run.buckets.cache[-1])
 
@@ -110,13 +116,14 @@ class Roofline:
         logits = 2 * 4.0 * local * self._model.vocab_size / self._mesh.tensor  # written and read, float32
         cache = self._cache_per_position * slots * length
         # Rows of a verifying pass that are on another device than their slot travel; they are not counted.
-        return Work(flops, self._read + cache + logits, self._layer_sums(local))
+        return Work(flops, self._read + cache + logits, self._layer_sums(local), self._gathered)
 
     def prefill(self, prompts: int, length: int) -> Work:
         """Returns the work of prefilling prompts of a padded length."""
         tokens = prompts * length / self._batch_parts
         flops = 2.0 * tokens * self._layers + self._attention_flops(tokens, length)
-        return Work(flops, self._read + self._cache_per_position * prompts * length, self._layer_sums(tokens))
+        read = self._read + self._cache_per_position * prompts * length
+        return Work(flops, read, self._layer_sums(tokens), self._gathered)
 
     def microbatch(self, backward: bool = True) -> Work:
         """Returns the work of one micro-batch: its gradients, or only its logprobs."""

@@ -41,6 +41,8 @@ def _memory(plan: Plan) -> str:
         ("sums of gradients (update)", memory.gradients),
         (f"weights to decode with, {run.config.policy.compute_dtype} (rollout)", memory.decode_weights),
         ("drafters' weights (rollout)", memory.draft_weights),
+        ("heads in training", memory.draft_training),
+        ("drafters' caches and unread features (rollout)", memory.draft_state),
         (f"cache of {batch} slots x {length} (rollout)", memory.cache),
         ("cache before it grew (rollout)", memory.cache_growth),
         ("temporaries of the rollout", memory.temporaries["rollout"]),

@@ -34,6 +34,7 @@ class RunData:
       rollouts: summaries of the rollouts (`rljax/rollout/summary.py`).
       decisions: decisions of the manager.
       config: text of config.yaml; empty if there is none.
+      workers: what rollout workers did in each step (`rljax/cluster/timeline.py`).
     """
 
     path: Path
@@ -44,6 +45,7 @@ class RunData:
     rollouts: list[dict[str, Any]]
     decisions: RunDecisions
     config: str
+    workers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def minutes(self) -> float | None:
@@ -89,6 +91,7 @@ def read_run(path: Path) -> RunData:
         directory.read_rollouts(),
         read_decisions(path),
         config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+        directory.read_workers(),
     )
 
 

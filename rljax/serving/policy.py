@@ -269,7 +269,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     mesh = config.mesh
     if mesh.num_devices > jax.device_count():
         say(f"the run used {mesh.num_devices} devices; here is {jax.device_count()}: decoding on one")
-        mesh = MeshConfig()
+        mesh, engine = MeshConfig(), engine.model_copy(update={"weights": "replicated"})
     speculation = _speculation(config.speculation, options.drafter)
     if config.tools is not None:
         say("the run's tools are not called here: a response continues after a call without its answer")

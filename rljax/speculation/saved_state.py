@@ -5,17 +5,41 @@ from collections.abc import Mapping
 import numpy as np
 
 from drafters.base import Drafter
+from drafters.device import SharedDrafter
+from drafters.spilled_history import FILE_ARRAYS
 from drafters.validation import usable_state
 from rljax.speculation.drafter_group import ask, ask_for
 
 
-def drafter_states(drafters: Mapping[str, Drafter]) -> dict[str, np.ndarray]:
-    """The state of every drafter, its names behind the drafter's prefix."""
+def drafter_states(drafters: Mapping[str, Drafter], to_share: bool = False) -> dict[str, np.ndarray]:
+    """The state of every drafter, its names behind the drafter's prefix.
+
+    Args:
+      drafters: by name.
+      to_share: leave out what other processes cannot use or get otherwise: files of a history, and drafters
+        that `drafter_weights` is about.
+    """
     state: dict[str, np.ndarray] = {}
     for prefix, name in _prefixes(drafters).items():
+        if to_share and isinstance(drafters[name], SharedDrafter):
+            continue
         arrays = ask_for(name, drafters[name], "state", usable_state)
+        if to_share:
+            arrays = {key: array for key, array in arrays.items() if key not in FILE_ARRAYS}
         state |= {prefix + key: array for key, array in arrays.items()}
     return state
+
+
+def drafter_weights(drafters: Mapping[str, Drafter]) -> dict[str, np.ndarray]:
+    """The part of `drafter_states` that frozen drafters in other processes draft with, of those that are
+    trained for them.
+    """
+    weights: dict[str, np.ndarray] = {}
+    for prefix, name in _prefixes(drafters).items():
+        if isinstance(drafters[name], SharedDrafter):
+            arrays = ask_for(name, drafters[name], "weights", usable_state)
+            weights |= {prefix + key: array for key, array in arrays.items()}
+    return weights
 
 
 def load_drafter_states(

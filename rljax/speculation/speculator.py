@@ -29,7 +29,7 @@ from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposer
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.saved_state import drafter_states, load_drafter_states
+from rljax.speculation.saved_state import drafter_states, drafter_weights, load_drafter_states
 from rljax.speculation.speculative_pass import SpeculativeDecoder
 from rljax.speculation.warm_up import warm_up, warm_up_behind
 
@@ -255,6 +255,30 @@ class Speculator:
         for outcome in outcomes:
             self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
 
+    # -- other processes -------------------------------------------------------------------------------------
+
+    def read(
+        self, params: Params, responses: Sequence[tuple[Sequence[int], np.ndarray]], seconds: float
+    ) -> None:
+        """Lets drafters that are trained here for others read responses that other processes have decoded;
+        arguments as of `SharedDrafter.read`. `learn` follows.
+        """
+        for name, drafter in self._group.trained.items():
+            ask(name, drafter, "read", params, responses, seconds)
+
+    def freeze(self) -> None:
+        """Before the first rollout: drafters are neither trained nor saved here."""
+        for name, drafter in self._group.trained.items():
+            ask(name, drafter, "freeze")
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere."""
+        return drafter_weights(self.drafters)
+
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Loads `weights`, which the next rollout drafts with."""
+        load_drafter_states(self.drafters, weights)
+
     # -- a run -----------------------------------------------------------------------------------------------
 
     def warm_up(
@@ -350,10 +374,14 @@ class Speculator:
             metrics["time/compiled_behind"] = pool.seconds_behind
         return metrics
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Checkpoint content: drafters, acceptance of their drafts, the manager's, and response lengths."""
+    def state(self, to_share: bool = False) -> dict[str, np.ndarray]:
+        """Checkpoint content: drafters, acceptance of their drafts, the manager's, and response lengths.
+
+        Args:
+          to_share: for another process, see `drafter_states`.
+        """
         state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
-        state |= drafter_states(self.drafters)
+        state |= drafter_states(self.drafters, to_share)
         for proposer in self.proposers:
             state |= proposer.state()
         return state | self.manager.state() | self.lengths.state()

@@ -187,6 +187,7 @@ def make_scheduler(
         config.engine.verification,
         states_read(drafters, policy.config, policy.tokenizer),
         per_slot_sampling or evaluation_sampling(config) is not None,
+        config.engine.weights,
     )
     speculator = None
     if drafters:

@@ -135,6 +135,7 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
         run.config.training.rows_per_microbatch,
         run.config.seed,
         init_head(head, run.state.params, run.config.seed),
+        mesh=run.engine.mesh,
     )
 
 

@@ -12,9 +12,10 @@ from rljax.training.training_run import TrainingRun
 
 
 def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> None:
-    """Shows sampled tokens, finished responses, of `total`, and what is still being compiled."""
-    compiling = f", {run.compiling} shapes compiling" if run.compiling else ""
-    run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{compiling}")
+    """Shows sampled tokens, finished responses, of `total`, what still compiles, and what workers do."""
+    also = f", {run.compiling} shapes compiling" if run.compiling else ""
+    also += "" if run.cluster is None else f", {run.cluster.doing}"
+    run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{also}")
 
 
 def show_arrivals(run: TrainingRun, needed: int, arrived: int) -> None:
@@ -49,6 +50,8 @@ def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: Decod
         run.collector.tokenizer.decode,
     )
     keep_for_report(run, run.directory.append_rollout, run.step + 1, summary)
+    if run.cluster is not None:
+        keep_for_report(run, run.directory.append_workers, run.step + 1, run.cluster.timeline())
     if run.speculator is not None:
         decisions = run.speculator.decisions.take()
         keep_for_report(run, run.directory.append_decisions, run.step + 1, decisions)

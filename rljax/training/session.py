@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -40,7 +41,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     """
     processes.start(config.distributed)
     check_devices(config.mesh, jax.device_count())
-    check_with_workers(config, HOST_DRAFTERS.keys())
+    check_with_workers(config)
     if processes.several():
         check_over_processes(config, jax.device_count(), jax.process_count(), HOST_DRAFTERS.keys())
     if config.engine.compilation_cache is not None:
@@ -60,7 +61,8 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 # The innermost context: the others' exits may wait for a process that has ended.
-                with processes.ended_by_others(), cluster_of(config, progress.message) as cluster:
+                wished = Path(config.run_dir)
+                with processes.ended_by_others(), cluster_of(config, progress.message, wished) as cluster:
                     training = TrainingRun(config, directory, checkpoints, progress, start, stop, cluster)
                     with training.trackers, contextlib.closing(training), processes.ended_by_others():
                         train(training, allow_changes)
@@ -77,17 +79,26 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def cluster_of(config: ExperimentConfig, say: Callable[[str], None]) -> Iterator["ClusterDecoder | None"]:
-    """Context of the rollout workers that a config asks for, whose processes run and fit; None for none."""
+def cluster_of(
+    config: ExperimentConfig, say: Callable[[str], None], wished: Path | None = None
+) -> Iterator["ClusterDecoder | None"]:
+    """Context of the rollout workers that a config asks for, whose processes run and fit; None for none.
+
+    Args:
+      config: the experiment.
+      say: shows a line to the user.
+      wished: directory whose file `workers` says how many are wished for while it goes on.
+    """
     if not config.cluster.workers:
         yield None
         return
     from rljax.cluster.decoder import ClusterDecoder
     from rljax.cluster.ray_fabric import connect
+    from rljax.cluster.wish import WishFile
 
+    fabric, wish = connect(config.cluster, say), None if wished is None else WishFile(wished, say)
     versions = 2 + max(config.rollout.staleness, config.rollout.max_staleness)
-    decoder = ClusterDecoder(connect(config.cluster), config.cluster, say, versions)
-    with contextlib.closing(decoder) as cluster:
+    with contextlib.closing(ClusterDecoder(fabric, config.cluster, say, versions, wish)) as cluster:
         cluster.gather()
         yield cluster
 

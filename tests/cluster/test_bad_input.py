@@ -2,7 +2,6 @@
 
 import pytest
 
-from drafters.registry import HOST_DRAFTERS
 from rljax.config import load_config
 from rljax.config.changes import config_changes
 from rljax.config.cluster import check_with_workers
@@ -41,17 +40,16 @@ def test_keys_of_the_cluster(config_with, override, message):
     ("overrides", "key"),
     [
         (["engine.row_invariant=false"], "engine.row_invariant"),
-        (["mesh.data=2"], "mesh"),
         (["distributed.enabled=on"], "distributed"),
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
-        (["speculation.drafter=eagle"], "speculation.drafter"),
-        (["speculation.drafter=srt", "speculation.args={spill_dir: /nowhere}"], "speculation"),
+        (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
+        (["cluster.mesh.data=2"], "cluster.mesh"),
     ],
 )
 def test_what_workers_do_not_support(config_with, overrides, key):
-    check_with_workers(config_with(*overrides), HOST_DRAFTERS.keys())
+    check_with_workers(config_with(*overrides))
     with pytest.raises(ConfigError, match=rf"^{key}: .*cluster\.workers") as error:
-        check_with_workers(config_with(*overrides, "cluster.workers=2"), HOST_DRAFTERS.keys())
+        check_with_workers(config_with(*overrides, "cluster.workers=2"))
     assert "\n" not in str(error.value)
 
 
@@ -61,11 +59,11 @@ def test_routers_that_need_more(config_with):
         (["cluster.race=2", "speculation.drafter=srt"], "cluster.race: copies need another drafter"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}") as error:
-            check_with_workers(config_with(*overrides, "cluster.workers=2"), HOST_DRAFTERS.keys())
+            check_with_workers(config_with(*overrides, "cluster.workers=2"))
         assert "\n" not in str(error.value)
     enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
     enough += ["speculation.others={prompt_lookup: {}}", "cluster.workers=2"]
-    check_with_workers(config_with(*enough), HOST_DRAFTERS.keys())
+    check_with_workers(config_with(*enough))
 
 
 def test_a_run_goes_on_with_other_workers(config_with):

@@ -5,8 +5,8 @@ import pytest
 
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences
+from tests.cluster.turns import in_the_middle, local_run
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
         """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
         workers.update(fabric.workers)
         for name, worker in list(fabric.workers.items()):
-            middle = worker.loop is not None and any(
-                4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
-            )
-            if middle and worker._rollout > len(trouble) and len(trouble) < 2:
+            if in_the_middle(worker) and worker._rollout > len(trouble) and len(trouble) < 2:
                 (fabric.silence if trouble else fabric.kill)(name)
                 trouble.append(name)
                 return

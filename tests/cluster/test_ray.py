@@ -9,22 +9,31 @@ import time
 import pytest
 
 from rljax.cluster import ray_fabric
-from rljax.cluster.messages import Pieces
+from rljax.cluster.messages import Delivery, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
+from tests.cluster.test_drafters import FEW, HEAD
 
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
 
 
 @pytest.fixture(scope="module")
-def ray():
-    """A Ray on this machine with room for two workers, which all tests here share."""
+def nodes():
+    """Ray's own test cluster on this machine, which all tests here share: a head without room, and two nodes
+    with room for a worker each.
+    """
     ray = pytest.importorskip("ray", reason="the cluster extra is not installed")
+    from ray.cluster_utils import Cluster
+
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
 
 
 def steps_of(clustered):
@@ -33,15 +42,23 @@ def steps_of(clustered):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_two_processes_make_the_same_run(world, alone, ray):
-    clustered = run(world, "ray_two", "cluster.workers=2")
+def test_two_processes_make_the_same_run(world, alone, nodes):
+    """With a head that the driver trains, and a drafter of the user's."""
+    drafters = (
+        "speculation.drafter=eagle",
+        f"speculation.args={HEAD}",
+        "speculation.others={mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
+        *FEW,
+    )
+    clustered = run(world, "ray_two", "cluster.workers=2", *drafters)
     assert not differences(alone, clustered)
+    assert [line["speculation/head/updates"] for line in steps_of(clustered)] == [2, 4]
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, ray):
+def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes):
     """They decode while the trainer updates, and get their weights from shared memory."""
     overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
     clustered = run(world, "ray_stale", *overrides, steps=3)
@@ -51,7 +68,7 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, r
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, ray, monkeypatch):
+def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, nodes, monkeypatch):
     """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on."""
     signals, hit = [signal.SIGKILL, signal.SIGSTOP], []
     receive = ray_fabric.RayFabric.receive
@@ -83,20 +100,61 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 
 
 @pytest.mark.ray
-def test_more_workers_than_there_is_room_for(ray):
+@pytest.mark.slow
+def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
+    """The node of one worker goes in the first training rollout, and another one comes; in the second, the
+    other worker is killed with the weights under way. So the one on the new node ends the run.
+    """
+    receive, send, done = ray_fabric.RayFabric.receive, ray_fabric.RayFabric.send, {}
+
+    def interfere(fabric, seconds):
+        events = receive(fabric, seconds)
+        for event in events:
+            middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
+            if middle and event.rollout == 2 and "gone" not in done and event.worker in fabric.facts:
+                gone = fabric._nodes[event.worker]
+                nodes.remove_node(next(node for node in nodes.worker_nodes if node.node_id == gone))
+                done["gone"] = event.worker
+                done["new"] = nodes.add_node(num_cpus=1).node_id
+        return events
+
+    def kill(fabric, worker, order):
+        send(fabric, worker, order)
+        fetches = isinstance(order, Delivery) and order.weights.version == 1
+        if fetches and "gone" in done and "killed" not in done and fabric._nodes[worker] != done["new"]:
+            os.kill(fabric.facts[worker].pid, signal.SIGKILL)
+            done["killed"] = worker
+
+    monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
+    monkeypatch.setattr(ray_fabric.RayFabric, "send", kill)
+    troubled = run(world, "ray_nodes", "cluster.workers=2", "cluster.lease_seconds=5")
+    assert done.keys() == {"gone", "new", "killed"}
+    assert not differences(alone, troubled)
+    assert sum(line["cluster/restarts"] for line in steps_of(troubled)) == 2
+
+
+@pytest.mark.ray
+def test_more_workers_than_there_is_room_for(nodes):
+    said = []
     with pytest.raises(
         ClusterError, match=r"^cluster.workers: 3 workers of 1 CPU each, .* room for 2; lower"
     ):
-        ray_fabric.connect(ClusterConfig(workers=3))
+        ray_fabric.connect(ClusterConfig(workers=3), said.append)
     needed = ClusterConfig(workers=1, resources_per_worker={"rollout": 1.0})
     with pytest.raises(ClusterError, match=r"1 workers of 1 CPU and 1 rollout each, .* room for 0"):
-        ray_fabric.connect(needed)
+        ray_fabric.connect(needed, said.append)
+    assert not said
+    # One that is joined may grow.
+    ray_fabric.connect(ClusterConfig(workers=3, address=nodes.address), said.append)
+    ray_fabric.connect(needed.model_copy(update={"address": nodes.address}), said.append)
+    assert said[0].endswith("room for 2; the others join as nodes do")
+    assert said[1].endswith("room for 0; waiting for up to 300 seconds for nodes that have")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"^cluster.workers: 2 needs Ray; pip install 'rljax\[cluster\]'"):
-        ray_fabric.connect(ClusterConfig(workers=2))
+        ray_fabric.connect(ClusterConfig(workers=2), print)
 
 
 @pytest.fixture
@@ -114,7 +172,7 @@ def test_an_address_where_nobody_answers(no_ray):
         with pytest.raises(
             ClusterError, match=rf"^cluster.address: nobody answers at {address} within 2 sec"
         ):
-            ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=2.0))
+            ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=2.0), print)
 
 
 def test_an_address_where_something_else_answers(no_ray, monkeypatch):
@@ -125,4 +183,4 @@ def test_an_address_where_something_else_answers(no_ray, monkeypatch):
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ClusterError, match=rf"{address} is no Ray cluster that this version can join"):
-            ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=1.0))
+            ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=1.0), print)

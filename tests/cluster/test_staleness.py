@@ -8,8 +8,8 @@ from rljax.cluster.decoder import ClusterDecoder
 from rljax.training import loop
 from rljax.training.learner import Learner
 from rljax.training.saved_policy import _checkpoints, load_saved_policy
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences, run
+from tests.cluster.turns import local_run
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,10 @@ def test_with_staleness_a_step_is_sampled_by_the_weights_before(alone, stale_alo
 
 def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkeypatch):
     """They end the next step's rollout before the update does, and the run is the same."""
-    honest, under_way, clusters = Learner.learn, [], []
+    honest, under_way, decoders = Learner.learn, [], []
 
     def learn(self, *args):
-        coordinator = clusters[0].coordinator
+        coordinator = decoders[0].coordinator
         number = max(coordinator.rollouts.open, default=None)
         if number is not None:
             rollout = coordinator.rollouts.open[number]
@@ -51,7 +51,7 @@ def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkey
 
     monkeypatch.setattr(Learner, "learn", learn)
     overrides = (STALE, "cluster.weights=files", f"cluster.weights_dir={world}/weights")
-    clustered, _ = local_run(world, "stale_two", monkeypatch, *overrides, steps=3, clusters=clusters)
+    clustered, _ = local_run(world, "stale_two", monkeypatch, *overrides, steps=3, decoders=decoders)
     assert not differences(stale_alone, clustered)
     assert under_way == [(0, True), (1, True)]
 

@@ -148,12 +148,20 @@ def test_a_group_that_is_not_a_number_stays_in_its_output():
     [
         (WeightFormat(8, 0, "int8"), 2, jnp.bfloat16, "activations are rounded to int8"),
         (WeightFormat(4, 128), 2, jnp.float32, "activations are float32, it multiplies bfloat16"),
-        (WeightFormat(4, 128), 65, jnp.bfloat16, "65 rows, it multiplies 1 to 64"),
+        (WeightFormat(4, 128), 257, jnp.bfloat16, "257 rows, it multiplies 1 to 256; lower speculation"),
     ],
 )
 def test_what_kernels_refuse(implementation, fmt, rows, dtype, why):
     with pytest.raises(Refused, match=why):
         quantized_product(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
+
+
+def test_more_rows_than_a_kernel_holds():
+    weight, x = weight_of(128, 256, WeightFormat(4, 128)), rows_of(70, 256)
+    together = np.asarray(quantized_product(x, weight, "interpret_tpu"))
+    assert together.shape == (70, 128)
+    assert np.array_equal(together[64:], np.asarray(quantized_product(x[64:], weight, "interpret_tpu")))
+    assert np.array_equal(together[:64], np.asarray(quantized_product(x[:64], weight, "interpret_tpu")))
 
 
 def test_splits_do_not_depend_on_rows_and_cover_the_inputs():

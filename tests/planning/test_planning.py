@@ -47,6 +47,12 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         ["speculation.drafter=srt", "speculation.verify_buckets=[8,16]", "engine.cache_buckets=[64,128]"],
         ["algorithm.kl_coefficient=0.1", "speculation.drafter=quantized", "speculation.verify_buckets=[8]"],
         ["algorithm.name=ppo"],
+        [
+            "speculation.drafter=eagle",
+            "speculation.verify_buckets=[8]",
+            "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
+            "engine.batch_buckets=[2,4]",
+        ],
         ["policy.lora={rank: 4}", "algorithm.kl_coefficient=0.1"],
     ],
 )

@@ -123,7 +123,7 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     for shape in itertools.product(buckets.batch, buckets.cache):
         time_passes(speculator.engine, params, *shape, 1)
     speculator.warm_up(params, longest)
-    slots, read = speculator.drafters["eagle"]._slots, {"draft": set(), "pairs": set()}
+    slots, read = speculator.drafters["eagle"].slots, {"draft": set(), "pairs": set()}
     run = slots._run
 
     def noting(name, shapes, *args, **options):
@@ -268,7 +268,7 @@ def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params,
             state, result = engine.generate(params, state, 2)
             if memory and not asked:
                 room = memory["unread_bytes"] and 3 * result.states.nbytes
-                head._slots.unread_bytes = room
+                head.slots.unread_bytes = room
             head.advance(result)
             tree = head.draft(state, head.strategies[-1]) if asked else None
         absorbed = head.metrics()["head/absorbed_early"]
@@ -284,7 +284,7 @@ def test_drafts_are_those_of_a_head_that_reads_the_largest_bucket(params):
     for lengths in (GROWING.cache, GROWING.cache[-1:]):
         speculator = make_speculator(buckets=GROWING, slices=0)
         head, engine = speculator.drafters["eagle"], speculator.engine
-        head._slots._attended_lengths = lengths
+        head.slots._attended_lengths = lengths
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
         state, placed = engine.init_state(2, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]

@@ -27,6 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
+from rljax.kernels.quantized_product.chunks import in_chunks
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.quantized import QuantizedWeight
 
@@ -34,15 +35,18 @@ _ROWS = 64  # of weights that a warpgroup multiplies: wgmma's M
 _WARPGROUPS = 2
 _TILE = _ROWS * _WARPGROUPS
 _ALIGNED = 8  # rows of weights that TMA copies together, from a multiple of as many on
-_MOST_ROWS = 64  # rows of activations
 _STAGES = 4
 _PROCESSORS = 132
 _EXPONENT = 0x4300  # of bfloat16 128: an integer below 128 in the bits below it is added to that
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False) -> Array:
-    """Multiplies x bfloat16 [N, in], N up to 64, by weight [out, in]: float32 [N, out]."""
+    """Multiplies x bfloat16 [N, in] by weight [out, in]: float32 [N, out]."""
     columns = _columns(x, weight)
+    return in_chunks(lambda rows: _product(rows, weight, columns, interpret), x)
+
+
+def _product(x: Array, weight: QuantizedWeight, columns: int, interpret: bool) -> Array:
     halves = 2 if weight.bits == 4 else 1
     rows = -(-x.shape[0] // 8) * 8
     planes = _planes(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))), halves)
@@ -65,8 +69,6 @@ def _columns(x: Array, weight: QuantizedWeight) -> int:
         raise Refused("activations are rounded to int8, it multiplies bfloat16")
     if x.dtype != jnp.bfloat16:
         raise Refused(f"activations are {x.dtype}, it multiplies bfloat16")
-    if not 0 < x.shape[0] <= _MOST_ROWS:
-        raise Refused(f"{x.shape[0]} rows, it multiplies 1 to {_MOST_ROWS}")
     if outputs < _TILE:
         raise Refused(f"{outputs} outputs, it needs at least {_TILE}")
     if outputs % _ALIGNED:

@@ -17,23 +17,25 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rljax.kernels.quantized_product.chunks import in_chunks
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.quantized import QuantizedWeight
 
 _LANES = 128
 _WIDEST = 512  # columns of a chunk
-_MOST_ROWS = 64
 _BLOCK_BYTES = 2**20  # of weights
 
 
 def quantized_product(x: Array, weight: QuantizedWeight, interpret: bool = False) -> Array:
-    """Multiplies x bfloat16 [N, in], N up to 64, by weight [out, in]: float32 [N, out]."""
+    """Multiplies x bfloat16 [N, in] by weight [out, in]: float32 [N, out]."""
     if weight.activations != "float":
         raise Refused("activations are rounded to int8, it multiplies bfloat16")
     if x.dtype != jnp.bfloat16:
         raise Refused(f"activations are {x.dtype}, it multiplies bfloat16")
-    if not 0 < x.shape[0] <= _MOST_ROWS:
-        raise Refused(f"{x.shape[0]} rows, it multiplies 1 to {_MOST_ROWS}")
+    return in_chunks(lambda rows: _product(rows, weight, interpret), x)
+
+
+def _product(x: Array, weight: QuantizedWeight, interpret: bool) -> Array:
     outputs, columns = weight.values.shape
     width, table = _pieces(weight)
     rows = -(-x.shape[0] // 16) * 16

@@ -76,7 +76,7 @@ def clock(monkeypatch):
 def make(clock, **args):
     drafter = EagleDrafter(EagleArguments(**args))
     drafter._engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
-    drafter._slots, drafter._trainer, drafter.config = Slots(), Trainer(clock), None
+    drafter.slots, drafter._trainer, drafter.config = Slots(), Trainer(clock), None
     drafter.refresh(policy())
     return drafter
 
@@ -131,10 +131,11 @@ def test_it_trains_in_every_nth_step(clock):
 
 def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     settings = []
-    monkeypatch.setattr(module, "HeadTrainer", lambda *args: settings.append(args[5]))
+    monkeypatch.setattr(module, "HeadTrainer", lambda *args, **_: settings.append(args[5]))
     monkeypatch.setattr(module, "rope_table", lambda *args: None)
     drafter = EagleDrafter(EagleArguments(previous_share=0.25))
-    drafter.config = drafter._engine = drafter._slots = types.SimpleNamespace(config=None, numerics=None)
+    nothing = types.SimpleNamespace(config=None, numerics=None, mesh=None)
+    drafter.config = drafter._engine = drafter.slots = nothing
     drafter._loaded = {}
     drafter._make_trainer({})
     assert settings[0].previous_share == 0.25

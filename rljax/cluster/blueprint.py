@@ -1,0 +1,156 @@
+"""What a worker is built from, and building it: the engine and the drafters of the run, in another process.
+
+Workers read no file of the run. What else the config names by its path, such as a small model or a drafter of
+the user's, must be there on the workers' hosts as well; what is not there ends the run with the line that a
+run without workers would end with.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from drafters.device import SharedDrafter, TrainedDrafter
+from drafters.registry import make_drafters
+from rljax.config import ExperimentConfig
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.environments.use import EnvironmentUse
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import init_params
+from rljax.rollout.scheduler import Scheduler
+from rljax.sharding import make_mesh
+from rljax.speculation.speculator import Speculator
+from rljax.training.assembly import make_numerics, make_scheduler, warm_up
+from rljax.training.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What a worker is built from; it reads no file of the run.
+
+    Attributes:
+      config: the experiment.
+      policy: architecture of the policy.
+      eos_token_ids: tokens that end a response.
+      tokenizer_files: contents of the tokenizer's files, by name.
+    """
+
+    config: ExperimentConfig
+    policy: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    tokenizer_files: Mapping[str, bytes]
+
+
+def make_blueprint(config: ExperimentConfig, policy: Policy) -> Blueprint:
+    """Returns the blueprint of the workers of a run."""
+    contents = {file.name: file.read_bytes() for file in Tokenizer.files(policy.tokenizer_directory)}
+    return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents)
+
+
+def check_moves(scheduler: Scheduler) -> None:
+    """Raises a ConfigError for episodes of an environment: its state would not move to another worker."""
+    if isinstance(scheduler.tools, EnvironmentUse):
+        raise ConfigError(
+            "cluster.workers: the state of an environment does not move to another worker; set 0 with such a"
+            " task"
+        )
+
+
+def check_shared(speculator: Speculator | None) -> None:
+    """Raises a ConfigError for a drafter that is trained, but not for drafters in other processes."""
+    for name, drafter in ({} if speculator is None else speculator.drafters).items():
+        if isinstance(drafter, TrainedDrafter) and not isinstance(drafter, SharedDrafter):
+            raise ConfigError(
+                f"speculation.drafter: {name} is trained on the engine's passes, which cluster.workers run;"
+                " give it the methods read and weights (SharedDrafter in drafters/device.py), or leave it out"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The engine of a worker.
+
+    Attributes:
+      scheduler: engine, drafters and what requests need.
+      fingerprint: of its numerics; None where it is not measured.
+      directories: files of the drafters, which end with the worker.
+    """
+
+    scheduler: Scheduler
+    fingerprint: str | None
+    directories: tuple[Path, ...]
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        self.scheduler.engine.close()
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.close()
+        for directory in self.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def build(blueprint: Blueprint, name: str) -> Built:
+    """Builds the engine of a worker as a run does, and compiles.
+
+    Args:
+      blueprint: from `make_blueprint`.
+      name: the worker's.
+
+    Raises:
+      UserError: it cannot be built here.
+    """
+    # Of `mesh` the worker's engine knows its own: the run's is of the process that trains.
+    config = blueprint.config.model_copy(update={"mesh": blueprint.config.cluster.mesh})
+    cache = config.engine.compilation_cache
+    if cache is not None:
+        enable_compilation_cache(cache)
+    if config.mesh.num_devices > jax.local_device_count():
+        raise ConfigError(
+            f"cluster.mesh: {config.mesh.num_devices} devices, but {name} has {jax.local_device_count()};"
+            " lower it, or reserve more for a worker"
+        )
+    mesh = make_mesh(config.mesh)
+    numerics, invariance = make_numerics(config, blueprint.policy, mesh)
+    with tempfile.TemporaryDirectory() as directory:
+        for file, content in blueprint.tokenizer_files.items():
+            (Path(directory) / file).write_bytes(content)
+        tokenizer = Tokenizer.load(directory)
+    policy = Policy(blueprint.policy, {}, tokenizer, Path(), blueprint.eos_token_ids)
+    pool = ExecutablePool(bool(config.engine.row_invariant), cache)
+    speculation, directories = _of_worker(config.speculation, name)
+    config = config.model_copy(update={"speculation": speculation})
+    scheduler = make_scheduler(config, policy, make_drafters(speculation), numerics, pool, mesh)
+    if scheduler.speculator is not None:
+        scheduler.speculator.freeze()
+    # Programs depend on shapes alone: any weights will do.
+    params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
+    warm_up(scheduler, params, config)
+    return Built(scheduler, None if invariance is None else invariance.fingerprint, directories)
+
+
+def _of_worker(config: SpeculationConfig, name: str) -> tuple[SpeculationConfig, tuple[Path, ...]]:
+    """Returns the drafters of a worker, which keep their files in directories of its own and save none of the
+    run's.
+    """
+    directories: list[Path] = []
+
+    def changed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {key: value for key, value in arguments.items() if key != "save_dir"}
+        if arguments.get("spill_dir") is not None:
+            parent = Path(arguments["spill_dir"])
+            with contextlib.suppress(OSError):  # the drafter says that it cannot write there
+                parent.mkdir(parents=True, exist_ok=True)
+                directories.append(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)))
+                arguments["spill_dir"] = str(directories[-1])
+        return arguments
+
+    others = {other: changed(arguments) for other, arguments in config.others.items()}
+    return config.model_copy(update={"args": changed(config.args), "others": others}), tuple(directories)

@@ -1,0 +1,324 @@
+"""Whether a row's bits can depend on the number of rows, on an accelerator: docs/row-invariance.md.
+
+    python scripts/bench_rows.py                          # on this device: computes and compares bits
+    python scripts/bench_rows.py --compiled-for v5e:1x1   # without the device: reads the compiled programs
+
+Compiled programs tell which kernel computes a formulation for every number of rows, and in which pieces it
+adds up: the same pieces in the same order give the same bits. What a program leaves to a library that chooses
+a kernel when it runs, or to measurements on the device, is named as unknown.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from bench_device import POLICIES, TINY
+from rljax import target
+from rljax.durable_files import write_durably
+from rljax.engine import kv_cache
+from rljax.engine.buckets import make_buckets
+from rljax.engine.invariance import measure, row_counts
+from rljax.errors import UserError
+from rljax.kernels.tree_attention import decode_attention, tree_attention
+from rljax.models.config import ModelConfig
+from rljax.numerics import products
+from rljax.numerics.rows import KEY_CHUNK, Numerics, row_sum
+from rljax.planning.topologies import compile_devices, parse_topology, platform_of
+from rljax.provenance import command_line, machine_facts
+
+ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
+_NODES = (2, 8, 16)  # of a verifying pass, in each of 8 slots
+_CACHE = 1024  # positions
+_PIECE = 2048  # inputs of a product whose pieces are added in order; no policy does that yet
+_WIDEST = 16_384  # outputs of an LM head
+_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a compiled program says of one of its sums of products.
+
+    Attributes:
+      by: the compiler's emitter or library.
+      pieces: how it splits the sum: the same pieces are added up in the same order.
+      tiles: how it splits the results, which does not matter for their bits.
+      unknown: why the order is not known, or empty.
+    """
+
+    by: str
+    pieces: str
+    tiles: str = ""
+    unknown: str = ""
+
+
+# -- formulations ------------------------------------------------------------------------------------------
+
+
+def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callable[..., Any], Callable]]:
+    """Yields name, function, and argument shapes for a number of rows, of everything that a policy sums."""
+    numerics = Numerics(True, dtype)
+    d, f = config.hidden_size, config.mlp_size
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    shapes = {(d, heads * dim), (d, kv_heads * dim), (heads * dim, d), (d, f), (f, d)}
+    shapes |= {(d, min(config.vocab_size, _WIDEST))}
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    forms = [form for form in products.forms(dtype) if not form.float32]
+    for form in (forms[0], forms[-1]):
+        for inputs, outputs in sorted(shapes):
+            multiply = functools.partial(products.padded_dot, form=form)
+            args = functools.partial(
+                lambda rows, i, o: (array(rows, i, dtype=dtype), array(o, i, dtype=dtype)),
+                i=inputs,
+                o=outputs,
+            )
+            yield f"product [{inputs} -> {outputs}], {form}", multiply, args
+            if form is forms[0] and inputs > _PIECE:
+                name = f"product [{inputs} -> {outputs}] in pieces of {_PIECE} inputs"
+                yield name, functools.partial(_in_pieces, form=form), args
+    for width, ordered in ((d, False), (KEY_CHUNK, True)):
+        add = functools.partial(row_sum, numerics=numerics, ordered=ordered)
+        yield f"sum of {width}{', in order' if ordered else ''}", add, lambda rows, w=width: (array(rows, w),)
+
+    cache_dtype = jnp.dtype(dtype)
+    keys = (kv_heads, _CACHE // kv_cache.KEY_BLOCK, dim, kv_cache.KEY_BLOCK)
+
+    def decode(q, keys, values, positions, k, v):
+        return decode_attention(q, keys, values, positions, k, v, numerics, "xla")
+
+    def decoding(slots: int) -> tuple:
+        new = array(slots, 1, kv_heads, dim, dtype=cache_dtype)
+        return (
+            array(slots, 1, heads, dim, dtype=dtype),
+            array(slots, *keys, dtype=cache_dtype),
+            array(slots, kv_heads, _CACHE, dim, dtype=cache_dtype),
+            array(slots, dtype=jnp.int32),
+            new,
+            new,
+        )
+
+    yield "attention of a token in each slot", decode, decoding
+
+    def verify(q, keys, values, lengths, k, v, ancestors, depth):
+        return tree_attention(q, keys, values, lengths, k, v, ancestors, depth, numerics, "xla")
+
+    def verifying(nodes: int) -> tuple:
+        q, cached_keys, cached_values, lengths, _, _ = decoding(8)
+        new = array(8, nodes, kv_heads, dim, dtype=cache_dtype)
+        q = array(8, nodes, heads, dim, dtype=dtype)
+        tree = array(8, nodes, nodes, dtype=bool), array(8, nodes, dtype=jnp.int32)
+        return q, cached_keys, cached_values, lengths, new, new, *tree
+
+    yield "attention of draft nodes in 8 slots", verify, verifying
+
+
+def _in_pieces(rows: jax.Array, weight: jax.Array, form: products.ProductForm) -> jax.Array:
+    """A product whose sum is split by the program instead of the compiler: pieces that are added in order."""
+    total = 0.0
+    for first in range(0, rows.shape[1], _PIECE):
+        piece = slice(first, first + _PIECE)
+        total = total + products.padded_dot(rows[:, piece], weight[:, piece], form)
+    return total
+
+
+# -- reading compiled programs -----------------------------------------------------------------------------
+
+
+def kernels_of(text: str, platform: str) -> list[Kernel]:
+    """Returns the kernels of a compiled program that add up products, in the order of the program."""
+    return _tpu_kernels(text) if platform == "tpu" else _gpu_kernels(text)
+
+
+def _computations(text: str) -> dict[str, str]:
+    """Returns the text of each computation, by name."""
+    found = re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
+    return {match[1]: match[2] for match in found}
+
+
+def _config(line: str) -> dict[str, Any]:
+    match = re.search(r"backend_config=(\{.*\})", line)
+    return json.loads(match[1]) if match else {}
+
+
+def _tpu_kernels(text: str) -> list[Kernel]:
+    computations, kernels = _computations(text), []
+    for body in computations.values():
+        for line in body.splitlines():
+            config = _config(line)
+            window = config.get("window_config", {})
+            if not window.get("kernel_window_bounds"):
+                continue
+            called = re.search(r"calls=%([\w.\-]+)", line)
+            inside = computations.get(called[1], "") if called else line
+            if "convolution(" not in inside:
+                continue
+            bounds = {name: "x".join(window[name]) for name in window if name.endswith("bounds")}
+            kernels.append(
+                Kernel(
+                    by=config.get("convolution_algorithm_config", {}).get("emitter", "convolution"),
+                    pieces=f"{_last(window['kernel_window_bounds'])} x {_last(window['iteration_bounds'])}",
+                    tiles=" ".join(f"{name.split('_')[0]} {size}" for name, size in bounds.items() if size),
+                )
+            )
+    return kernels
+
+
+def _last(bounds: Sequence[str]) -> str:
+    return bounds[-1] if bounds else "1"
+
+
+def _gpu_kernels(text: str) -> list[Kernel]:
+    computations, kernels = _computations(text), []
+    for body in computations.values():
+        for line in body.splitlines():
+            if "custom-call(" in line and "gemm" in line.lower():
+                name = re.search(r'custom_call_target="([^"]+)"', line)
+                why = "the library chooses its kernel when it runs"
+                kernels.append(Kernel(name[1] if name else "gemm", "", unknown=why))
+                continue
+            fusion = _config(line).get("fusion_backend_config", {})
+            if not fusion.get("kind", "").startswith("__triton"):
+                continue
+            called = re.search(r"calls=%([\w.\-]+)", line)
+            inside = computations.get(called[1], "") if called else ""
+            dot = re.search(r"^.* dot\(.*$", inside, re.M)
+            if dot is None:
+                continue
+            parts = _split_of(dot[0], inside)
+            block = _config(dot[0]).get("sizes", ["?"])
+            tiles = fusion.get("block_level_fusion_config", fusion.get("triton_gemm_config", {}))
+            sizes = tiles.get("output_tiles", [{}])[0].get("sizes", [])
+            kernels.append(
+                Kernel(
+                    by="triton",
+                    pieces=f"{parts} parts, {'x'.join(block)} at a time",
+                    tiles=f"{'x'.join(sizes)}, {tiles.get('num_warps', '?')} warps",
+                    unknown="autotuning on the device may choose other tiles",
+                )
+            )
+    return kernels
+
+
+def _split_of(dot: str, inside: str) -> int:
+    """Into how many parts a sum is split among blocks: a dimension that both factors of the product have
+    beside the contracted one.
+    """
+    batch = re.search(r"lhs_batch_dims=\{([\d,]+)\}", dot)
+    operand = re.search(r"dot\((?:\w+\[[\d,]*\]\S* )?%([\w.\-]+)", dot)
+    if batch is None or operand is None:
+        return 1
+    shape = re.search(rf"%{re.escape(operand[1])} = \w+\[([\d,]+)\]", inside)
+    if shape is None:
+        return 1
+    return int(shape[1].split(",")[int(batch[1].split(",")[0])])
+
+
+# -- the two commands --------------------------------------------------------------------------------------
+
+
+def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) -> dict[str, Any]:
+    """Returns, by formulation, the kernels that a device of a topology computes numbers of rows with."""
+    topology = parse_topology(name)
+    device = compile_devices(topology)[0]
+    placed = SingleDeviceSharding(device)
+    jax.config.update("jax_enable_compilation_cache", False)
+    found: dict[str, Any] = {}
+    with target.tracing_for(device, 1, platform_of(topology)):
+        for formulation, function, arguments in formulations(config, dtype):
+            of_attention = "nodes" in formulation
+            by_rows = {}
+            for count in _NODES if of_attention else rows:
+                shapes = jax.tree.map(
+                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
+                    arguments(count),
+                )
+                text = jax.jit(function).lower(*shapes).compile().as_text()
+                by_rows[count] = kernels_of(text, platform_of(topology))
+            found[formulation] = by_rows
+            print(_line(formulation, by_rows), flush=True)
+    return found
+
+
+def _groups(by_rows: dict[int, list[Kernel]]) -> dict[tuple, list[int]]:
+    """Returns the numbers of rows with the same order of sums, by that order."""
+    groups = collections.defaultdict(list)
+    for rows, kernels in by_rows.items():
+        groups[tuple(sorted((kernel.by, kernel.pieces) for kernel in kernels))].append(rows)
+    return dict(groups)
+
+
+def _line(formulation: str, by_rows: dict[int, list[Kernel]]) -> str:
+    """Returns a line for the user."""
+    groups = _groups(by_rows)
+    unknown = {kernel.unknown for kernels in by_rows.values() for kernel in kernels if kernel.unknown}
+    verdict = "one order of sums for all rows" if len(groups) == 1 else f"{len(groups)} orders of sums"
+    parts = [
+        f"{', '.join(map(str, rows))}: "
+        + ("; ".join(f"{by} {pieces}" for by, pieces in order) or "a fused loop")
+        for order, rows in groups.items()
+    ]
+    return f"{formulation}: {verdict} ({' | '.join(parts)})" + "".join(f"; {why}" for why in sorted(unknown))
+
+
+def measured(config: ModelConfig, dtype: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compares bits on this device, as a run does at its start."""
+    buckets = make_buckets(128, 2048, True, verify_buckets=(8, 16, 32, 64, 128), max_drafts=15)
+    invariance = measure(config, Numerics(True, dtype), row_counts(buckets, (512,)))
+    say(invariance.summary(dtype))
+    return dataclasses.asdict(invariance)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--compiled-for", metavar="DEVICES", help="such as v5e:1x1, v6e:1x1 or h100:1")
+    parser.add_argument("--policy", choices=[*POLICIES, "tiny"], default="Qwen2.5-1.5B")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
+    arguments = parser.parse_args(argv)
+    config = TINY if arguments.policy == "tiny" else POLICIES[arguments.policy]
+    result: dict[str, Any] = {"command": command_line(), "policy": arguments.policy, "dtype": arguments.dtype}
+    try:
+        if arguments.compiled_for:
+            name = arguments.compiled_for.split(":")[0]
+            found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)
+            result |= {
+                "compiled_for": arguments.compiled_for,
+                "jax": jax.__version__,
+                "formulations": {
+                    formulation: {
+                        str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
+                        for rows, kernels in by_rows.items()
+                    }
+                    for formulation, by_rows in found.items()
+                },
+            }
+        else:
+            name = jax.devices()[0].device_kind.lower().replace(" ", "-")
+            result |= {"machine": machine_facts(()), "measured": measured(config, arguments.dtype, print)}
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(output, (json.dumps(result, indent=1) + "\n").encode())
+    print(f"wrote {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Drafters of every kind in workers: the same run, and heads that the driver trains draft in the workers."""
+
+import itertools
+import types
+
+import numpy as np
+import pytest
+
+from drafters.device import TrainedDrafter
+from drafters.simple import SimpleDrafter
+from rljax.cluster.blueprint import check_moves, check_shared
+from rljax.environments.use import EnvironmentUse
+from rljax.errors import ConfigError
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.draft_length import WorthStarting
+from rljax.speculation.managers import selection
+from tests.cluster.same_run import differences
+from tests.cluster.turns import in_the_middle, local_run
+
+# Few programs: drafters on the device have some for every shape.
+FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+HEAD = "{train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
+
+
+class Repeats(SimpleDrafter):
+    """A user's: proposes the last token again."""
+
+    def propose(self, tokens, budget):
+        return [int(tokens[-1])] * budget
+
+
+class TrainedHere(TrainedDrafter):
+    """A user's that is trained on the engine's passes."""
+
+    train_below, trained = 0, False
+
+
+@pytest.fixture
+def drafts_always(monkeypatch):
+    """Every second pass verifies, and drafters on the device take turns with those on the host."""
+    turns = itertools.cycle((True, False, True))
+
+    def choose(candidates, buckets, times, batch, length):
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+        return sizes[-1] if next(turns) else 0
+
+    promised = itertools.cycle((1e9, 0.0))
+    monkeypatch.setattr(selection, "best_rows", choose)
+    monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(promised)))
+    monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
+    monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))
+
+
+@pytest.mark.slow
+def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, drafts_always, tmp_path):
+    """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's."""
+    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
+    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
+    workers, lost = {}, []
+
+    def interfere(fabric):
+        workers.update(fabric.workers)
+        for name, worker in list(fabric.workers.items()):
+            if not lost and worker._rollout > 1 and in_the_middle(worker):
+                lost.append(name)
+                fabric.kill(name)
+
+    drafters = (
+        "speculation.drafter=eagle",
+        f"speculation.args={HEAD}",
+        f"speculation.others={{quantized: {{}}, small_model: {{path: {tmp_path}/small}},"
+        " mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
+        *FEW,
+    )
+    clustered, turns = local_run(world, "device", monkeypatch, *drafters, interfere=interfere)
+    assert lost
+    assert not differences(alone, clustered)
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    assert all(line["speculation/drafted"] > 0 for line in steps)
+    assert [line["speculation/head/slices"] for line in steps] == [2, 2]
+
+    driver = turns.decoders[0]._scheduler.speculator.drafters["eagle"]
+    assert driver._trainer.updates == 4
+    last = max(worker._version for worker in workers.values() if worker._version is not None)
+    current = [worker for worker in workers.values() if worker._version == last]
+    for worker in current:
+        head = worker._scheduler.speculator.drafters["eagle"]._trainer
+        assert type(head).__name__ == "FrozenHead"
+        assert head.updates == 4  # what evaluates last has the weights of the last step
+        for name, leaf in driver.weights().items():
+            if name.startswith("train.params."):
+                assert np.array_equal(leaf, _named(head.params)[name])
+
+
+def _named(params):
+    from drafters.eagle.head_state import named_leaves
+
+    return {f"train.params.{name}": np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+
+
+@pytest.mark.slow
+def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypatch, tmp_path):
+    spill, seen = tmp_path / "spill", set()
+
+    def interfere(fabric):
+        seen.update(
+            path.name.rpartition("-")[0] for path in spill.glob("worker-*") if any(path.glob("*/*.npz"))
+        )
+
+    drafters = ("speculation.drafter=srt", f"speculation.args={{spill_dir: {spill}, max_tokens: 100}}", *FEW)
+    clustered, _ = local_run(world, "spill", monkeypatch, *drafters, interfere=interfere)
+    assert not differences(alone, clustered)
+    assert seen == {"worker-0", "worker-1"}
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    assert not any(line["speculation/history_damaged"] for line in steps)
+
+
+def test_episodes_of_an_environment_are_refused():
+    check_moves(types.SimpleNamespace(tools=None))
+    with pytest.raises(ConfigError, match=r"^cluster.workers: the state of an environment does not move"):
+        check_moves(types.SimpleNamespace(tools=object.__new__(EnvironmentUse)))
+
+
+def test_a_drafter_that_only_the_engines_passes_train_is_refused():
+    check_shared(types.SimpleNamespace(drafters={"mine": Repeats()}))
+    with pytest.raises(ConfigError, match=r"^speculation.drafter: mine is trained on the engine's passes"):
+        check_shared(types.SimpleNamespace(drafters={"mine": TrainedHere()}))

@@ -1,0 +1,64 @@
+"""Runs whose workers take turns in this process, and a test that interferes with them."""
+
+import contextlib
+
+import jax
+
+from rljax.cluster.decoder import ClusterDecoder
+from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.wish import WishFile
+from rljax.cluster.worker import RolloutWorker
+from rljax.training import session
+from tests.cluster.same_run import STEPS, run
+
+
+class LenientWorker(RolloutWorker):
+    """A worker whose turns are those of the test's thread to JAX, whoever gives it turns."""
+
+    def turn(self):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return super().turn()
+
+
+class Turns:
+    """Makes local fabrics in place of Ray's.
+
+    Attributes:
+      fabrics, decoders: of the runs so far.
+      said: lines for the user of the last one.
+    """
+
+    def __init__(self, interfere=None, network=lambda data: (0,), versions=2, decoders=None):
+        self.interfere, self.network, self.versions = interfere, network, versions
+        self.fabrics, self.decoders = [], [] if decoders is None else decoders
+
+    @contextlib.contextmanager
+    def cluster_of(self, config, say, wished=None):
+        self.said = []
+        if not config.cluster.workers:
+            yield None
+            return
+        fabric = LocalFabric(LenientWorker, self.network)
+        fabric.before_turn = self.interfere
+        self.fabrics.append(fabric)
+        wish = None if wished is None else WishFile(wished, self.said.append)
+        decoder = ClusterDecoder(fabric, config.cluster, self.said.append, self.versions, wish)
+        with contextlib.closing(decoder) as cluster:
+            self.decoders.append(cluster)
+            cluster.gather()
+            yield cluster
+
+
+def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, **options):
+    """A run with two workers, or as the overrides say, and its `Turns`."""
+    turns = Turns(**options)
+    monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
+    return run(world, name, *overrides, resumes=resumes, steps=steps), turns
+
+
+def in_the_middle(worker):
+    """Whether a worker is in the middle of a response."""
+    return worker.loop is not None and any(
+        4 < len(response.tokens) < 40 and response.ending is None for response in worker._keys
+    )

@@ -1,0 +1,186 @@
+"""Drafters on 2, 4 and 8 devices: the tokens of plain decoding, and heads that learn as on one.
+
+One process with 8 forced host devices does all of it (see `tests/test_sharding.py`). The vocabulary is odd,
+so that embedding and LM head are padded where tensor is 2, and the small model has three heads, which two
+devices do not divide.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = """
+import dataclasses, itertools, json, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from drafters.base import Outcome
+from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.objective import published_training
+from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.registry import make_drafter, states_read
+from rljax.config import MeshConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.models.huggingface import save_model
+from rljax.models.rope import rope_table
+from rljax.models.transformer import init_params
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.sharding import make_mesh
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
+from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_requests
+
+SLOTS = 8
+ODD = dataclasses.replace(CONFIG, vocab_size=65)
+SMALL = dataclasses.replace(ODD, hidden_size=48, num_heads=3, num_kv_heads=1, head_dim=16, mlp_size=64)
+requests = make_requests((3, 20, 8), (40, 30, 50))
+save_model(Path(sys.argv[1]), SMALL, init_params(SMALL, 3), dtype="float32")
+policy = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, init_params(ODD, 0))
+numerics = Numerics()
+# Compiled once, and called: with layers written out, a CPU's compiler gathers all of them first.
+outlined = Numerics(outline_layers=True)
+
+EAGLE = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "unrolled_steps": 2}
+CASES = {  # mesh, where the policy's weights lie, drafters
+    "plain": ({}, "replicated", {}),
+    "2 devices": ({"data": 2}, "replicated", {"eagle": EAGLE | {"variant": "eagle"}}),
+    "4 devices": ({"data": 2, "tensor": 2}, "replicated", {"small_model": {"path": sys.argv[1]}}),
+    "8 devices": (
+        {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp", {"eagle": EAGLE, "quantized": {"bits": 4}, "srt": {}}
+    ),
+}
+found, expected = {"devices": jax.device_count()}, None
+for name, (axes, weights, arguments) in CASES.items():
+    mesh = make_mesh(MeshConfig(**axes))
+    drafters = {each: make_drafter(each, **given) for each, given in arguments.items()}
+    engine = DecodeEngine(
+        ODD, numerics, SamplingParams(), Buckets((4, 8), (128,), (16,), 5), (EOS,), 4, mesh=mesh,
+        hidden_layers=states_read(drafters, ODD), weights=weights,
+    )
+    params = engine.load_params(policy)
+    if not drafters:
+        expected, _ = Scheduler(engine, SLOTS).run(params, requests)
+        continue
+    turns, one = itertools.count(), {"same": [], "logprobs": [], "accepted": []}
+    # Three passes with drafts, one plain step; of several drafters, all, as one tree.
+    choice = StrategyChoice(mix=True, choose_rows=lambda *_: (16, 16, 16, 0)[next(turns) % 4])
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), strategies=choice)
+    for proposer in speculator.proposers:
+        if proposer.name == "quantized":
+            proposer.choose_length = lambda *_: (3, 1e9)
+    for overlap in (False, True):
+        done, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
+        pairs = list(zip(done, expected, strict=True))
+        one["same"].append(all(np.array_equal(a.response_ids, b.response_ids) for a, b in pairs))
+        one["logprobs"].append(max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in pairs))
+        one["accepted"].append(statistics.accepted)
+        speculator.learn([
+            Outcome(request.prompt_ids, completion.response_ids, 1.0)
+            for request, completion in zip(requests, done, strict=True)
+        ])
+    one["credited"] = {p.name: p._calibration.rates.tolist() for p in speculator.proposers}
+    one["updates"] = speculator.metrics(statistics).get("speculation/head/updates")
+    if "small_model" in drafters:
+        one["mesh"] = dict(drafters["small_model"]._companion.engine.mesh.shape)
+    found[name] = one
+
+# A head's updates, on features as the engine hands them out.
+head = HeadConfig("eagle3", ODD)
+mesh, rng = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), np.random.default_rng(0)
+response = np.arange(60) > 5
+data = [
+    (rng.integers(0, 65, 60).astype(np.int32), rng.standard_normal((60, 4, 64), np.float32), response)
+    for _ in range(8)
+]
+found["losses"] = {}
+for name, place in (("one", None), ("split", mesh)):
+    engine = DecodeEngine(ODD, numerics, SamplingParams(), Buckets((8,), (128,)), (EOS,), mesh=place)
+    trainer = HeadTrainer(
+        head, dataclasses.replace(published_training("eagle3"), steps=2), head_optimizer(1e-3),
+        rope_table(ODD, 66), Numerics(False), BufferSettings(dtype="float32"), 64, 4, 0,
+        init_head(head, policy, 0), mesh=place,
+    )
+    trainer.begin_step(0)
+    for sequence in data:
+        trainer.add(*sequence)
+    shared = shared_params(engine.load_params(policy), ODD)
+    found["losses"][name] = [trainer.slice(shared)["loss"] for _ in range(2)]
+    if name == "split":
+        state = trainer._state
+        matrices = [x for x in jax.tree.leaves((state.params, state.optimizer_state)) if x.ndim > 1]
+        found["largest part"] = max(x.addressable_shards[0].data.size / x.size for x in matrices)
+        restored = trainer.state()
+        trainer.load_state(restored)
+        found["restored"] = all(np.array_equal(restored[key], x) for key, x in trainer.state().items())
+
+# The memory of a decode loop whose weights are split along fsdp.
+WIDE = dataclasses.replace(CONFIG, num_layers=4, hidden_size=256, mlp_size=512)
+params = init_params(WIDE, 0)
+found["layer"] = sum(leaf.nbytes for leaf in params["layers"][0].values())
+for weights in ("replicated", "fsdp"):
+    engine = DecodeEngine(
+        WIDE, outlined, SamplingParams(), Buckets((8,), (64,)), (EOS,), 4,
+        mesh=make_mesh(MeshConfig(fsdp=8)), weights=weights,
+    )
+    program, _ = engine._generating(engine.load_params(params), engine.init_state(8, 64), 0, 0)
+    memory = program.memory_analysis()
+    found[f"memory, {weights}"] = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS, tmp_path_factory.mktemp("small") / "model"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.split("FOUND")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2 devices", "4 devices", "8 devices"])
+def test_drafters_on_the_device_change_no_token(found, mesh):
+    assert found["devices"] == 8
+    one = found[mesh]
+    assert one["same"] == [True, True]
+    assert max(one["logprobs"]) < 1e-5
+    assert min(one["accepted"]) > 20
+    assert one["updates"] == (None if mesh == "4 devices" else 2)
+
+
+@pytest.mark.slow
+def test_a_small_model_is_split_by_its_own_sizes(found):
+    assert found["4 devices"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 1, "copies": 2}
+
+
+@pytest.mark.slow
+def test_a_head_learns_on_a_mesh_as_on_one_device(found):
+    losses = found["losses"]
+    assert losses["split"] == pytest.approx(losses["one"], rel=1e-4)
+    assert losses["one"][1] != pytest.approx(losses["one"][0], rel=1e-3)
+    assert found["largest part"] <= 0.5
+    assert found["restored"]
+
+
+@pytest.mark.slow
+def test_split_weights_are_gathered_a_layer_at_a_time(found):
+    (whole, whole_temporaries), (split, temporaries) = found["memory, replicated"], found["memory, fsdp"]
+    assert split < whole - 0.8 * 4 * found["layer"]
+    assert temporaries - whole_temporaries < 2 * found["layer"]
