@@ -5,8 +5,8 @@ import pytest
 from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.speculation.managers import selection
-from tests.cluster.local_run import local_run
 from tests.cluster.same_run import differences
+from tests.cluster.turns import local_run
 
 pytestmark = pytest.mark.slow
 
