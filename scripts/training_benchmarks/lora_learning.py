@@ -1,6 +1,7 @@
 """A run of the quickstart's task with LoRA and with all weights, from the same warm start."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def learning_rows(steps: int, overrides: Sequence[str] = ()) -> list[Row]:
         directory = f"runs/bench_lora/{what.replace(' ', '_')}"
         common = (f"run_dir={directory}", f"training.steps={steps}", "tracking.report=false")
         run(load_config(_CONFIG, [*common, *keys, *overrides]))
-        found[what] = read_run(directory)
+        found[what] = read_run(Path(directory))
     before, after = (_row_ends(found[what]) for what in _RUNS)
     return [
         Row(
