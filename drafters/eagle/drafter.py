@@ -310,7 +310,7 @@ class EagleDrafter:
             self._reader = StateReader(self.config, numerics, longest, rows=1)
             self._budget.expect(self._trainer.warm_up(self._shared))
         self._budget.earn(seconds)
-        arguments = self._arguments
+        arguments = self.arguments
         room = arguments.slices * arguments.rows * arguments.pack_length
         tokens = sum(len(prompt) + len(response) for prompt, response in responses)
         for ids, states, mask in self._reader.read(params, responses[:: max(1, -(-tokens // room))]):

@@ -115,6 +115,7 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
             *TINY,
             f"agents={{port: {port}, time_limit: 60}}",
             "speculation.drafter=suffix_decoding",
+            "speculation.choice=fixed",  # drafts whether it pays or not
         )
     finally:
         over.set()
