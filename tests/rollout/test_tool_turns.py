@@ -328,7 +328,7 @@ def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_p
 def test_a_head_does_not_train_on_what_it_has_not_seen_whole():
     forgotten = []
     drafter = make_drafter("eagle")
-    drafter._slots = types.SimpleNamespace(forget=forgotten.extend)
+    drafter.slots = types.SimpleNamespace(forget=forgotten.extend)
     drafter._requests = {0: 5, 2: 6}
     drafter._states, drafter._tokens = {5: [], 6: []}, {5: [1], 6: [2]}
     drafter.append([2], [9], np.zeros((1, 3), np.int32), np.asarray([3], np.int32))
