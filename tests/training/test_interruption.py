@@ -136,7 +136,7 @@ def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypa
         with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint$"):
             train(tmp_path, *options)
     with monkeypatch.context() as patch:
-        patch.setattr(Collector, "collect", signalling(collect, 3))  # the one after the first step
+        patch.setattr(Collector, "collect", signalling(collect, 2))  # the one after the first step
         with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
             train(tmp_path, *options)
     with monkeypatch.context() as patch:
