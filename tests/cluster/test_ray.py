@@ -89,7 +89,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
     assert len(hit) == 2
     assert not differences(alone, troubled)
     steps = steps_of(troubled)
-    assert sum(line["cluster/restarts"] for line in steps) >= 2  # more on a busy machine
+    assert sum(line["cluster/restarts"] for line in steps) == 2
     assert sum(line["cluster/migrations"] for line in steps) >= 1
     _, stopped = hit[1]
     for _ in range(100):  # it would keep its core
@@ -130,7 +130,7 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     troubled = run(world, "ray_nodes", "cluster.workers=2", "cluster.lease_seconds=15")
     assert done.keys() == {"gone", "new", "killed"}
     assert not differences(alone, troubled)
-    assert sum(line["cluster/restarts"] for line in steps_of(troubled)) >= 2  # more on a busy machine
+    assert sum(line["cluster/restarts"] for line in steps_of(troubled)) == 2
 
 
 @pytest.mark.ray
