@@ -22,21 +22,21 @@ from rljax.algorithms.registry import ALGORITHMS, NEED_TEACHER
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
-from rljax.errors import Interrupted, UserError
+from rljax.errors import Interrupted
 from rljax.models.transformer import Params
 from rljax.progress import Progress
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.reports.learning import SMOOTHING
 from rljax.reports.runs import RunData, read_run
-from rljax.rollout.collector import EVALUATION
+from rljax.rollout.collector import EVALUATION, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train as train_run
 from rljax.training.minibatches import completions_of, make_minibatches
 from rljax.training.session import open_checkpoints
 from rljax.training.training_run import TrainingRun
+from training_benchmarks.curves import learning_row, run_command_line, smoothed
 
-_CONFIG = "configs/bench_algorithms.yaml"
 _NAMES = tuple(name for name in ALGORITHMS if name not in NEED_TEACHER)
 
 
@@ -89,7 +89,8 @@ def kl_from(start: Params, training: TrainingRun) -> float:
     """
     trainer = training.trainer
     groups, _, _ = training.collector.collect(
-        training.engine.load_params(training.state.params), "heldout", training.heldout, 1, EVALUATION, 0
+        training.engine.load_params(training.state.params),
+        WantedGroups("heldout", training.heldout, 1, EVALUATION, 0),
     )
     settings = training.config.training.model_copy(update={"minibatches_per_step": 1})
     (minibatch,) = make_minibatches(groups, settings, (0,), trainer.row_multiple)
@@ -105,46 +106,27 @@ def kl_from(start: Params, training: TrainingRun) -> float:
 def row_of(name: str, learned: Sequence[Learned]) -> Row:
     """Returns one algorithm's row over its seeds: mean held-out reward after the run, against before."""
     runs = [result.run for result in learned]
-    before, after = ([run.evaluations[i]["evaluation/reward"] for run in runs] for i in (0, -1))
+    row = learning_row(f"algorithms/{name}", runs, {})
     details: dict[str, Any] = {
         "settings": learned[0].settings,
-        "steps": len(runs[0].steps),
-        "seeds": len(runs),
-        "gain": float(np.mean(after) - np.mean(before)),
-        "before": before,
-        "after": after,
-        "reward_by_step": [run.column("reward/mean").tolist() for run in runs],
+        "gain": row.value - row.baseline_value,
         "entropy_at_first": [float(run.column("entropy")[0]) for run in runs],
-        "entropy_at_last": [float(run.column("entropy")[-1]) for run in runs],
         "kl_from_start": [result.kl for result in learned],
-        "clip_fraction": [
-            run.mean("policy/clip_fraction_low") + run.mean("policy/clip_fraction_high") for run in runs
-        ],
         "groups_sampled": [int(run.column("rollout/groups_sampled").sum()) for run in runs],
         "accepted_drafts": [int(run.column("speculation/accepted").sum()) for run in runs],
-        "mismatch_logprob_abs_max": max(float(run.column("mismatch/logprob_abs_max").max()) for run in runs),
-        "commits": sorted({result["commit"] or "unknown" for run in runs for result in run.sessions}),
     }
     if runs[0].has("critic/explained_variance"):
         details["explained_variance_at_last"] = [
             float(run.column("critic/explained_variance")[-1]) for run in runs
         ]
-    return Row(
-        name=f"algorithms/{name}",
-        value=float(np.mean(after)),
-        unit="reward",
-        baseline="before RL",
-        baseline_value=float(np.mean(before)),
-        ratio=float(np.mean(after) / np.mean(before)),
-        details=details,
-    )
+    return dataclasses.replace(row, details={**row.details, **details})
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws a panel per algorithm: its reward by step, the others in grey, held-out rewards as dots."""
     figure = new_figure(10, 2.4 * -(-len(rows) // 4))
     axes = figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).ravel()
-    curves = [_smoothed(np.asarray(row["reward_by_step"])) for row in rows]  # [seeds, steps] each
+    curves = [smoothed(row["reward_by_step"]) for row in rows]  # [seeds, steps] each
     for number, (row, curve) in enumerate(zip(rows, curves, strict=True)):
         panel, steps = axes[number], SMOOTHING + np.arange(curve.shape[1])
         for other in curves:
@@ -162,37 +144,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def _smoothed(rewards: np.ndarray) -> np.ndarray:
-    """Returns the running mean over steps, [seeds, steps - SMOOTHING + 1]."""
-    return np.lib.stride_tricks.sliding_window_view(rewards, SMOOTHING, axis=1).mean(-1)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(_CONFIG, (), 0).parser()
-    parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"default: {_CONFIG}")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each algorithm (default: 3)")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw what --output holds there, and train nothing"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
-    arguments = parser.parse_intermixed_args(argv)
-    try:
-        if arguments.seeds < 1:
-            raise UserError(f"--seeds: {arguments.seeds} is not at least 1")
-        benchmark = _benchmark(arguments.config, arguments.overrides, arguments.seeds)
-        if arguments.plot is not None:
-            results = arguments.output or benchmark.default_output(False, list(_NAMES))
-            try:
-                rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-            except (OSError, ValueError, KeyError) as error:
-                raise UserError(f"{results}: holds no results ({error})") from error
-            plot(rows, arguments.plot)
-            return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return benchmark.run(arguments)
+    return run_command_line(_benchmark, plot, "algorithm", argv)
 
 
 def _benchmark(config: str, overrides: Sequence[str], seeds: int) -> Benchmark:

@@ -20,6 +20,7 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rljax.models.transformer import num_params
+from rljax.rollout.collector import TRAINING, WantedGroups
 from rollout_benchmarks.variants import open_run
 
 _CONFIG = "configs/quickstart.yaml"
@@ -132,7 +133,7 @@ def _write_job(config: ExperimentConfig, job: Path) -> int:
         prompts = []
         for index in range(config.training.steps * per_step):
             problem = collector.task.problem("train", index)
-            (request,) = collector.requests("train", [index], 1, 0, 0)
+            (request,) = collector.requests(WantedGroups("train", [index], 1, TRAINING, 0))
             text = collector.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
             prompts.append({"prompt": text, "answer": problem.answer})
         write_job(run, prompts, job)

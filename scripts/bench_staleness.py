@@ -7,7 +7,6 @@ one, and with `--only time` the first two as well, to compare the times of their
 nothing. `docs/cluster.md` shows the results.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,11 @@ import numpy as np
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
 from rljax.config import load_config
-from rljax.errors import Interrupted, UserError
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.reports.learning import SMOOTHING
-from rljax.reports.runs import RunData, read_run
-from rljax.training import session
+from rljax.reports.runs import RunData
+from training_benchmarks.curves import learning_row, run_command_line, smoothed, train_to_end
 
-_CONFIG = "configs/bench_algorithms.yaml"
 MODES: Mapping[str, tuple[str, ...]] = {
     "0": (),
     "1": ("rollout.staleness=1",),
@@ -33,48 +30,13 @@ MODES: Mapping[str, tuple[str, ...]] = {
 """The overrides of each mode."""
 
 
-def train(config: str, overrides: Sequence[str], name: str) -> RunData:
-    """Trains a run, from where an earlier call stopped; returns the results of a finished run at once."""
-    run_config = load_config(config, list(overrides))
-    run_config = run_config.model_copy(update={"run_dir": f"{run_config.run_dir}/{name}"})
-    path = Path(run_config.run_dir)
-    steps = read_run(path).steps if (path / "metrics.jsonl").exists() else []
-    if not steps or steps[-1]["step"] < run_config.training.steps:
-        try:
-            session.run(run_config)
-        except Interrupted as interrupted:
-            raise KeyboardInterrupt from interrupted
-    return read_run(path)
-
-
 def curve_row(name: str, runs: Sequence[RunData]) -> Row:
     """Returns one mode's row over its seeds: mean held-out reward after the run, against before."""
-    before, after = ([run.evaluations[i]["evaluation/reward"] for run in runs] for i in (0, -1))
-    details: dict[str, Any] = {
-        "steps": len(runs[0].steps),
-        "seeds": len(runs),
-        "before": before,
-        "after": after,
-        "reward_by_step": [run.column("reward/mean").tolist() for run in runs],
-        "entropy_at_last": [float(run.column("entropy")[-1]) for run in runs],
-        "rollout_kl": [run.mean("policy/rollout_kl") for run in runs],
-        "clip_fraction": [
-            run.mean("policy/clip_fraction_low") + run.mean("policy/clip_fraction_high") for run in runs
-        ],
-        "mismatch_logprob_abs_max": max(float(run.column("mismatch/logprob_abs_max").max()) for run in runs),
-    }
+    details: dict[str, Any] = {"rollout_kl": [run.mean("policy/rollout_kl") for run in runs]}
     if runs[0].has("rollout/lag_mean"):
         details["lag_mean"] = [run.mean("rollout/lag_mean") for run in runs]
         details["lag_max"] = max(float(run.column("rollout/lag_max").max()) for run in runs)
-    return Row(
-        name=f"staleness/{name}",
-        value=float(np.mean(after)),
-        unit="reward",
-        baseline="before RL",
-        baseline_value=float(np.mean(before)),
-        ratio=float(np.mean(after) / np.mean(before)),
-        details=details,
-    )
+    return learning_row(f"staleness/{name}", runs, details)
 
 
 def time_row(exact: RunData, stale: RunData) -> Row:
@@ -102,8 +64,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     rows = [row for row in rows if "reward_by_step" in row]
     for number, row in enumerate(rows):
-        curve = np.lib.stride_tricks.sliding_window_view(np.asarray(row["reward_by_step"]), SMOOTHING, 1)
-        curve, color = curve.mean(-1), COLORS[number]
+        curve, color = smoothed(row["reward_by_step"]), COLORS[number]
         steps, label = SMOOTHING + np.arange(curve.shape[1]), row["name"].removeprefix("staleness/")
         axes.fill_between(steps, curve.min(0), curve.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, curve.mean(0), color=color, linewidth=2, label=label.replace("-", " "))
@@ -118,44 +79,21 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(_CONFIG, (), 0).parser()
-    parser.add_argument("--config", default=_CONFIG, metavar="FILE", help=f"default: {_CONFIG}")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each mode (default: 3)")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw what --output holds there, and train nothing"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
-    arguments = parser.parse_intermixed_args(argv)
-    try:
-        if arguments.seeds < 1:
-            raise UserError(f"--seeds: {arguments.seeds} is not at least 1")
-        benchmark = _benchmark(arguments.config, arguments.overrides, arguments.seeds)
-        if arguments.plot is not None:
-            results = arguments.output or benchmark.default_output(False, [*MODES, "time"])
-            try:
-                rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-            except (OSError, ValueError, KeyError) as error:
-                raise UserError(f"{results}: holds no results ({error})") from error
-            plot(rows, arguments.plot)
-            return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return benchmark.run(arguments)
+    return run_command_line(_benchmark, plot, "mode", argv)
 
 
 def _benchmark(config: str, overrides: Sequence[str], seeds: int) -> Benchmark:
     def curves(name: str) -> list[Row]:
         runs = [
-            train(config, [*overrides, *MODES[name], f"seed={seed}"], f"staleness-{name}-seed{seed}")
+            train_to_end(config, [*overrides, *MODES[name], f"seed={seed}"], f"staleness-{name}-seed{seed}")
             for seed in range(seeds)
         ]
         return [curve_row(name, runs)]
 
     def times() -> list[Row]:
         shared = [*overrides, "cluster.workers=2", "evaluation.problems=0"]
-        exact = train(config, shared, "time-0")
-        return [time_row(exact, train(config, [*shared, *MODES["1"]], "time-1"))]
+        exact = train_to_end(config, shared, "time-0")
+        return [time_row(exact, train_to_end(config, [*shared, *MODES["1"]], "time-1"))]
 
     plan = [
         Measurement(name, f"{seeds} seeds", lambda name=name: curves(name), disturbed=False) for name in MODES

@@ -16,13 +16,13 @@ from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
-from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, Timing
+from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, Timing, WantedGroups
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sandbox.process import Sandbox
 from rljax.serving.worker import EngineWorker
-from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.base import Problem, Task
 from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
 from rljax.tasks.rewards.pool import CheckerPool
 from rljax.tasks.rewards.registry import Reward
@@ -92,37 +92,27 @@ class AgentCollector(Collector):
         wait = "" if self._pool is not None else "; agents ask for problems by POST /v1/episodes"
         self._say(f"agents: listening on {self.server.address}{wait}")
 
-    def begin(
-        self,
-        params: Params,
-        split: Split,
-        indices: Sequence[int],
-        samples: int,
-        purpose: int,
-        step: int,
-        sampling: SamplingParams | None = None,
-        version: int = 0,
-    ) -> BegunGroups:
+    def begin(self, params: Params, wanted: WantedGroups) -> BegunGroups:
         """Makes the episodes that `finish` lets agents play; arguments as for `Collector.begin`."""
-        problems = [self.task.problem(split, index) for index in indices]
+        problems, step = wanted.problems(self.task), wanted.step
         episodes = [
             AgentEpisode(
                 f"{step}-{problem.id.replace('/', '-')}-{sample}-{secrets.token_hex(8)}",
                 problem,
-                (purpose, step, index, sample),
-                sampling,
+                (wanted.purpose, step, index, sample),
+                wanted.sampling,
             )
-            for problem, index in zip(problems, indices, strict=True)
-            for sample in range(samples)
+            for problem, index in zip(problems, wanted.indices, strict=True)
+            for sample in range(wanted.samples)
         ]
-        return BegunGroups((params, purpose, episodes), step, tuple(indices), version, problems, [])
+        return BegunGroups(wanted, (params, episodes), problems, [])
 
     def finish(
         self, begun: BegunGroups, on_progress: OnProgress | None = None
     ) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Lets agents play the problems; see `Collector.finish`."""
         start = time.perf_counter()
-        (params, purpose, episodes), problems = begun.decoding, begun.problems
+        (params, episodes), problems, wanted = begun.decoding, begun.problems, begun.wanted
         engine, scheduler = self.scheduler.engine, self.scheduler
         worker = EngineWorker(
             engine,
@@ -132,10 +122,10 @@ class AgentCollector(Collector):
             max_waiting=1 << 16,
             steps_per_sync=engine.decode_steps_per_sync,
             learns=False,
-            version=begun.version,
+            version=wanted.version,
         )
-        self.service.worker, self.service.step = worker, begun.step
-        self.service.training = purpose == TRAINING
+        self.service.worker, self.service.step = worker, wanted.step
+        self.service.training = wanted.purpose == TRAINING
 
         def check(ended: int) -> None:
             if worker.error is not None:

@@ -40,7 +40,7 @@ from rljax.models.transformer import Params, num_params
 from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.requests import Completion, Request
-from rljax.rollout.collector import EVALUATION, Collector
+from rljax.rollout.collector import EVALUATION, Collector, WantedGroups
 from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
@@ -177,7 +177,7 @@ class Evaluator:
             config.rollout.max_response_length,
         )
         all_requests = collector.requests(
-            self.split, list(self.problems), self.samples, EVALUATION, 0, sampling
+            WantedGroups(self.split, list(self.problems), self.samples, EVALUATION, 0, sampling)
         )
         requests = dict(zip(all_keys, all_requests, strict=True))
         # Load the drafters' state and the weights, and compile.

@@ -72,22 +72,45 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True)
+class WantedGroups:
+    """Groups to sample.
+
+    Attributes:
+      split: split of the task.
+      indices: of the problems in the split.
+      samples: number of responses to each problem, G.
+      purpose: TRAINING or EVALUATION.
+      step: the training step; with purpose, problem and sample it identifies a request's noise.
+      sampling: see `Request`.
+      version: number of the weights, the steps that they have learned; rollout workers know them by it.
+    """
+
+    split: Split
+    indices: Sequence[int]
+    samples: int
+    purpose: int
+    step: int
+    sampling: SamplingParams | None = None
+    version: int = 0
+
+    def problems(self, task: Task) -> list[Problem]:
+        """Returns the problems of a task that are meant."""
+        return [task.problem(self.split, index) for index in self.indices]
+
+
+@dataclasses.dataclass(frozen=True)
 class BegunGroups:
     """Groups that are being sampled, or will be.
 
     Attributes:
+      wanted: which they are.
       decoding: what the scheduler has begun.
-      step: the training step of the requests' noise.
-      indices: of the problems.
-      version: of the weights that the requests were created with.
       problems: the problems.
       requests: their requests, those of one problem together.
     """
 
+    wanted: WantedGroups
     decoding: Any
-    step: int
-    indices: tuple[int, ...]
-    version: int
     problems: list[Problem]
     requests: list[Request]
 
@@ -125,58 +148,33 @@ class Collector:
         self.max_response_length = max_response_length
 
     def collect(
-        self,
-        params: Params,
-        split: Split,
-        indices: Sequence[int],
-        samples: int,
-        purpose: int,
-        step: int,
-        on_progress: OnProgress | None = None,
-        sampling: SamplingParams | None = None,
-        version: int = 0,
+        self, params: Params, wanted: WantedGroups, on_progress: OnProgress | None = None
     ) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Samples and rewards responses to problems.
 
         Args:
           params: weights from `engine.load_params`.
-          split: split of the task.
-          indices: indices of the problems in the split.
-          samples: number of responses to each problem, G.
-          purpose: TRAINING or EVALUATION.
-          step: the training step; with purpose, problem and sample it identifies a request's noise.
+          wanted: which problems, how often, and with which noise.
           on_progress: see `OnProgress`.
-          sampling: see `Request`.
-          version: number of the weights, the steps that they have learned; rollout workers know them by it.
 
         Returns:
           One group per problem, counts of decoding, and seconds.
         """
-        begun = self.begin(params, split, indices, samples, purpose, step, sampling, version)
-        return self.finish(begun, on_progress)
+        return self.finish(self.begin(params, wanted), on_progress)
 
-    def begin(
-        self,
-        params: Params,
-        split: Split,
-        indices: Sequence[int],
-        samples: int,
-        purpose: int,
-        step: int,
-        sampling: SamplingParams | None = None,
-        version: int = 0,
-        **how: Any,
-    ) -> BegunGroups:
+    def begin(self, params: Params, wanted: WantedGroups, **how: Any) -> BegunGroups:
         """Begins what `finish` waits for. Rollout workers begin at once; without any, `finish` decodes.
 
         Args:
           params: as in `collect`; the arrays must stay as they are until `finish`.
+          wanted: as in `collect`.
           how: further arguments of the scheduler's `begin`.
         """
-        problems = [self.task.problem(split, index) for index in indices]
-        requests = self._requests(problems, indices, samples, purpose, step, sampling)
-        begun = self.scheduler.begin(params, requests, version, **how)
-        return BegunGroups(begun, step, tuple(indices), version, problems, requests)
+        problems = wanted.problems(self.task)
+        requests = self._requests(wanted, problems)
+        return BegunGroups(
+            wanted, self.scheduler.begin(params, requests, wanted.version, **how), problems, requests
+        )
 
     def finish(
         self, begun: BegunGroups, on_progress: OnProgress | None = None
@@ -212,41 +210,24 @@ class Collector:
         # A reward may run code under a time limit: one process decides.
         return processes.from_first(lambda: judge(self.task, answered))
 
-    def requests(
-        self,
-        split: Split,
-        indices: Sequence[int],
-        samples: int,
-        purpose: int,
-        step: int,
-        sampling: SamplingParams | None = None,
-    ) -> list[Request]:
-        """Returns the requests of `collect`, with the same arguments."""
-        problems = [self.task.problem(split, index) for index in indices]
-        return self._requests(problems, indices, samples, purpose, step, sampling)
+    def requests(self, wanted: WantedGroups) -> list[Request]:
+        """Returns the requests of `collect`, those of one problem together."""
+        return self._requests(wanted, wanted.problems(self.task))
 
-    def _requests(
-        self,
-        problems: Sequence[Problem],
-        indices: Sequence[int],
-        samples: int,
-        purpose: int,
-        step: int,
-        sampling: SamplingParams | None,
-    ) -> list[Request]:
+    def _requests(self, wanted: WantedGroups, problems: Sequence[Problem]) -> list[Request]:
         prompts = [self.prompts.tokens(problem) for problem in problems]
         return [
             Request(
                 prompt,
-                request_key(self.seed, purpose, step, index, sample),
+                request_key(self.seed, wanted.purpose, wanted.step, index, sample),
                 self.max_response_length,
-                purpose == TRAINING,
-                step,
-                sampling,
+                wanted.purpose == TRAINING,
+                wanted.step,
+                wanted.sampling,
                 problem if self.has_turns else None,
             )
-            for problem, prompt, index in zip(problems, prompts, indices, strict=True)
-            for sample in range(samples)
+            for problem, prompt, index in zip(problems, prompts, wanted.indices, strict=True)
+            for sample in range(wanted.samples)
         ]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rljax.requests import Completion, DecodeStatistics, accumulate
-from rljax.rollout.collector import TRAINING, BegunGroups, Group, Timing
+from rljax.rollout.collector import TRAINING, BegunGroups, Group, Timing, WantedGroups
 from rljax.rollout.scheduler import OnProgress
 from rljax.training.schedule import ScheduledGroup
 from rljax.training.staleness import hold_weights
@@ -134,16 +134,9 @@ class GroupsUnderWay:
             arrivals.create(int(problem), run.step)
         for number, each in arrivals.open.items():
             if number not in self._begun:
-                self._begun[number] = run.collector.begin(
-                    run.versions[run.step],
-                    "train",
-                    [each.problem],
-                    run.config.rollout.samples_per_prompt,
-                    TRAINING,
-                    number // arrivals.size,
-                    version=run.step,
-                    renewed=True,
-                )
+                step, samples = number // arrivals.size, run.config.rollout.samples_per_prompt
+                wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=run.step)
+                self._begun[number] = run.collector.begin(run.versions[run.step], wanted, renewed=True)
 
     def arrived(self) -> list[int]:
         """Returns the numbers of the groups that have ended, in their order."""
@@ -183,7 +176,9 @@ def arrived_groups(
         requests = [
             request
             for each in scheduled
-            for request in run.collector.requests("train", [each.problem], samples, TRAINING, each.step)
+            for request in run.collector.requests(
+                WantedGroups("train", [each.problem], samples, TRAINING, each.step)
+            )
         ]
         versions = [spans for each in scheduled for spans in each.versions]
         completions, statistics = run.replay.decode(requests, versions, on_progress)
@@ -200,7 +195,8 @@ def arrived_groups(
         problems = [problem for each in begun for problem in each.problems]
         requests = [request for each in begun for request in each.requests]
         created = [
-            (each.step, group.problem, group.version) for each, group in zip(begun, opened, strict=True)
+            (each.wanted.step, group.problem, group.version)
+            for each, group in zip(begun, opened, strict=True)
         ]
     timing.decode = time.perf_counter() - start
     groups, timing.reward = run.collector.reward(problems, requests, completions)

@@ -30,7 +30,7 @@ from rljax.errors import Interrupted, UserError
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.progress import Progress
-from rljax.rollout.collector import EVALUATION, TRAINING, Group
+from rljax.rollout.collector import EVALUATION, TRAINING, Group, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.tasks.base import Split
 from rljax.training.checkpoint import RunCheckpoints
@@ -110,7 +110,8 @@ class PolicyRollouts:
 
     def _collect(self, split: Split, indices: range, samples: int, purpose: int, step: int) -> list[Group]:
         params = self.run.engine.load_params(self.run.state.params)
-        return self.run.collector.collect(params, split, indices, samples, purpose, step)[0]
+        wanted = WantedGroups(split, indices, samples, purpose, step)
+        return self.run.collector.collect(params, wanted)[0]
 
 
 def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTrainer:

@@ -18,7 +18,7 @@ from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics, pass_shares
 from rljax.requests import DecodeStatistics, accumulate
-from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, outcomes
+from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.episodes import environment_metrics
 from rljax.rollout.metrics import mean_rewards, rollout_metrics, tokens_per_second
 from rljax.rollout.tool_turns import tool_metrics
@@ -123,7 +123,7 @@ def roll_out(run: TrainingRun) -> Rollout:
             run.run_ahead.count_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
-        begun = begin_round(run, run.step, begun.version)
+        begun = begin_round(run, run.step, begun.wanted.version)
 
 
 def take_arrived(run: TrainingRun) -> Rollout:
@@ -151,7 +151,8 @@ def plan_ahead(run: TrainingRun, round_: int) -> None:
     if step < config.training.steps:
         following, _ = run.prompts.next_problems("train", run.data_position, config.rollout.prompts_per_step)
         samples = config.rollout.samples_per_prompt
-        run.run_ahead.plan(run.collector.requests("train", following, samples, TRAINING, step))
+        wanted = WantedGroups("train", following, samples, TRAINING, step)
+        run.run_ahead.plan(run.collector.requests(wanted))
 
 
 def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
@@ -174,16 +175,14 @@ def evaluate(run: TrainingRun) -> dict[str, float]:
     run.progress.stage("evaluate", 1)
     if run.under_way is not None:
         run.under_way.renew()  # one version for all that workers decode
+    noise = 0  # the same at every evaluation: differences come from the policy
+    wanted = WantedGroups(
+        "heldout", run.heldout, samples, EVALUATION, noise, run.evaluation_sampling, run.step
+    )
     groups, statistics, timing = run.collector.collect(
         run.engine.load_params(run.state.params),
-        "heldout",
-        run.heldout,
-        samples,
-        EVALUATION,
-        0,  # the same noise at every evaluation: differences come from the policy
+        wanted,
         functools.partial(reporting.show_rollout, run, problems * samples),
-        run.evaluation_sampling,
-        version=run.step,
     )
     means = mean_rewards(groups)
     means |= group_metrics(groups, run.collector.task, run.collector.tokenizer, evaluation)

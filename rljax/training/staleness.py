@@ -17,7 +17,7 @@ import numpy as np
 from rljax.errors import CheckpointError
 from rljax.models.host_params import params_of, parts_of
 from rljax.requests import spans_of
-from rljax.rollout.collector import TRAINING, BegunGroups, Group
+from rljax.rollout.collector import TRAINING, BegunGroups, Group, WantedGroups
 
 if TYPE_CHECKING:
     from rljax.training.training_run import TrainingRun
@@ -62,7 +62,8 @@ def begin_round(run: "TrainingRun", step: int, version: int) -> BegunGroups:
 def begin_groups(run: "TrainingRun", step: int, indices: Sequence[int], version: int) -> BegunGroups:
     """Begins the groups of these problems with a step's noise, under these weights."""
     samples, weights = run.config.rollout.samples_per_prompt, run.versions[version]
-    return run.collector.begin(weights, "train", indices, samples, TRAINING, step, version=version)
+    wanted = WantedGroups("train", indices, samples, TRAINING, step, version=version)
+    return run.collector.begin(weights, wanted)
 
 
 def sampled_by(run: "TrainingRun") -> Mapping[int, Any] | None:
@@ -92,11 +93,15 @@ def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 
 def state_of(run: "TrainingRun") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns what was begun for later steps as JSON values, and the weights that sample it as arrays."""
-    needed = {each.version for each in run.begun.values()}
+    needed = {each.wanted.version for each in run.begun.values()}
     if run.replay is not None:
         needed = set(run.versions)
     begun = [
-        {"step": step, "indices": [int(index) for index in each.indices], "version": each.version}
+        {
+            "step": step,
+            "indices": [int(index) for index in each.wanted.indices],
+            "version": each.wanted.version,
+        }
         for step, each in run.begun.items()
     ]
     arrays, layouts = {}, {}

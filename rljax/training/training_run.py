@@ -20,7 +20,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import cast_matrices
 from rljax.progress import Progress
-from rljax.rollout.collector import TRAINING, BegunGroups, Collector
+from rljax.rollout.collector import TRAINING, BegunGroups, Collector, WantedGroups
 from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
@@ -247,7 +247,7 @@ class TrainingRun:
             return
         num_prompts = self.config.rollout.prompts_per_step
         indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
-        requests = self.collector.requests("train", indices, 1, TRAINING, self.step)
+        requests = self.collector.requests(WantedGroups("train", indices, 1, TRAINING, self.step))
         first_prompts = [len(request.prompt_ids) for request in requests]
         warm_up(self._scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
         self.learner.warm_up(self.state, sampler)

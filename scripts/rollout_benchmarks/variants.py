@@ -19,7 +19,7 @@ from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request
-from rljax.rollout.collector import TRAINING, Collector, Group, Timing, outcomes
+from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.papers.calibration import calibrate, draft_format
@@ -209,7 +209,7 @@ def step_indices(run: TrainingRun, step: int) -> range:
 def step_requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
     """Returns the requests of a step, with the noise of a purpose."""
     samples = run.config.rollout.samples_per_prompt
-    return run.collector.requests("train", step_indices(run, step), samples, purpose, step)
+    return run.collector.requests(WantedGroups("train", step_indices(run, step), samples, purpose, step))
 
 
 def collect_step(
@@ -217,7 +217,7 @@ def collect_step(
 ) -> tuple[list[Group], DecodeStatistics, Timing]:
     """Returns a step's groups by the current policy."""
     params, samples = run.engine.load_params(run.state.params), run.config.rollout.samples_per_prompt
-    return collector.collect(params, "train", step_indices(run, step), samples, TRAINING, step)
+    return collector.collect(params, WantedGroups("train", step_indices(run, step), samples, TRAINING, step))
 
 
 def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:

@@ -152,10 +152,10 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
 def test_an_evaluation_asks_each_problem_once(tmp_path):
     asked, run = [], make_run(tmp_path, Checkpoints(), [], evaluate=None)
 
-    def collect(params, split, indices, samples, *_, **__):
-        asked.extend(indices)
+    def collect(params, wanted, on_progress):
+        asked.extend(wanted.indices)
         group = SimpleNamespace(rewards=[{"reward": 0.5}])
-        return [group] * len(indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
+        return [group] * len(wanted.indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
 
     run.state = SimpleNamespace(params=None)
     run.engine = SimpleNamespace(load_params=lambda params: params)
