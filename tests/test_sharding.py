@@ -4,17 +4,13 @@ Eight devices are forced on the host platform, which must happen before JAX star
 separate process, and the tests here read its results.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 
 from rljax.config import MeshConfig
 from rljax.errors import ConfigError
 from rljax.sharding import make_mesh
+from tests.devices import run_on_devices
 
 CHECKS = """
 import json, sys
@@ -170,21 +166,13 @@ try:
     make_buckets(8, 64, True, (2, 8), None, row_multiple(mesh))
 except ConfigError as error:
     results["slots"] = str(error)
-print("RESULTS" + json.dumps(results))
+print("FOUND" + json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def results():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("RESULTS")[1])
+    return run_on_devices(CHECKS, 8)
 
 
 @pytest.mark.slow

@@ -1,14 +1,11 @@
 """Workers with a mesh of several devices each: how many there are, and one that is lost, change no token."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.devices import run_on_devices
+
 _RUNS = """
-import pathlib, sys, types
+import json, pathlib, sys, types
 import pytest
 from tests.cluster.same_run import differences, lucky_world
 from tests.cluster.turns import in_the_middle, local_run
@@ -29,22 +26,11 @@ with lucky_world(directory) as world, pytest.MonkeyPatch.context() as patch:
     two, _ = local_run(world, "two", patch, *mesh, interfere=interfere)
 # Devices that share cores compute other last bits of logprobs from run to run, and so other updates.
 tokens = ("step 0: ", "step 1: reward", "step 1: rollout/", "step 1: response")
-print("FOUND", len(lost), len(devices), [name for name in differences(one, two) if name.startswith(tokens)])
+other = [name for name in differences(one, two) if name.startswith(tokens)]
+print("FOUND" + json.dumps([len(lost), len(devices), other]))
 """
 
 
 @pytest.mark.slow
 def test_workers_with_two_devices_each(tmp_path):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _RUNS, str(tmp_path)],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "FOUND 1 2 []" in done.stdout
+    assert run_on_devices(_RUNS, 2, tmp_path) == [1, 2, []]

@@ -4,12 +4,10 @@ Eight devices are forced on the host platform, in a process of their own, as in 
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.devices import run_on_devices
 
 MESHES = {
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -94,28 +92,15 @@ for label, axes in json.loads(sys.argv[1]).items():
             "temporaries": memory.temp_size_in_bytes / shard,
             "communicated": largest_collective(compiled.as_text()) / shard,
         }
-print("RESULTS" + json.dumps(results))
+print("FOUND" + json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def results():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-        " --xla_cpu_enable_concurrency_optimized_scheduler=false",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS, json.dumps(MESHES)],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
+    return run_on_devices(
+        CHECKS, 8, json.dumps(MESHES), flags="--xla_cpu_enable_concurrency_optimized_scheduler=false"
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("RESULTS")[1])
 
 
 @pytest.mark.parametrize("move", MOVES)

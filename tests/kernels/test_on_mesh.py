@@ -7,11 +7,7 @@ those are compiled for a mesh, and not run.
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +23,7 @@ from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import named, param_shardings
+from tests.devices import run_on_devices
 from tests.kernels.compilation import DEVICES, HOPPER, absent_mesh
 
 MESHES = {
@@ -200,22 +197,8 @@ for label, mesh in each_mesh():
 
 
 def _found(checks, backend, meshes, devices=8):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
     code = COMMON + checks + 'print("FOUND" + json.dumps(results))'
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(meshes), backend],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("FOUND")[1])
+    return run_on_devices(code, devices, json.dumps(meshes), backend)
 
 
 def test_attention_and_compaction():

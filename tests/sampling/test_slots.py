@@ -3,10 +3,6 @@ with the vocabulary split over devices the same tokens.
 """
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +18,7 @@ from rljax.sampling import distribution, slots, split
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.sampling.slots import SlotSampling
+from tests.devices import run_on_devices
 
 ROWS, VOCAB = 48, 520
 NUMERICS = Numerics()
@@ -197,13 +194,5 @@ print("FOUND" + json.dumps(found))
 @pytest.mark.slow
 def test_split_over_devices_the_tokens_are_the_same():
     """Also where slots move between devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.split("FOUND")[1])
+    found = run_on_devices(CHECKS, 2)
     assert found == {"vocabulary": [True] * 4, "slots": [True] * 4}

@@ -4,11 +4,6 @@ Eight devices are forced on the host platform, which must happen before JAX star
 separate process, and the tests here read its results.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +14,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling import distribution, split
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from tests.devices import run_on_devices
 
 NUMERICS = Numerics()
 DISTRIBUTIONS = {
@@ -243,15 +239,7 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("FOUND")[1])
+    return run_on_devices(CHECKS, 8)
 
 
 @pytest.mark.slow

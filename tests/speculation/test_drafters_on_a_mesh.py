@@ -5,13 +5,9 @@ so that embedding and LM head are padded where tensor is 2, and the small model 
 devices do not divide.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.devices import run_on_devices
 
 CHECKS = """
 import dataclasses, itertools, json, sys
@@ -137,21 +133,7 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS, tmp_path_factory.mktemp("small") / "model"],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("FOUND")[1])
+    return run_on_devices(CHECKS, 8, tmp_path_factory.mktemp("small") / "model")
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ are none.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.devices import run_on_devices
 
 MESHES = {"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}
 DRAFTERS = {"2 devices": ["srt"], "4 devices": ["srt", "quantized"]}
@@ -96,21 +94,7 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS, json.dumps(MESHES), json.dumps(DRAFTERS)],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.split("FOUND")[1])
+    return run_on_devices(CHECKS, 4, json.dumps(MESHES), json.dumps(DRAFTERS))
 
 
 @pytest.mark.slow

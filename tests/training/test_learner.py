@@ -1,10 +1,6 @@
 """From rewarded groups to updates: what each algorithm makes of them, and that GRPO's numbers are as ever."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +25,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
 from rljax.training.update import Trainer, policy_objective
+from tests.devices import run_on_devices
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)
 PROBLEM = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
@@ -528,12 +525,7 @@ print("FOUND" + json.dumps(found))
 @pytest.mark.slow
 def test_a_mesh_changes_rounding_only():
     """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", _ON_A_MESH], capture_output=True, text=True, env=os.environ | flags
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout[result.stdout.index("FOUND") + len("FOUND") :])
+    found = run_on_devices(_ON_A_MESH, 4)
     assert found["difference"] < 1e-3  # Adam's first steps are nearly signs: small gradients decide
     metrics, other = found["metrics"]
     for key in ("loss/policy", "gradient_norm", "entropy", "correction/ratio_mean", "critic/loss"):

@@ -1,11 +1,7 @@
 """Whole runs: what they leave, that they resume with the same numbers, that every option runs."""
 
 import itertools
-import json
-import os
 import signal
-import subprocess
-import sys
 import zlib
 
 import jax
@@ -18,6 +14,7 @@ from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
 from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
+from tests.devices import run_on_devices
 from tests.training.tiny_run import train
 
 # Times differ between runs, and a resumed run compiles again.
@@ -140,17 +137,9 @@ def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(plain, tmp_path):
     code = (
         "import json, pathlib, sys; from tests.training.tiny_run import train;"
         "lines = train(pathlib.Path(sys.argv[1]), 'mesh.data=2', 'mesh.tensor=2');"
-        "print('LINES' + json.dumps(lines))"
+        "print('FOUND' + json.dumps(lines))"
     )
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    sharded = json.loads(result.stdout[result.stdout.index("LINES") + len("LINES") :])
+    sharded = run_on_devices(code, 4, tmp_path)
     for line, other in zip(sharded[1:], lines[1:], strict=True):
         for name in ("reward/mean", "rollout/tokens", "response_length/max", "update/tokens"):
             assert line[name] == other[name]
