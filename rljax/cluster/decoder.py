@@ -37,6 +37,7 @@ from rljax.cluster.messages import (
     FetchFailed,
     Key,
     Load,
+    Pieces,
     Plan,
     Renew,
     Say,
@@ -111,6 +112,9 @@ class ClusterDecoder:
       versions: versions of the weights that are kept.
       wish: says that another number of workers is wished for than `cluster.workers`; None for never.
 
+    Attributes:
+      history: what rollouts were like, for the router.
+
     Raises:
       ClusterError: of what is known at once.
     """
@@ -142,7 +146,7 @@ class ClusterDecoder:
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
-        self._history = RolloutHistory()
+        self.history = RolloutHistory()
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -177,7 +181,7 @@ class ClusterDecoder:
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
         drafters = list(config.speculation.kinds)
-        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
+        router = make_router(config.cluster, drafters, scheduler.max_slots, self.history)
         self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 
@@ -238,7 +242,7 @@ class ClusterDecoder:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
         if self._finished:
-            self._history.train_seconds = time.perf_counter() - self._finished
+            self.history.train_seconds = time.perf_counter() - self._finished
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -298,6 +302,11 @@ class ClusterDecoder:
         now = time.perf_counter()
         seconds = now - max(begun.began, self._finished)
         completions = [self._completion(key) for key in begun.keys]
+        first, last = begun.keys[0], begun.keys[-1]
+        places = [key - first for key in rollout.requests if first <= key <= last]
+        self._timeline.handed_out(
+            [begun.requests[place] for place in places], [completions[place] for place in places]
+        )
         statistics = self._count(rollout, completions, seconds)
         self._finished = now
         statistics.running.append(begun.running.points())
@@ -309,8 +318,8 @@ class ClusterDecoder:
         ]
         if self._scheduler.speculator is not None and trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
-        self._history.learn(begun.requests, completions)
-        self._history.measure(rollout.statistics)
+        self.history.learn(begun.requests, completions)
+        self.history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 
@@ -457,6 +466,8 @@ class ClusterDecoder:
             if isinstance(event, FetchFailed):
                 self._sent.pop(event.worker, None)
                 self._publisher.failed(event.worker, event.version)
+            if isinstance(event, Pieces):
+                self._timeline.passes(event)
             self._do(self.coordinator.on(event, self._fabric.now()))
         wished = None if self._wish is None else self._wish.changed(self._fabric.now())
         if wished is not None:

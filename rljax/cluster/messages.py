@@ -102,13 +102,16 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """New tokens from a worker, with its counts of decoding in the rollout so far."""
+    """New tokens from a worker, with its counts of decoding in the rollout so far; `cpu_seconds` are those
+    that all cores together worked for it while it was busy.
+    """
 
     worker: str
     rollout: int
     pieces: tuple[Piece, ...]
     statistics: DecodeStatistics | None = None
     busy_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

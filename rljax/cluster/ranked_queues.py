@@ -142,7 +142,7 @@ class RankedQueues:
         for queue in self._sources(seat.name):
             if queue:
                 # What is dealt out to a worker is its own, however much others have.
-                return queue.take(seat.room(2 * seat.slots if queue is own else share))
+                return queue.take(seat.room(2 * seat.slots if queue is own else share, len(queue)))
         return []
 
     def moves(self, board: Board) -> list[Move]:

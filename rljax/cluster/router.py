@@ -37,12 +37,18 @@ class Seat:
     slots: int
     held: int
 
-    def room(self, share: int) -> int:
-        """Requests that it can be given, no more than its share of what is left; 0 for too few to mention."""
+    def room(self, share: int, waiting: int) -> int:
+        """Requests that it can be given, no more than its share of what is left; 0 for too few to mention.
+
+        The last ones are never too few: as long as one waits, workers keep their batch wide for it.
+
+        Args:
+          share: requests that it should have at most.
+          waiting: requests that wait.
+        """
         room = min(self.slots + self.slots // _BACKLOG_SHARE, share) - self.held
-        if room <= 0 or (self.held and room < self.slots // _REFILL_SHARE):
-            return 0
-        return room
+        few = self.held and waiting >= self.slots and room < self.slots // _REFILL_SHARE
+        return 0 if few else max(room, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +145,17 @@ class GroupQueue:
 
     def __init__(self) -> None:
         self._groups: collections.deque[list[Key]] = collections.deque()
+        self._count = 0
         self._ran_empty = False
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def __len__(self) -> int:
+        return self._count
 
     def add(self, groups: Iterable[list[Key]], first: bool = False) -> None:
+        groups = list(groups)
+        self._count += sum(map(len, groups))
         if first:
-            self._groups.extendleft(reversed(list(groups)))
+            self._groups.extendleft(reversed(groups))
         else:
             self._groups.extend(groups)
 
@@ -159,6 +168,7 @@ class GroupQueue:
             del group[: len(taken)]
             if not group:
                 self._groups.popleft()
+        self._count -= len(keys)
         self._ran_empty |= not self._groups
         return keys
 
@@ -166,6 +176,7 @@ class GroupQueue:
         for group in self._groups:
             if key in group:
                 group.remove(key)
+                self._count -= 1
         self._groups = collections.deque(group for group in self._groups if group)
         self._ran_empty |= not self._groups
 
@@ -216,7 +227,7 @@ class SharedQueue:
         return self._queue.ran_empty()
 
     def take(self, seat: Seat, share: int) -> list[Key]:
-        return self._queue.take(seat.room(share)) if self._queue else []
+        return self._queue.take(seat.room(share, len(self._queue))) if self._queue else []
 
     def moves(self, board: Board) -> list[Move]:
         return []

@@ -17,13 +17,16 @@ from rljax.requests import Completion, DecodeStatistics, Request
 _MOST_PROMPTS = 100_000  # those decoded last are remembered
 _MOST_PASSES = 64  # measurements, the latest
 
+ROUTING = "routing/"
+"""Begins the names of its arrays in a checkpoint."""
+
 Prompt = tuple[int, ...]
 
 
 @dataclasses.dataclass
 class RolloutHistory:
-    """What rollouts were like: lengths of each prompt's last group, and times. It lasts as long as the
-    process: what a run that resumes does not know costs it time in one epoch.
+    """What rollouts were like: lengths of each prompt's last group, and times. A checkpoint keeps it, so that
+    a run that is resumed routes as if nothing had been.
 
     Attributes:
       lengths: of the responses to each prompt when it was last trained on.
@@ -73,6 +76,40 @@ class RolloutHistory:
         if each <= 0 or row < 0:  # rollouts that are all alike tell the mean alone
             each, row = float(busy.sum() / steps.sum()), 0.0
         return float(each + row * running)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that a checkpoint keeps: `ROUTING` begins their names."""
+        prompts = list(self.lengths)
+        growth = [self._growth.get(prompt, (np.nan, np.nan)) for prompt in prompts]
+        arrays = {
+            "prompts": np.asarray([token for prompt in prompts for token in prompt], np.int32),
+            "prompt_sizes": np.asarray([len(prompt) for prompt in prompts], np.int64),
+            "lengths": np.asarray([each for lengths in self.lengths.values() for each in lengths], np.int64),
+            "group_sizes": np.asarray([len(lengths) for lengths in self.lengths.values()], np.int64),
+            "growth": np.asarray(growth, np.float64).reshape(-1, 2),
+            "passes": np.asarray(self._passes, np.float64).reshape(-1, 3),
+            "train_seconds": np.asarray(self.train_seconds, np.float64),
+        }
+        return {ROUTING + name: array for name, array in arrays.items()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up what `state` returned; nothing of it is that of a run without workers."""
+        if ROUTING + "prompts" not in state:
+            return
+        arrays = {name.removeprefix(ROUTING): array for name, array in state.items()}
+        prompts = [tuple(each) for each in _cut(arrays["prompts"], arrays["prompt_sizes"])]
+        lengths = _cut(arrays["lengths"], arrays["group_sizes"])
+        self.lengths = dict(zip(prompts, lengths, strict=True))
+        growth = zip(prompts, arrays["growth"].tolist(), strict=True)
+        self._growth = {prompt: (before, now) for prompt, (before, now) in growth if before == before}
+        self._passes = [(steps, rows, busy) for steps, rows, busy in arrays["passes"].tolist()]
+        self.train_seconds = float(arrays["train_seconds"])
+
+
+def _cut(flat: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
+    """Returns the lists of these sizes that were joined to an array."""
+    ends = np.cumsum(sizes).tolist()
+    return [flat[begin:end].tolist() for begin, end in zip([0, *ends[:-1]], ends, strict=False)]
 
 
 def make_router(

@@ -72,7 +72,7 @@ class RolloutWorker:
         self._order_of: dict[Key, int] = {}  # the order by which it is decoded
         self._ended: list[Key] = []  # with earlier weights, in a rollout that is renewed
         self._pieces: list[Piece] = []
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._cpu_seconds = 0.0
 
     def receive(self, order: Order) -> None:
         """Takes an order, which the next turn carries out. May be called from another thread."""
@@ -98,9 +98,10 @@ class RolloutWorker:
             while self._orders:
                 events += self._carry_out(self._orders.popleft())
             if self._decodes:
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), time.process_time()
                 self.loop.step()
                 self._busy_seconds += time.perf_counter() - start
+                self._cpu_seconds += time.process_time() - cpu
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
         if self._built is None:
@@ -197,7 +198,8 @@ class RolloutWorker:
             return [self._status()]
         if order.rollout != self._rollout or self.loop is None:
             if order.rollout != self._rollout:
-                self._rollout, self._busy_seconds, self._counted = order.rollout, 0.0, DecodeStatistics()
+                self._rollout, self._counted = order.rollout, DecodeStatistics()
+                self._busy_seconds = self._cpu_seconds = 0.0
                 self._responses, self._keys, self._sent, self._pieces, self._ended = {}, {}, {}, [], []
             self._start()
         self.loop.expects_more = order.more
@@ -313,7 +315,7 @@ class RolloutWorker:
         statistics = dataclasses.replace(self._counted)
         if self.loop is not None:
             accumulate(statistics, self.loop.statistics)
-        return Pieces(self.name, self._rollout, pieces, statistics, self._busy_seconds)
+        return Pieces(self.name, self._rollout, pieces, statistics, self._busy_seconds, self._cpu_seconds)
 
     def close(self) -> None:
         """Ends what goes on in the background."""

@@ -92,6 +92,10 @@ class Machines:
       detect_seconds: until a failure is noticed.
       sync_seconds: between two looks of the host; 0 sees every end at once.
       look_seconds: between two reports of all that is under way, where the router moves requests.
+      sync_passes: passes of a worker between two looks of its host while requests wait for slots; 0 sees
+        every end at once.
+      cores: that all workers share; infinity where each has its own.
+      cores_of_worker: that a worker which decodes keeps busy, if it gets them.
     """
 
     workers: int
@@ -105,6 +109,13 @@ class Machines:
     detect_seconds: float = 10.0
     sync_seconds: float = 0.0
     look_seconds: float = 5.0
+    sync_passes: int = 0
+    cores: float = math.inf
+    cores_of_worker: float = 1.0
+
+    def slowdown(self, decoding: int) -> float:
+        """Returns the factor by which passes take longer while so many workers decode."""
+        return max(1.0, decoding * self.cores_of_worker / self.cores)
 
 
 @dataclasses.dataclass
@@ -200,6 +211,7 @@ class Cluster:
         self._most_open = 2 if order == "pipe" else 1
         self._responses: dict[int, dict[Key, Response]] = {}  # of the rollouts under way
         self._counted_migrations = 0
+        self._slow = 1.0
         self.coordinator = Coordinator(
             machines.workers, _FACTS, _NO_LIMITS, router=router, ledger=CountingLedger(strict=True)
         )
@@ -280,8 +292,10 @@ class Cluster:
 
     def _spawn(self, name: str) -> None:
         machines = self.machines
-        worker = SimulatedWorker(name, machines.slots, machines.costs, machines.drafting)
-        worker.advance(self.now)
+        worker = SimulatedWorker(
+            name, machines.slots, machines.costs, machines.drafting, machines.sync_passes
+        )
+        worker.slow(self._slow, self.now)
         place = _Place(self._free_numbers.pop(), worker)
         self._places[name] = place
         if machines.failures_per_hour:
@@ -381,6 +395,7 @@ class Cluster:
                 self._span_ends(place)
                 place.busy_since, place.step = self.now, command.rollout
                 place.kind = "rollout" if command.drafter is None else "copy"
+            self._share_cores()
             worker.add(jobs, self.now)
             self._schedule(place)
 
@@ -391,6 +406,17 @@ class Cluster:
             self._schedule(place)
             if not place.worker:
                 self._span_ends(place)
+
+    def _share_cores(self) -> None:
+        """Workers that decode share the cores evenly."""
+        if self.machines.cores == math.inf:
+            return
+        slow = self.machines.slowdown(sum(place.busy_since is not None for place in self._places.values()))
+        if slow != self._slow:
+            self._slow = slow
+            for place in self._places.values():
+                place.worker.slow(slow, self.now)
+                self._schedule(place)
 
     def _schedule(self, place: _Place) -> None:
         """Notes when the next response of a worker ends."""
@@ -445,6 +471,7 @@ class Cluster:
         if place.busy_since is not None and self._record and self.now > place.busy_since:
             self.spans.append(Span(place.number, place.busy_since, self.now, place.step, place.kind))
         place.busy_since, place.kind = None, "rollout"
+        self._share_cores()
 
     def busy_seconds(self) -> list[float]:
         """Seconds that each worker has decoded, by place; without those of workers that were lost."""

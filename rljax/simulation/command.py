@@ -3,12 +3,15 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rljax.errors import ConfigError, UserError
+from rljax.simulation.calibration import compared, read_run, seconds_of
+from rljax.simulation.calibration import table as calibration_table
 from rljax.simulation.outcome import as_json, draw_timeline, outcome_of, table
 from rljax.simulation.scenario import Scenario, keys_text
 
@@ -16,6 +19,7 @@ _DESCRIPTION = """Simulate a cluster: the coordinator and the routers of runs on
 
   python scripts/simulate.py workers=64 order=pipe router=two-tiers --timeline pipe.png
   python scripts/simulate.py workers=64 --compare order=one-off --compare order=pipe,router=ranked
+  python scripts/simulate.py --calibrate runs/two runs/three --base runs/one --cores 2
 """
 
 
@@ -40,6 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--figure", metavar="NAME", help="a paper's figure by simulation, or all; see docs/simulation.md"
     )
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="predict real runs with workers, from their directories and that of --base, and compare",
+    )
+    parser.add_argument("--base", metavar="RUN", help="the same experiment with cluster.workers=1")
+    parser.add_argument(
+        "--cores",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="cores that all workers of the runs shared; default: each had its own",
+    )
     return parser
 
 
@@ -51,12 +69,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rljax.simulation.figures import run_figures
 
             run_figures(arguments.figure)
+        elif arguments.calibrate is not None:
+            _calibrate(arguments)
         else:
             _simulate(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    if arguments.base is None or arguments.overrides:
+        raise ConfigError("--calibrate: takes runs, and --base with the run with one worker; no keys")
+    if not arguments.cores > 0:
+        raise ConfigError(f"--cores: {arguments.cores:g} should be more than 0")
+    base = read_run(arguments.base)
+    rows = {path: compared(read_run(path), base, arguments.cores) for path in arguments.calibrate}
+    print(calibration_table(rows))
+    if arguments.json is not None:
+        runs = {
+            path: [dataclasses.asdict(each) | {"ratio": each.ratio} for each in figures]
+            for path, figures in rows.items()
+        }
+        content = {"seconds": dataclasses.asdict(seconds_of(base)), "runs": runs}
+        _write_json(arguments.json, content)
+
+
+def _write_json(path: Path, content: object) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written ({error.strerror})") from error
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -86,10 +130,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
             }
             for name in scenarios
         ]
-        try:
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror})") from error
+        _write_json(arguments.json, rows)
     if arguments.timeline is not None:
         last = min(first.steps, first.warm_up + 4)
         draw_timeline(clusters, arguments.timeline, first.warm_up + 1, last)

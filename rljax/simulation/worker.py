@@ -21,6 +21,7 @@ from rljax.cluster.messages import Key
 from rljax.simulation.costs import PassCosts
 from rljax.simulation.drafting import NO_DRAFTS, Drafting
 
+_REFILL_SHARE = 8  # as decode loops have it
 _MARGIN = 1e-6  # tokens: rounding
 
 
@@ -71,6 +72,8 @@ class SimulatedWorker:
       slots: requests that it decodes at a time.
       costs: seconds of passes.
       drafting: windows.
+      sync: passes after which the host looks for ends while requests wait for slots, if an eighth of the
+        slots has not come free before (`rljax.rollout.decode_loop`); 0 looks at every end.
 
     Attributes:
       busy: seconds in which it decoded.
@@ -78,8 +81,10 @@ class SimulatedWorker:
       generation: changes with every change of what it decodes: an end that was computed before is void.
     """
 
-    def __init__(self, name: str, slots: int, costs: PassCosts, drafting: Drafting | None = None) -> None:
-        self.name, self.slots = name, slots
+    def __init__(
+        self, name: str, slots: int, costs: PassCosts, drafting: Drafting | None = None, sync: int = 0
+    ) -> None:
+        self.name, self.slots, self._sync = name, slots, sync
         self._costs = costs
         self._drafting = Drafting(costs) if drafting is None else drafting
         self._names = self._drafting.names
@@ -94,6 +99,8 @@ class SimulatedWorker:
         self._paused = 0.0  # until then it prefills
         self._rates: list[tuple[_Level, float]] = []
         self._fixed = self._growth = 0.0
+        self._slow = 1.0
+        self._looked = 0.0  # passes at the last look
 
     def __len__(self) -> int:
         return len(self.jobs) + len(self.waiting)
@@ -137,6 +144,12 @@ class SimulatedWorker:
             self._enter(job)
         self._plan()
 
+    def slow(self, factor: float, now: float) -> None:
+        """Passes take so many times as long from now on. What is prefilled at the time is not changed."""
+        self.advance(now)
+        self._slow = factor
+        self.generation += 1
+
     def tokens(self, job: Job) -> int:
         """Tokens that a request in a slot has, as of the last `advance`."""
         done = job.total - (job.end - self._levels[job.level].point)
@@ -152,7 +165,7 @@ class SimulatedWorker:
             tokens += job.begin + (0 if job.group in prompts else job.prompt)
             prompts.add(job.group)
         if tokens:
-            seconds = self._costs.prefill(tokens)
+            seconds = self._costs.prefill(tokens) * self._slow
             self._paused = max(self._paused, now) + seconds
             self.busy += seconds
         self._plan()
@@ -196,8 +209,8 @@ class SimulatedWorker:
         seconds = now - begin
         if seconds <= 0 or not self._rates:
             return
-        linear = self._fixed + self._costs.cached * self._cache
-        square = self._costs.cached * self._growth / 2
+        linear = self._slow * (self._fixed + self._costs.cached * self._cache)
+        square = self._slow * self._costs.cached * self._growth / 2
         if square * seconds < 1e-9 * linear * linear:
             passes = seconds / linear
         else:
@@ -209,7 +222,7 @@ class SimulatedWorker:
         self.passes += passes
 
     def next_end(self) -> float:
-        """Returns the time at which the next response ends; infinity if none does."""
+        """Returns the time at which the host sees the next response end; infinity if none does."""
         passes = math.inf
         for level, rate in self._rates:
             ends = level.ends
@@ -220,9 +233,25 @@ class SimulatedWorker:
         if passes == math.inf:
             return passes
         passes = max(passes, 0.0)
-        linear = self._fixed + self._costs.cached * self._cache
-        square = self._costs.cached * self._growth / 2
+        if self._sync and self.waiting:
+            passes = self._until_look(passes)
+        linear = self._slow * (self._fixed + self._costs.cached * self._cache)
+        square = self._slow * self._costs.cached * self._growth / 2
         return max(self._since, self._paused) + passes * (linear + square * passes)
+
+    def _until_look(self, first: float) -> float:
+        """Returns the passes until the host looks, of which `first` are those until a response ends."""
+        left = (
+            (job.end - level.point) / rate
+            for level, rate in self._rates
+            for end, key in level.ends
+            if (job := self.jobs.get(key)) is not None and job.end == end
+        )
+        enough = max(1, self.slots // _REFILL_SHARE)
+        refill = heapq.nsmallest(enough, left)[-1] if len(self.jobs) >= enough else first
+        since = self.passes - self._looked
+        regular = math.ceil((since + first) / self._sync - _MARGIN) * self._sync - since
+        return max(first, min(refill, regular))
 
     def ended(self, now: float) -> list[Job]:
         """Advances, takes out the responses that have ended, and fills their slots."""
@@ -240,5 +269,6 @@ class SimulatedWorker:
                 self._cache -= job.prompt + job.total
                 done.append(job)
         if done:
+            self._looked = self.passes
             self._start(now)
         return done

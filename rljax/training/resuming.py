@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import numpy as np
+
 from rljax import processes
+from rljax.cluster.routing import ROUTING
 from rljax.errors import CheckpointError
 from rljax.training import staleness
 from rljax.training.adapter import BASE_DIGEST, check_base, keeps_base, write_base
@@ -69,16 +72,25 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     run.owes_evaluation = host_state.get("owes_evaluation", False)
     if run.curriculum is not None:
         run.curriculum.load_state(host_state.get("curriculum", {}))
-    drafter_state = run.checkpoints.host_arrays(run.step)
-    staleness.restore(run, host_state, drafter_state)
+    arrays = run.checkpoints.host_arrays(run.step)
+    weights, routing, drafter_state = _parted(arrays, staleness.SAMPLED_BY, ROUTING)
+    if run.cluster is not None:
+        run.cluster.history.load_state(routing)
     if run.speculator is None:
-        run.drafter_state = drafter_state
+        run.drafter_state = run.lengths.load_state(drafter_state)
     else:
         run.speculator.load_state(drafter_state)
+    staleness.restore(run, host_state, weights)  # last: workers are given what was begun, by the lengths
     run.directory.truncate_after(run.step)
     seed = host_state.get("seed", run.config.seed)
     before = "" if seed == run.config.seed else f", which was reached with seed {seed}"
     run.progress.message(f"resumed from step {run.step}{before}")
+
+
+def _parted(arrays: dict[str, np.ndarray], *begins: str) -> list[dict[str, np.ndarray]]:
+    """Returns the arrays whose names begin with each of `begins`, and the rest."""
+    parts = [{name: arrays[name] for name in arrays if name.startswith(begin)} for begin in begins]
+    return [*parts, {name: arrays[name] for name in arrays if not name.startswith(begins)}]
 
 
 def _changes(run: TrainingRun, host_state: dict[str, Any]) -> list[str]:

@@ -115,13 +115,17 @@ def state_of(run: "TrainingRun") -> tuple[dict[str, Any], dict[str, np.ndarray]]
     return state, arrays
 
 
-def restore(run: "TrainingRun", host_state: Mapping[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Begins again what was begun when a checkpoint was saved. Takes the weights out of `arrays`.
+def restore(run: "TrainingRun", host_state: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> None:
+    """Begins again what was begun when a checkpoint was saved.
+
+    Args:
+      run: the run.
+      host_state: of the checkpoint.
+      held: arrays of the checkpoint's older weights.
 
     Raises:
       CheckpointError: they are of another architecture.
     """
-    held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(SAMPLED_BY)}
     if not oldest_lag(run):  # by --allow-changes: the problems that were begun are passed over
         return
     for version, layout in host_state.get("sampled_by", {}).items():
