@@ -44,6 +44,7 @@ def recorded(directory: Path, workers: int) -> RecordedRun:
             "engine.compile=before",
             f"engine.compilation_cache={shared}/programs",
             f"warm_start.cache_dir={shared}/warm_start",
+            "warm_start.steps=150",  # long enough for long and short responses
         ],
     )
     os.environ.setdefault("RAY_worker_niceness", "0")  # as runs have it

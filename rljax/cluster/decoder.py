@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from drafters.base import Outcome
 from rljax import errors
 from rljax.cluster.blueprint import check_moves, check_shared, make_blueprint
@@ -50,7 +52,7 @@ from rljax.cluster.messages import (
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
-from rljax.cluster.routing import RolloutHistory, make_router
+from rljax.cluster.routing import ROUTING, RolloutHistory, make_router
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
@@ -112,9 +114,6 @@ class ClusterDecoder:
       versions: versions of the weights that are kept.
       wish: says that another number of workers is wished for than `cluster.workers`; None for never.
 
-    Attributes:
-      history: what rollouts were like, for the router.
-
     Raises:
       ClusterError: of what is known at once.
     """
@@ -146,7 +145,7 @@ class ClusterDecoder:
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
-        self.history = RolloutHistory()
+        self._history = RolloutHistory()
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
 
@@ -181,7 +180,7 @@ class ClusterDecoder:
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
         drafters = list(config.speculation.kinds)
-        router = make_router(config.cluster, drafters, scheduler.max_slots, self.history)
+        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
         self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 
@@ -242,7 +241,7 @@ class ClusterDecoder:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
         if self._finished:
-            self.history.train_seconds = time.perf_counter() - self._finished
+            self._history.train_seconds = time.perf_counter() - self._finished
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -318,8 +317,8 @@ class ClusterDecoder:
         ]
         if self._scheduler.speculator is not None and trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
-        self.history.learn(begun.requests, completions)
-        self.history.measure(rollout.statistics)
+        self._history.learn(begun.requests, completions)
+        self._history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 
@@ -382,6 +381,19 @@ class ClusterDecoder:
         known = [self._taught[name] for name in self.coordinator.workers() if name in self._taught]
         for number in [number for number in self._lessons if number < min(known, default=0)]:
             del self._lessons[number]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that a checkpoint keeps: what decides who decodes what. `ROUTING` begins their
+        names.
+        """
+        lengths = {} if self._scheduler.speculator is not None else self._scheduler.lengths.state()
+        return self._history.state() | {ROUTING + name: array for name, array in lengths.items()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up what `state` returned, before the first rollout."""
+        self._history.load_state(state)
+        if self._scheduler.speculator is None:
+            self._scheduler.lengths.load_state({name.removeprefix(ROUTING): state[name] for name in state})
 
     @property
     def doing(self) -> str:

@@ -105,17 +105,19 @@ class Figures:
 
     Attributes:
       step: seconds of a step, on average.
+      rollout: those of them in which the trainer waits for the rollout.
       idle: share of the step in which a worker has nothing to decode: of the one that has it longest in each
         step, then of the next one, on average over the steps.
     """
 
     step: float
+    rollout: float
     idle: tuple[float, ...]
 
     def named(self) -> dict[tuple[str, str], float]:
         """The figures by name and unit."""
         idle = {(f"idle share, worker {i}", "of a step"): share for i, share in enumerate(self.idle, 1)}
-        return {("step seconds", "s"): self.step} | idle
+        return {("step seconds", "s"): self.step, ("rollout seconds", "s"): self.rollout} | idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +244,7 @@ def seconds_of(base: RecordedRun) -> Seconds:
 
 def measured(run: RecordedRun) -> Figures:
     """Returns the figures of a run."""
-    steps = [(step.seconds, step.decoding) for step in run.steps]
+    steps = [(step.seconds, step.waiting, step.decoding) for step in run.steps]
     return _figures(steps, run.workers)
 
 
@@ -293,16 +295,18 @@ def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
         for number in range(1, len(steps) + 1)
     ]
     lasted = [end - begin for begin, end in itertools.pairwise([0.0, *ends])]
-    return _figures(list(zip(lasted, decoding, strict=True)), run.workers)
+    waiting = [each - seconds.update for each in lasted]
+    return _figures(list(zip(lasted, waiting, decoding, strict=True)), run.workers)
 
 
-def _figures(steps: Sequence[tuple[float, Sequence[float]]], workers: int) -> Figures:
+def _figures(steps: Sequence[tuple[float, float, Sequence[float]]], workers: int) -> Figures:
     idle = [
         sorted((1 - each / seconds for each in [*decoding, *[0.0] * workers][:workers]), reverse=True)
-        for seconds, decoding in steps
+        for seconds, _, decoding in steps
     ]
     return Figures(
-        statistics.fmean(seconds for seconds, _ in steps),
+        statistics.fmean(seconds for seconds, _, _ in steps),
+        statistics.fmean(waiting for _, waiting, _ in steps),
         tuple(statistics.fmean(shares) for shares in zip(*idle, strict=True)),
     )
 

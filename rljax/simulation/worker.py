@@ -145,8 +145,11 @@ class SimulatedWorker:
         self._plan()
 
     def slow(self, factor: float, now: float) -> None:
-        """Passes take so many times as long from now on. What is prefilled at the time is not changed."""
+        """All takes so many times as long from now on as it would alone."""
         self.advance(now)
+        more = max(self._paused - now, 0.0) * (factor / self._slow - 1)
+        self._paused += more
+        self.busy += more
         self._slow = factor
         self.generation += 1
 

@@ -75,9 +75,9 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     arrays = run.checkpoints.host_arrays(run.step)
     weights, routing, drafter_state = _parted(arrays, staleness.SAMPLED_BY, ROUTING)
     if run.cluster is not None:
-        run.cluster.history.load_state(routing)
+        run.cluster.load_state(routing)
     if run.speculator is None:
-        run.drafter_state = run.lengths.load_state(drafter_state)
+        run.drafter_state = drafter_state
     else:
         run.speculator.load_state(drafter_state)
     staleness.restore(run, host_state, weights)  # last: workers are given what was begun, by the lengths

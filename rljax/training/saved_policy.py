@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.cluster.routing import ROUTING
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.models.config import ModelConfig
@@ -76,7 +77,8 @@ class SavedPolicy:
         if self.experiment is None:
             return {}
         arrays = _checkpoints(self.path).host_arrays(self.step)
-        return {name: array for name, array in arrays.items() if not name.startswith(SAMPLED_BY)}
+        others = (SAMPLED_BY, ROUTING)
+        return {name: array for name, array in arrays.items() if not name.startswith(others)}
 
 
 def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> SavedPolicy:

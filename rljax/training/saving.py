@@ -63,9 +63,7 @@ def save(run: TrainingRun, score: float | None) -> None:
     """
     # A run that resumes from the checkpoint would lack them.
     processes.from_first(run.directory.write_metrics_left)
-    drafter = (
-        run.speculator.state() if run.speculator is not None else run.drafter_state | run.lengths.state()
-    )
+    drafter = run.drafter_state if run.speculator is None else run.speculator.state()
     host_state = {
         "data_position": run.data_position,
         "seed": run.config.seed,
@@ -80,6 +78,6 @@ def save(run: TrainingRun, score: float | None) -> None:
     if run.base_digest is not None:
         host_state[BASE_DIGEST] = run.base_digest
     begun, weights = staleness.state_of(run)
-    routing = {} if run.cluster is None else run.cluster.history.state()
+    routing = {} if run.cluster is None else run.cluster.state()
     arrays = {**drafter, **weights, **routing}
     run.checkpoints.save(run.step, trained_alone(run.state), host_state | begun, arrays, score)

@@ -87,7 +87,6 @@ class TrainingRun:
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
       speculator: the speculative part of the scheduler, or None.
       run_ahead: the speculator's run-ahead, or None.
-      lengths: expected lengths of responses.
       invariance: the measured row-invariance of the policy, or None where it is not measured.
 
     Raises:
@@ -157,7 +156,7 @@ class TrainingRun:
         scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh, task=task)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
-        self._scheduler, self.lengths = scheduler, scheduler.lengths
+        self._scheduler = scheduler
         if cluster is not None:
             cluster.build(scheduler, config, policy, self.invariance)
         self.agents: AgentCollector | None = None

@@ -4,7 +4,9 @@ import pytest
 
 from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.messages import Decode, Withdraw
+from rljax.cluster.ranked_queues import RankedQueues
 from rljax.speculation.managers import selection
+from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
 
@@ -25,13 +27,50 @@ def commands(monkeypatch):
     return every
 
 
-def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, commands):
-    """A prompt's lengths are known from the second step on, and what is alone takes half of what is not."""
+@pytest.fixture
+def rankings(monkeypatch):
+    """Of each training rollout that began: step, prompts of each ranking group, and how long these were."""
+    every, honest = [], RankedQueues.begin
+
+    def begin(self, requests):
+        honest(self, requests)
+        first = next(iter(requests.values()))
+        if first.training:
+            groups = {(group, requests[key].prompt_ids) for key, group in self.group_of.items()}
+            every.append((first.step, sorted(groups), self.longest))
+
+    monkeypatch.setattr(RankedQueues, "begin", begin)
+    return every
+
+
+def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, commands, rankings):
+    """A prompt's lengths are known from the second step on, and what is alone takes half of what is not. A
+    run that is killed in the second step knows them as well when it goes on.
+    """
     pipe = ("cluster.pipe=two_tiers", "cluster.pipe_groups=2", "cluster.migration=true", "cluster.balance=2")
     clustered, _ = local_run(world, "piped", monkeypatch, "rollout.staleness=1", *pipe, steps=3)
     assert not differences(stale_alone, clustered)
     assert any(isinstance(command, Withdraw) for command in commands)
     assert sum(line.get("cluster/migrations", 0) for line in clustered.metrics) > 0
+
+    undisturbed = list(rankings)
+    assert [step for step, _, _ in undisturbed] == [0, 1, 2]
+    honest = loop.learn
+
+    def learn(run, groups):
+        if run.step == 1:
+            raise RuntimeError("of a test")
+        return honest(run, groups)
+
+    monkeypatch.setattr(loop, "learn", learn)
+    with pytest.raises(RuntimeError):
+        local_run(world, "killed", monkeypatch, "rollout.staleness=1", *pipe, steps=3)
+    monkeypatch.setattr(loop, "learn", honest)
+    rankings.clear()
+    resumed, _ = local_run(world, "killed", monkeypatch, "rollout.staleness=1", *pipe, resumes=True, steps=3)
+    assert not differences(stale_alone, resumed)
+    assert rankings[-1] == undisturbed[-1]
+    assert rankings[-1][2] < [float("inf")] * 2  # they were known
 
 
 def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):

@@ -22,7 +22,7 @@ from rljax.cluster.messages import (
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Move, SharedQueue
+from rljax.cluster.router import Move, Seat, SharedQueue
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 
@@ -36,6 +36,21 @@ def history():
 
 def ranked(places=3):
     return RankedQueues(places, history)
+
+
+def test_the_last_waiting_requests_are_given_out_one_by_one():
+    """Else they would wait until a worker has nothing left, which then decodes them alone."""
+
+    def given(requests, held, waiting):
+        router = SharedQueue()
+        router.begin(make_requests(requests, 1))
+        router.take(Seat("w", 64, 0), requests - waiting)
+        return len(router.take(Seat("w", 64, held), waiting + held))
+
+    assert given(84, held=79, waiting=4) == 1
+    assert given(84, held=70, waiting=4) == 4
+    assert given(200, held=79, waiting=120) == 0  # too few to mention
+    assert given(200, held=72, waiting=120) == 8
 
 
 class Restless(SharedQueue):

@@ -41,6 +41,21 @@ def test_seconds_of_a_pass_are_fitted_to_what_workers_measured():
     )  # a pass is not quicker for having more rows
 
 
+def test_a_resumed_run_knows_what_its_rollouts_were_like():
+    history = RolloutHistory(train_seconds=2.5)
+    history.learn(*rollout({1: [4, 8], 2: [10, 10], 3: [5, 5]}))
+    history.learn(*rollout({1: [12, 12], 2: [10]}))
+    history.measure({"a": (DecodeStatistics(steps=10, rows=20), 7.0)})
+    resumed = RolloutHistory()
+    resumed.load_state(history.state())
+    assert resumed == history
+    assert list(resumed.lengths) == [(3,), (1,), (2,)]  # the oldest one is forgotten first
+    fresh = RolloutHistory()
+    fresh.load_state(RolloutHistory().state())
+    fresh.load_state({})  # of a run without workers
+    assert fresh == RolloutHistory()
+
+
 def test_keys_make_routers():
     def router(**keys):
         return make_router(ClusterConfig(workers=4, **keys), ["srt", "prompt_lookup"], 8, RolloutHistory())

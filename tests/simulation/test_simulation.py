@@ -44,6 +44,16 @@ def test_requests_wait_for_slots():
     assert worker.busy == 7
 
 
+def test_ends_are_seen_when_the_host_looks():
+    """While one waits: after four passes, or where two of sixteen slots, an eighth, have come free before."""
+    worker = SimulatedWorker("w", 16, SECOND, sync=4)
+    worker.add([job(key, total) for key, total in enumerate([3, 6, *[20] * 14, 30])], 0.0)
+    assert ends_of(worker)[:3] == [(0, 4), (1, 6), (2, 20)]
+    worker = SimulatedWorker("w", 16, SECOND, sync=100)
+    worker.add([job(key, total) for key, total in enumerate([3, 6, 9, *[20] * 13, 30, 30])], 0.0)
+    assert ends_of(worker)[:3] == [(0, 6), (1, 6), (2, 9)]
+
+
 def by_tokens(lengths, costs, prompt):
     """Decoded pass by pass; a response that ends leaves at the end of its pass."""
     left, now, ends = dict(enumerate(lengths)), 0.0, {}
@@ -128,6 +138,17 @@ def test_orders_of_steps_by_hand():
     assert sorted((span.step, span.worker, span.begin, span.end) for span in pipe.spans) == [
         (1, 0, 0, 10), (1, 1, 0, 4), (2, 0, 10, 14), (2, 1, 4, 14), (3, 0, 14, 24), (3, 1, 14, 18),
     ]  # fmt: skip
+
+
+def test_workers_that_decode_share_the_cores():
+    """Both at half the speed as long as both decode, then one at the whole speed."""
+    cluster = Cluster(machines(2, cores=1), "on-policy", dealt_out(2))
+    cluster.run(steps([10, 4], [3, 3]), 2)
+    assert times(cluster) == [(0, 14, 16), (16, 22, 24)]
+    assert cluster.busy_seconds() == [14 + 6, 8 + 6]
+    alone = Cluster(machines(2, cores=4, cores_of_worker=2), "on-policy", dealt_out(2))
+    alone.run(steps([10, 4]), 1)
+    assert times(alone) == [(0, 10, 12)]  # as many cores as they can use
 
 
 def test_a_failed_workers_requests_are_decoded_by_the_other_one():
