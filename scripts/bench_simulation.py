@@ -21,7 +21,7 @@ from rljax.errors import UserError
 from rljax.simulation.calibration import Compared, RecordedRun, compared, read_run, seconds_of
 
 _WORKERS = (2, 3)
-_STEPS = 11  # the first is warm-up
+_STEPS = 10  # the first is warm-up
 
 
 def recorded(directory: Path, workers: int) -> RecordedRun:
