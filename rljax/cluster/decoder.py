@@ -16,6 +16,8 @@ It carries out the coordinator's commands over a fabric, and publishes weights. 
 
 import contextlib
 import dataclasses
+import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +52,8 @@ from rljax.cluster.messages import (
     Weights,
     Wish,
 )
+from rljax.cluster.migration import OutlierRule
+from rljax.cluster.pipe import equal_groups, rank
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
 from rljax.cluster.routing import ROUTING, RolloutHistory, make_router
@@ -278,6 +282,26 @@ class ClusterDecoder:
     def ended(self, begun: BegunRollout) -> bool:
         """Whether all its responses have ended."""
         return all(self.coordinator.ledger[key].ending is not None for key in begun.keys)
+
+    def outliers(self, begun: Sequence[BegunRollout]) -> list[int]:
+        """Returns the places of those that wait for outliers alone (`OutlierRule`).
+
+        Args:
+          begun: groups of responses, a prompt each, of one step. They are ranked into as many ranking groups
+            as there should be workers.
+        """
+        prompts, lengths = [each.requests[0].prompt_ids for each in begun], self._history.lengths
+        rule, found = OutlierRule(beyond=self._history.growth), []
+        for members in equal_groups(rank(prompts, lengths), self.coordinator.wish):
+            known = [statistics.median(lengths[prompts[i]]) for i in members if prompts[i] in lengths]
+            entries = {key: self.coordinator.ledger[key] for i in members for key in begun[i].keys}
+            running = {key: len(each.tokens) for key, each in entries.items() if each.ending is None}
+            beyond = set(rule.outliers(running, len(entries), max(known, default=math.inf)))
+            for i in members:
+                unfinished = running.keys() & begun[i].keys
+                if unfinished and unfinished <= beyond:
+                    found.append(i)
+        return found
 
     def finish(
         self,

@@ -109,6 +109,13 @@ class ClusterConfig(Section):
         description="Whether responses that become much longer than their ranking group was go on on workers"
         " that decode longer ones (RhymeRL, section 6.3). Set it with pipe.",
     )
+    into_next_step: bool = Field(
+        False,
+        description="Whether groups that wait for nothing but responses that became much longer than expected"
+        " are left to the next step, and these go on under its weights (RhymeRL's migration into the next"
+        " step). Needs rollout.max_staleness: 2. Set it where one response in a batch holds up every step;"
+        " timing decides which, and schedule.jsonl repeats it.",
+    )
     balance: CountOrOff = Field(
         0,
         description="Responses of a worker from which on one without work takes half of them; 0 never moves"
@@ -153,6 +160,11 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         raise ConfigError(
             "cluster.pipe: every step would wait for the worker with the longest responses; set"
             " rollout.staleness to 1"
+        )
+    if config.cluster.into_next_step and config.rollout.max_staleness != 2:
+        raise ConfigError(
+            "cluster.into_next_step: prompts are handed out one step ahead and wait for one more; set"
+            " rollout.max_staleness to 2"
         )
     if config.cluster.race and len(config.speculation.kinds) < 2:
         raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")

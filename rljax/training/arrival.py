@@ -10,11 +10,16 @@ arXiv 2505.24298, section 5.1):
 
 By the first, the order of creation would do. Who arrives first is decided by time, so such a run cannot be
 repeated by its config, but by its schedule (`schedule.py`).
+
+With `cluster.into_next_step` batches are formed in the order of creation, but for groups that wait for
+outliers alone: responses that have become much longer than anybody expected (RhymeRL, section 6.3). These are
+parked: they go on in the next step, under its weights, and the next groups take their place. Prompts are
+handed out one step ahead, so that no group is older than two.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rljax.requests import Completion, DecodeStatistics, accumulate
@@ -47,20 +52,22 @@ class Arrivals:
       size: groups of a batch.
       lag: k of the rules above.
       total: groups of the whole run.
+      ahead: steps by which groups are created ahead; None for k. With k - 1 a group may be parked for a step.
 
     Attributes:
       created: number of groups created so far, which is the number of the next one.
       open: groups that are in no batch yet, by number.
     """
 
-    def __init__(self, size: int, lag: int, total: int) -> None:
+    def __init__(self, size: int, lag: int, total: int, ahead: int | None = None) -> None:
         self.size, self.lag, self.total = size, lag, total
+        self._ahead = lag if ahead is None else ahead
         self.created = 0
         self.open: dict[int, Created] = {}
 
     def room(self, step: int) -> int:
         """Returns how many groups may be created at a step."""
-        return min((step + self.lag + 1) * self.size, self.total) - self.created
+        return min((step + self._ahead + 1) * self.size, self.total) - self.created
 
     def create(self, problem: int, step: int) -> int:
         """Creates a group at a step, and returns its number."""
@@ -86,6 +93,25 @@ class Arrivals:
         others = [number for number in arrived if number not in chosen]
         chosen.update(others[: self.size - len(chosen)])
         return [number for number in arrived if number in chosen] if len(chosen) == self.size else None
+
+    def in_order(self, step: int, arrived: Sequence[int], outliers: Collection[int]) -> list[int] | None:
+        """Returns the numbers of a step's groups in the order of creation, without those that are parked;
+        None while some must be waited for. With `ahead` 1 and k 2 those that are due fit a batch.
+
+        Args:
+          step: the step.
+          arrived: numbers of the open groups that have ended.
+          outliers: numbers of those that wait for outliers alone.
+        """
+        spare = len(self.open) - self.size
+        batch: list[int] = []
+        for number, each in self.open.items():
+            if number in outliers and each.version + self.lag > step and spare:
+                spare -= 1
+            else:
+                batch.append(number)
+        batch = batch[: self.size]
+        return batch if set(batch) <= set(arrived) else None
 
     def take(self, batch: Sequence[int]) -> None:
         """A batch has been formed."""
@@ -115,8 +141,11 @@ class GroupsUnderWay:
     def __init__(self, run: "TrainingRun") -> None:
         rollout = run.config.rollout
         self._run, size = run, rollout.prompts_per_step
-        self.arrivals = Arrivals(size, rollout.max_staleness, run.config.training.steps * size)
+        self._parks = run.config.cluster.into_next_step
+        lag, total = rollout.max_staleness, run.config.training.steps * size
+        self.arrivals = Arrivals(size, lag, total, lag - 1 if self._parks else None)
         self._begun: dict[int, BegunGroups] = {}
+        self._parked = 0  # groups that the last batch has passed over
 
     def renew(self) -> None:
         """What is under way goes on under the newest weights."""
@@ -145,6 +174,19 @@ class GroupsUnderWay:
             (number for number, place in places.items() if place is not None), key=lambda each: places[each]
         )
 
+    def batch(self) -> list[int] | None:
+        """Returns the numbers of the present step's groups, or None while some must be waited for."""
+        step, arrived = self._run.step, self.arrived()
+        if not self._parks:
+            return self.arrivals.batch(step, arrived)
+        numbers = list(self.arrivals.open)[: self.arrivals.size]
+        waiting = self._run.cluster.outliers([self._begun[number].decoding for number in numbers])
+        return self.arrivals.in_order(step, arrived, {numbers[place] for place in waiting})
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how many groups the last batch has left to the next step."""
+        return {"cluster/parked": self._parked} if self._parks else {}
+
     def take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
         """Returns what was begun for these groups, their responses, and counts of the work."""
         begun, completions, statistics = [], [], DecodeStatistics()
@@ -154,6 +196,7 @@ class GroupsUnderWay:
             completions += ended
             accumulate(statistics, counts)
         self.arrivals.take(batch)
+        self._parked = sum(number < max(batch) for number in self.arrivals.open)
         return begun, completions, statistics
 
 
@@ -187,7 +230,7 @@ def arrived_groups(
         under_way = run.under_way
         under_way.renew()
         under_way.begin()
-        while (batch := under_way.arrivals.batch(run.step, under_way.arrived())) is None:
+        while (batch := under_way.batch()) is None:
             run.cluster.listen()
             on_arrival(len(under_way.arrived()))
         opened = [under_way.arrivals.open[number] for number in batch]

@@ -60,6 +60,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         **update_metrics,
         **run.compilation_metrics,
         **({} if run.cluster is None else run.cluster.metrics()),
+        **({} if run.under_way is None else run.under_way.metrics()),
         "time/rollout": rollout.timing.decode,
         "time/reward": rollout.timing.reward,
         "time/step": end - start,

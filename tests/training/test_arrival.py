@@ -35,6 +35,31 @@ def test_no_lag_is_larger_and_every_group_is_in_one_batch(seed, size, lag, steps
     assert not arrivals.open
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 8), st.floats(0, 1))
+def test_parked_groups_are_in_the_next_batch(seed, size, steps, share):
+    """Or in that behind it; prompts are created one step ahead, and what is no outlier keeps its order."""
+    rng = random.Random(seed)
+    arrivals, parked, batches = Arrivals(size, 2, steps * size, ahead=1), set(), []
+    for step in range(steps):
+        while arrivals.room(step):
+            arrivals.create(problem=arrivals.created, step=step)
+        outliers = {number for number in arrivals.open if rng.random() < share}
+        ended = [number for number in arrivals.open if number not in outliers or number in parked]
+        while (batch := arrivals.in_order(step, ended, outliers)) is None:
+            late = rng.choice([number for number in arrivals.open if number not in ended])
+            ended.append(late)
+            outliers.discard(late)
+        assert len(batch) == size
+        assert batch == sorted(batch)
+        assert all(step - arrivals.open[number].version <= 2 for number in batch)
+        parked = {number for number in arrivals.open if number < max(batch) and number not in batch}
+        assert parked <= outliers
+        arrivals.take(batch)
+        batches += batch
+    assert sorted(batches) == list(range(steps * size))
+
+
 def test_those_that_end_first_come_first_unless_others_are_due():
     arrivals = Arrivals(size=2, lag=1, total=8)
     assert [arrivals.create(problem, 0) for problem in range(arrivals.room(0))] == [0, 1, 2, 3]
