@@ -165,8 +165,7 @@ class SpotTraining:
 
     def trains(self, worker: str) -> bool:
         """Whether a worker leads, or prepares features."""
-        preparing = any(batch.worker == worker and not batch.done for batch in self._batches.values())
-        return preparing or worker == self.leader
+        return worker == self.leader or (self._rollout is not None and not self._free(worker))
 
     def takes(self, event: Trained) -> bool:
         """Whether an event is of a session that has not ended, and not older than what is known of it."""
@@ -248,10 +247,10 @@ class SpotTraining:
         if self._rollout is not None and scene.rollouts.get(self._rollout.number) is self._rollout:
             self._keep_long(self._rollout, scene)
         self._rollout = rollout
-        self._taken, self._seen, self._batches = set(), 0, {}
-        self._tokens = self._updates = self._leaders = 0
-        self._waiting.clear()
         if rollout is not None:
+            self._taken, self._seen, self._batches = set(), 0, {}
+            self._tokens = self._updates = self._leaders = 0
+            self._waiting.clear()
             for sample in self._long:
                 self._queue(sample)
             self._long = []
