@@ -74,7 +74,9 @@ def test_routers_that_need_more(config_with):
 
 
 def test_training_in_idle_time_that_cannot_be(config_with):
-    with pytest.raises(ConfigError, match=r"cluster.spot.idle: 2 of 2 workers are never idle within a rollout"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.spot.idle: 2 of 2 workers are never idle within a rollout"
+    ):
         config_with("cluster.workers=2", "cluster.spot.idle=2")
     config = config_with("cluster.workers=2", "cluster.spot.idle=1", "rollout.max_staleness=2")
     with pytest.raises(ConfigError, match=r"^cluster.spot.idle: with rollout.max_staleness no rollout ends"):

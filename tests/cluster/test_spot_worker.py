@@ -97,7 +97,7 @@ def test_what_is_saved_is_waited_for_only_without_anything_else_to_do():
 
 
 def test_a_session_goes_on_from_what_was_saved_and_ends_with_its_last_update():
-    spot, drafter = worker()
+    spot, _ = worker()
     spot.take(Lead("w", 4, 0, 2, 9, head={"head": np.asarray(7)}), "params", 0)
     spot.take(Feed("w", 4, {1: "features"}), "params", 0)
     (last,) = turns(spot, 4)
