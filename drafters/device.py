@@ -4,7 +4,8 @@
 and keeps a state for each of the engine's slots, so it hears of everything that happens to them.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -202,3 +203,66 @@ class SharedDrafter(TrainedDrafter, Protocol):
         """Returns the arrays of `state` that a frozen drafter needs, which takes them by `load_state`; none
         as long as nothing was trained or loaded.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingLimits:
+    """How much a drafter is trained.
+
+    Attributes:
+      updates: most updates in a rollout; 0 never trains it.
+      tokens: of the samples of a rollout, at most.
+      batch_tokens: of the samples that are prepared at a time.
+      every: it is trained in every so-manieth step alone.
+    """
+
+    updates: int
+    tokens: int
+    batch_tokens: int
+    every: int = 1
+
+
+@runtime_checkable
+class SpotDrafter(SharedDrafter, Protocol):
+    """A shared drafter that workers train while they have nothing to decode (`cluster.spot`).
+
+    Attributes:
+      limits: how much it is trained.
+    """
+
+    limits: TrainingLimits
+
+    def delegate(self) -> None:
+        """Called in the process that trains the policy: others train the drafter from now on."""
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that a session goes on from; none as long as nothing was trained or loaded."""
+
+    def adopt(self, saved: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> None:
+        """Takes what a session has come to: arrays as of `saved`, and metrics of its last update."""
+
+    def warm_up_session(self, params: Any) -> None:
+        """Compiles what `prepare` and sessions need, on a worker.
+
+        Args:
+          params: weights of the policy's shapes, in the engine's form.
+        """
+
+    def prepare(self, params: Any, samples: "Sequence[tuple[Sequence[int], Sequence[int]]]") -> Any:
+        """Returns what training needs of samples (prompt and response ids of each); it can be pickled."""
+
+    def session(self, params: Any, saved: Mapping[str, np.ndarray] | None) -> "TrainingSession":
+        """Begins to train: from what another session has saved, or with None from what it drafts with."""
+
+
+class TrainingSession(Protocol):
+    """A drafter that is trained, beside the one that drafts."""
+
+    def add(self, prepared: Any) -> None:
+        """Takes what `SpotDrafter.prepare` returned, here or on another worker."""
+
+    def update(self) -> dict[str, float] | None:
+        """Updates once, and returns the update's metrics; None without data."""
+
+    def copy(self) -> dict[str, Any]:
+        """Returns the arrays of `SpotDrafter.saved` as they are now, on their way to the host."""

@@ -9,24 +9,27 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax import Array
 
 from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.device import TrainingLimits
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.drafting import DrafterState, DraftStrategy, ScoredTree
+from drafters.eagle.head_session import HeadSession
 from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
-from drafters.eagle.states import StateReader
+from drafters.eagle.states import StateReader, States
 from drafters.eagle.time_budget import TimeBudget
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import CheckpointError, ConfigError, DrafterError
@@ -62,6 +65,8 @@ class EagleDrafter:
             self._saver = AsyncHeadSaver(arguments.save_dir, None if stops else _warn)
         self._shared: Params | None = None
         self._frozen = False
+        self._delegated = False  # workers train the head
+        self._adopted: dict[str, float] = {}  # metrics of their last update
         self._trainer: HeadTrainer | FrozenHead | None = None
         self._reader: StateReader | None = None
         self._restored: dict[str, np.ndarray] | None = None  # for the trainer, when there is one
@@ -127,12 +132,13 @@ class EagleDrafter:
         self._frozen = True
 
     def _make_trainer(self, policy_params: Params) -> HeadTrainer | FrozenHead:
-        arguments, training = self.arguments, self.arguments.training
         head = self._loaded
         if head is None:
-            head = init_head(self.config, policy_params, arguments.seed)
-        if self._frozen:
-            return FrozenHead(head)
+            head = init_head(self.config, policy_params, self.arguments.seed)
+        return FrozenHead(head) if self._frozen else self._make_head_trainer(head)
+
+    def _make_head_trainer(self, head: Params, pool: ExecutablePool | None = None) -> HeadTrainer:
+        arguments, training = self.arguments, self.arguments.training
         return HeadTrainer(
             self.config,
             training,
@@ -144,7 +150,8 @@ class EagleDrafter:
             arguments.rows,
             arguments.seed,
             head,
-            mesh=self._engine.mesh,
+            pool,
+            self._engine.mesh,
         )
 
     def warm_up(
@@ -258,7 +265,7 @@ class EagleDrafter:
         if self.arguments.train and self._trainer is not None:
             while self.train():
                 pass
-            self._last_metrics = self._trainer.metrics()
+            self._last_metrics = self._trainer.metrics() | self._adopted
             if self._saver is not None:
                 params = to_host(self._trainer.params)
                 with _saving():
@@ -304,18 +311,23 @@ class EagleDrafter:
         if not self._trains:
             return
         self.refresh(params)
+        if self._delegated:
+            return
+        if self._reader is None:
+            self._budget.expect(self._trainer.warm_up(self._shared))
+        self._budget.earn(seconds)
+        tokens = sum(len(prompt) + len(response) for prompt, response in responses)
+        every = max(1, -(-tokens // self.limits.tokens))
+        for ids, states, mask in self._state_reader().read(params, responses[::every]):
+            known = len(ids) - 1  # the policy has not read the last token
+            self._trainer.add(ids[:known], states[:known], mask[:known])
+
+    def _state_reader(self) -> StateReader:
         if self._reader is None:
             longest = self._engine.buckets.cache[-1]
             numerics = dataclasses.replace(self._engine.numerics, row_invariant=False)  # it decides no token
             self._reader = StateReader(self.config, numerics, longest, rows=1)
-            self._budget.expect(self._trainer.warm_up(self._shared))
-        self._budget.earn(seconds)
-        arguments = self.arguments
-        room = arguments.slices * arguments.rows * arguments.pack_length
-        tokens = sum(len(prompt) + len(response) for prompt, response in responses)
-        for ids, states, mask in self._reader.read(params, responses[:: max(1, -(-tokens // room))]):
-            known = len(ids) - 1  # the policy has not read the last token
-            self._trainer.add(ids[:known], states[:known], mask[:known])
+        return self._reader
 
     def weights(self) -> dict[str, np.ndarray]:
         if self._trainer is not None:
@@ -328,6 +340,41 @@ class EagleDrafter:
                 if name.startswith("train.params.") or name == "train.updates"
             }
         return weights and weights | {"step": np.asarray(self._step, np.int64)}
+
+    # -- training by workers ---------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> TrainingLimits:
+        arguments = self.arguments
+        updates = arguments.slices if arguments.train else 0
+        tokens = arguments.slices * arguments.rows * arguments.pack_length
+        return TrainingLimits(updates, tokens, self._engine.buckets.cache[-1], arguments.train_every)
+
+    def delegate(self) -> None:
+        self._delegated = True
+
+    def saved(self) -> dict[str, np.ndarray]:
+        if self._trainer is not None:
+            leaves = to_host(self._trainer.trained_leaves())
+            return {name: np.array(leaf) for name, leaf in leaves.items()}
+        restored = self._restored or {}
+        return {name: array for name, array in restored.items() if name.startswith("train.")}
+
+    def adopt(self, saved: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> None:
+        self._trainer.load_trained(saved)
+        self._adopted = dict(metrics)
+
+    def warm_up_session(self, params: Params) -> None:
+        self.prepare(params, [((0,), (0, 0))])
+        head = init_head(self.config, params, self.arguments.seed)
+        self._make_head_trainer(head, self._engine.pool).warm_up(shared_params(params, self._engine.config))
+
+    def prepare(self, params: Params, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[States]:
+        return list(self._state_reader().read(params, samples))
+
+    def session(self, params: Params, saved: Mapping[str, np.ndarray] | None) -> HeadSession:
+        trainer = self._make_head_trainer(self._trainer.params, self._engine.pool)
+        return HeadSession(trainer, shared_params(params, self._engine.config), saved)
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -385,7 +432,7 @@ class EagleDrafter:
 
     def train(self) -> bool:
         """Runs one slice; returns False when the slices, the data or the time of this step are used up."""
-        if not self.arguments.train or self._slices >= self.arguments.slices:
+        if not self.arguments.train or self._delegated or self._slices >= self.arguments.slices:
             return False
         if not self._update_is_ready:
             return False

@@ -248,10 +248,25 @@ class HeadTrainer:
         named = {f"train.params.{name}": np.array(leaf) for name, leaf in params}
         return named | {"train.updates": np.asarray(self.updates, np.int64)}
 
+    def trained_leaves(self) -> dict[str, Array]:
+        """Returns what updates change, as `state` names it. The next update consumes these arrays."""
+        return {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
+
+    def load_trained(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restores `trained_leaves`, and leaves the buffer alone.
+
+        Raises:
+          CheckpointError: they belong to another head, or to another optimizer.
+        """
+        expected = self.trained_leaves()
+        check_same(expected, state, "train.", "the policy, head and optimizer")
+        # Copies, since updates consume these arrays.
+        leaves = [jnp.array(state[name], copy=True) for name in expected]
+        self._state = self._placed(jax.tree.unflatten(jax.tree.structure(self._state), leaves))
+
     def state(self) -> dict[str, np.ndarray]:
         """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
-        whole = to_host(named_leaves(self._state))
-        named = {f"train.{name}": np.array(leaf) for name, leaf in whole.items()}
+        named = {name: np.array(leaf) for name, leaf in to_host(self.trained_leaves()).items()}
         buffer = {f"buffer.{name}": array for name, array in self._buffer.state().items()}
         position = {
             "seed": np.asarray(self._seed, np.int64),
@@ -267,17 +282,14 @@ class HeadTrainer:
         Raises:
           CheckpointError: they belong to another head, or to another optimizer.
         """
-        expected = {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
-        check_same(expected, state, "train.", "the policy, head and optimizer")
+        check_same(self.trained_leaves(), state, "train.", "the policy, head and optimizer")
         try:
             self._buffer.load_state(
                 {name.removeprefix("buffer."): state[name] for name in state if name.startswith("buffer.")}
             )
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the buffer in the checkpoint of the head: {error}") from error
-        # Copies, since updates consume these arrays.
-        leaves = [jnp.array(state[name], copy=True) for name in expected]
-        self._state = self._placed(jax.tree.unflatten(jax.tree.structure(self._state), leaves))
+        self.load_trained(state)
         self._seed, self._passes = int(state["seed"]), int(state["passes"])
         self._skipped = int(state["skipped"])
         self._trained = set(np.asarray(state["trained"]).tolist())

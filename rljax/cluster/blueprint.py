@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
-from drafters.device import SharedDrafter, TrainedDrafter
+from drafters.device import SharedDrafter, SpotDrafter, TrainedDrafter
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig
+from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.environments.use import EnvironmentUse
@@ -76,6 +77,23 @@ def check_shared(speculator: Speculator | None) -> None:
             )
 
 
+def spot_drafter(speculator: Speculator | None, config: ClusterConfig) -> SpotDrafter | None:
+    """Returns the drafter that workers train (`cluster.spot`); None for none."""
+    if not config.spot.idle or speculator is None:
+        return None
+    return next((each for each in speculator.drafters.values() if isinstance(each, SpotDrafter)), None)
+
+
+def check_spot(speculator: Speculator | None, config: ClusterConfig) -> None:
+    """Raises a ConfigError if workers are to train a drafter and there is none, or it is not trained."""
+    drafter = spot_drafter(speculator, config)
+    if config.spot.idle and (drafter is None or not drafter.limits.updates):
+        raise ConfigError(
+            "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle with slices and without"
+            " train: false, or 0"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Built:
     """The engine of a worker.
@@ -84,11 +102,13 @@ class Built:
       scheduler: engine, drafters and what requests need.
       fingerprint: of its numerics; None where it is not measured.
       directories: files of the drafters, which end with the worker.
+      spot_drafter: what the worker trains while it has nothing to decode; None for nothing.
     """
 
     scheduler: Scheduler
     fingerprint: str | None
     directories: tuple[Path, ...]
+    spot_drafter: SpotDrafter | None = None
 
     def close(self) -> None:
         """Ends what goes on in the background."""
@@ -136,7 +156,11 @@ def build(blueprint: Blueprint, name: str) -> Built:
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
     warm_up(scheduler, params, config, requests_join=blueprint.serves)
-    return Built(scheduler, None if invariance is None else invariance.fingerprint, directories)
+    trained = spot_drafter(scheduler.speculator, config.cluster)
+    if trained is not None:
+        trained.warm_up_session(params)
+    fingerprint = None if invariance is None else invariance.fingerprint
+    return Built(scheduler, fingerprint, directories, trained)
 
 
 def _of_worker(config: SpeculationConfig, name: str) -> tuple[SpeculationConfig, tuple[Path, ...]]:

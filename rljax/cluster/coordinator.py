@@ -37,17 +37,21 @@ from rljax.cluster.messages import (
     Missing,
     Piece,
     Pieces,
+    Prepared,
     Renew,
+    Sample,
     Say,
     Spawn,
     Status,
     Stop,
     Tick,
+    Trained,
     Wish,
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
 from rljax.cluster.router import Board, Router, Seat, SharedQueue
+from rljax.cluster.spot import Scene, SpotTraining
 from rljax.errors import NumericsError
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
@@ -133,6 +137,7 @@ class Coordinator:
       rollouts: those under way.
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
+      spot: lets workers without requests train a head; None for never.
       only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
         tool that is asked again, elsewhere, may answer something else.
     """
@@ -153,6 +158,7 @@ class Coordinator:
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
         self.building = self.only_holders = False
         self.ready = 0
+        self.spot: SpotTraining | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
         self._next_start = 0.0
@@ -198,14 +204,22 @@ class Coordinator:
                 states[name] = "starting"
             elif worker.wants is not None and worker.version != worker.wants:
                 states[name] = "loading"
+            elif worker.holds:
+                states[name] = "decoding"
             else:
-                states[name] = "decoding" if worker.holds else "idle"
+                states[name] = "training" if self.spot is not None and self.spot.trains(name) else "idle"
         return states
 
     # -- the machine ---------------------------------------------------------------------------------------
 
     def on(self, event: Event, now: float) -> list[Command]:
         """Takes an event at a time in seconds, and returns what is to be done."""
+        commands = self._take(event, now)
+        if self.spot is None or isinstance(event, Heard):
+            return commands
+        return commands + self.spot.direct(self._scene(), now)
+
+    def _take(self, event: Event, now: float) -> list[Command]:
         if self._life is None:
             self._life = now
         if isinstance(event, Begin):
@@ -237,6 +251,8 @@ class Coordinator:
             return self._fetch_failed(event, worker, now)
         if isinstance(event, Failed):
             return [Fail(event.kind, event.message)]
+        if isinstance(event, Prepared | Trained):
+            return [] if self.spot is None else self.spot.on(event, now)
         assert isinstance(event, Heard)
         return []
 
@@ -598,6 +614,19 @@ class Coordinator:
                 self._reached[key, other] = known
                 commands.append(self._decode(other, worker, [key], now))
         return commands
+
+    def _scene(self) -> Scene:
+        """What spot training goes by."""
+        idle = {
+            name: worker.version
+            for name, worker in self._workers.items()
+            if worker.slots and not worker.holds and worker.version == worker.wants
+        }
+
+        def sample(rollout: Rollout, key: Key) -> Sample:
+            return tuple(rollout.requests[key].prompt_ids), tuple(self.ledger[key].tokens)
+
+        return Scene(self._workers, idle, self.rollouts.open, sample)
 
     # -- time ----------------------------------------------------------------------------------------------
 

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
+from drafters.device import SpotDrafter
 from rljax import errors
-from rljax.cluster.blueprint import check_moves, check_shared, make_blueprint
+from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_drafter
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -40,6 +41,7 @@ from rljax.cluster.messages import (
     Fail,
     FetchFailed,
     Key,
+    Lead,
     Load,
     Pieces,
     Plan,
@@ -49,6 +51,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    Trained,
     Weights,
     Wish,
 )
@@ -57,6 +60,7 @@ from rljax.cluster.pipe import equal_groups, rank
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
 from rljax.cluster.routing import ROUTING, RolloutHistory, make_router
+from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
@@ -73,6 +77,7 @@ from rljax.training.policy import Policy
 
 _WAIT = 0.2  # seconds for an event, at most
 _SHORT_WAIT = 0.02  # while somebody may want to go on at any moment
+_SETTLE = 1.0  # seconds that a rollout waits for the head of a session that was halted, at most
 
 
 @dataclasses.dataclass
@@ -106,6 +111,7 @@ class _Sums:
     busy: float = 0.0  # seconds of all workers
     rollout: float = 0.0  # seconds of rollouts times workers
     fetch: float = 0.0
+    settle: float = 0.0
 
 
 class ClusterDecoder:
@@ -150,8 +156,12 @@ class ClusterDecoder:
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._history = RolloutHistory()
+        self._spot: SpotDrafter | None = None  # what workers train
+        self._trained: Trained | None = None  # with a head that the driver has not taken over
+        self._head: Any = None  # reference to what the next session goes on from
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
+        self._spot_counted = SpotCounts()
 
     # -- start and end -------------------------------------------------------------------------------------
 
@@ -186,6 +196,12 @@ class ClusterDecoder:
         """
         check_moves(scheduler)
         check_shared(scheduler.speculator)
+        check_spot(scheduler.speculator, config.cluster)
+        self._spot = spot_drafter(scheduler.speculator, config.cluster)
+        if self._spot is not None:
+            self._spot.delegate()
+            spot, limits = config.cluster.spot, dataclasses.astuple(self._spot.limits)
+            self.coordinator.spot = SpotTraining(SpotRule(spot.idle, spot.save_every, *limits))
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
@@ -252,6 +268,7 @@ class ClusterDecoder:
         self._publisher.publish(version, params)
         if self._finished:
             self._history.train_seconds = time.perf_counter() - self._finished
+            self._settle()
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -347,10 +364,38 @@ class ClusterDecoder:
         ]
         if self._scheduler.speculator is not None and trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
+            self._adopt()
         self._history.learn(begun.requests, completions)
         self._history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
+
+    def _settle(self) -> None:
+        """Waits until a session that was halted has said how far it went, so that all workers draft with the
+        newest head. The policy's update has mostly taken longer.
+        """
+        spot, start = self.coordinator.spot, time.perf_counter()
+        if spot is None or self.coordinator.rollouts.open:
+            return
+        while not spot.settled and time.perf_counter() - start < _SETTLE:
+            self.listen(_SHORT_WAIT)
+        self._sums.settle += time.perf_counter() - start
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
+        next weights.
+        """
+        if self._trained is not None:
+            self._spot.adopt(self._trained.head, self._trained.metrics)
+            self._trained = self._drafters = None
+
+    def _lead(self, lead: Lead) -> Lead:
+        """A session, with the head that it goes on from."""
+        if self._head is None:
+            saved = self._spot.saved()
+            self._head = self._fabric.put(saved) if saved else None
+        return dataclasses.replace(lead, head=self._head)
 
     def release(self, number: int, keys: Sequence[Key]) -> None:
         """Forgets responses of a rollout, in the place of `finish`; those that have not ended are given up.
@@ -468,8 +513,18 @@ class ClusterDecoder:
         if not self.coordinator.strict:
             metrics["cluster/other_numerics"] = counts.other_numerics
             metrics["cluster/differences"] = self.coordinator.ledger.differences
+        if self.coordinator.spot is not None:
+            metrics |= self._spot_metrics(self.coordinator.spot.counts)
         self._sums, self._counted, self._publisher.seconds = _Sums(now), dataclasses.replace(counts), 0.0
         return metrics
+
+    def _spot_metrics(self, counts: SpotCounts) -> dict[str, float]:
+        before, self._spot_counted = self._spot_counted, dataclasses.replace(counts)
+        metrics = {
+            f"cluster/spot_{name}": value - getattr(before, name)
+            for name, value in dataclasses.asdict(counts).items()
+        }
+        return metrics | {"cluster/spot_settle_seconds": self._sums.settle}
 
     # -- weights -------------------------------------------------------------------------------------------
 
@@ -519,6 +574,9 @@ class ClusterDecoder:
                 self._publisher.failed(event.worker, event.version)
             if isinstance(event, Pieces):
                 self._timeline.passes(event)
+            spot = self.coordinator.spot
+            if isinstance(event, Trained) and event.head is not None and spot.takes(event):
+                self._trained, self._head = event, self._fabric.put(event.head)
             self._do(self.coordinator.on(event, self._fabric.now()))
         wished = None if self._wish is None else self._wish.changed(self._fabric.now())
         if wished is not None:
@@ -544,5 +602,7 @@ class ClusterDecoder:
                     self._fabric.send(command.worker, Plan(self._blueprint))
                 case Load():
                     self._deliver(command)
+                case Lead():
+                    self._fabric.send(command.worker, self._lead(command))
                 case _:
                     self._fabric.send(command.worker, command)

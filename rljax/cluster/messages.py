@@ -17,6 +17,9 @@ from rljax.requests import DecodeStatistics, PartialResponse, Request
 Key = int
 """A request; keys are never used again within a session."""
 
+Sample = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and response ids, to train drafters on."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -203,6 +206,50 @@ class Tick:
     """Time has passed."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A worker has computed the policy's features of some samples.
+
+    Attributes:
+      worker: the worker.
+      batch: number of the `Prepare`.
+      features: reference to them; None where the leader keeps its own.
+      seconds: that it took.
+      delay: seconds at most that work has waited for the forward pass of an earlier batch.
+    """
+
+    worker: str
+    batch: int
+    features: Any
+    seconds: float = 0.0
+    delay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a leader has done in a session so far.
+
+    Attributes:
+      worker: the worker.
+      session: number of the session.
+      updates: of the head in the session.
+      training: whether the session goes on; the last event of a session says that it does not.
+      seconds: that the updates took.
+      delay: seconds at most that work waited for an update or a forward pass of the session.
+      head: weights and optimizer state as they are now, by name; None if they are not new.
+      metrics: of the last update.
+    """
+
+    worker: str
+    session: int
+    updates: int
+    training: bool
+    seconds: float = 0.0
+    delay: float = 0.0
+    head: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
 Event = (
     Arrived
     | Heard
@@ -217,6 +264,8 @@ Event = (
     | Renew
     | Wish
     | Tick
+    | Prepared
+    | Trained
 )
 
 # -- commands ----------------------------------------------------------------------------------------------
@@ -312,6 +361,62 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lead:
+    """Train the head until something else is asked for.
+
+    Attributes:
+      worker: the worker.
+      session: number of the session, ascending.
+      version: of the policy that the worker has to have.
+      updates: at most.
+      save_every: updates between two `Trained` with the head.
+      head: reference to weights and optimizer state to go on from, which the driver adds; None begins with
+        the head that the worker drafts with.
+    """
+
+    worker: str
+    session: int
+    version: int
+    updates: int
+    save_every: int
+    head: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Compute the policy's features of samples.
+
+    Attributes:
+      worker: the worker.
+      batch: number of the batch, ascending.
+      version: of the policy that the worker has to have.
+      samples: prompt and response ids of each.
+    """
+
+    worker: str
+    batch: int
+    version: int
+    samples: tuple[Sample, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """Train on features that another worker has computed, by the number of their batch."""
+
+    worker: str
+    session: int
+    features: Mapping[int, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halt:
+    """Train no longer, and say how far it went."""
+
+    worker: str
+    session: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Fail:
     """End the run with this error, a class of `rljax.errors`."""
 
@@ -326,7 +431,10 @@ class Say:
     message: str
 
 
-Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | Fail | Say
+SpotOrder = Lead | Prepare | Feed | Halt
+"""What a worker without requests is told to do (`spot.py`)."""
+
+Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | SpotOrder | Fail | Say
 
 # -- what the driver adds to commands for workers ------------------------------------------------------------
 
@@ -375,5 +483,5 @@ class Plan:
     blueprint: Any
 
 
-Order = Plan | Delivery | Decode | Withdraw | Ask
+Order = Plan | Delivery | Decode | Withdraw | Ask | SpotOrder
 """What a worker receives."""

@@ -167,7 +167,7 @@ class WorkerProcess:
 
             from rljax.cluster.worker import RolloutWorker
 
-            worker = RolloutWorker(self._name, lambda ref: ray.get(ref, timeout=self._fetch_seconds))
+            worker = RolloutWorker(self._name, lambda ref: ray.get(ref, timeout=self._fetch_seconds), ray.put)
             while True:
                 if worker.idle:
                     worker.receive(self._orders.get())

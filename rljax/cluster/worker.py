@@ -10,6 +10,7 @@ one version of the weights.
 import collections
 import dataclasses
 import itertools
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +33,11 @@ from rljax.cluster.messages import (
     Piece,
     Pieces,
     Plan,
+    SpotOrder,
     Status,
     Withdraw,
 )
+from rljax.cluster.spot_worker import SpotWorker
 from rljax.cluster.weights import WeightsError, fetch
 from rljax.errors import UserError
 from rljax.models.transformer import Params
@@ -50,17 +53,21 @@ class RolloutWorker:
     Args:
       name: the worker's name.
       get: returns what a reference to the fabric's store stands for; it may raise.
+      put: stores a value, and returns a reference; by default the value travels with the messages.
 
     Attributes:
       loop: the decode loop of the present rollout; None before one begins.
     """
 
-    def __init__(self, name: str, get: Callable[[Any], Any]) -> None:
-        self.name, self._get = name, get
+    def __init__(
+        self, name: str, get: Callable[[Any], Any], put: Callable[[Any], Any] = pickle.dumps
+    ) -> None:
+        self.name, self._get, self._put = name, get, put
         self.loop: DecodeLoop | None = None
         self._orders: collections.deque[Order] = collections.deque()
         self._blueprint: Blueprint | None = None
         self._built: Built | None = None
+        self._spot: SpotWorker | None = None  # where workers train drafters
         self._params: Params | None = None
         self._version: int | None = None
         self._fetch_seconds = 0.0
@@ -81,7 +88,7 @@ class RolloutWorker:
     @property
     def idle(self) -> bool:
         """Whether a turn would do nothing."""
-        return not self._orders and not self._decodes
+        return not self._orders and not self._decodes and (self._spot is None or self._spot.idle)
 
     @property
     def _decodes(self) -> bool:
@@ -102,6 +109,8 @@ class RolloutWorker:
                 self.loop.step()
                 self._busy_seconds += time.perf_counter() - start
                 self._cpu_seconds += time.process_time() - cpu
+            if self._spot is not None:
+                events += self._spot.work(self._params, alone=not self._decodes)
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
         if self._built is None:
@@ -118,9 +127,14 @@ class RolloutWorker:
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
                 self._built = build(self._blueprint, self.name)
+                drafter = self._built.spot_drafter
+                if drafter is not None:
+                    self._spot = SpotWorker(self.name, drafter, self._get, self._put)
             return [self._status()]
         if self._built is None:  # it is sent again
             return []
+        if isinstance(order, SpotOrder):
+            return [] if self._spot is None else self._spot.take(order, self._params, self._version)
         if isinstance(order, Delivery):
             return self._load(order)
         if isinstance(order, Decode):
@@ -155,6 +169,7 @@ class RolloutWorker:
         except Exception as error:  # whatever the store raises
             reason = f"what drafters learn did not come: {type(error).__name__}"
             return [FetchFailed(self.name, weights.version, reason)]
+        events: list[Event] = [] if self._spot is None else self._spot.stop()
         carried = self._unfinished() if delivery.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
@@ -172,7 +187,7 @@ class RolloutWorker:
             self._start()
             self._submit(carried)
         self._fetch_seconds = time.perf_counter() - start
-        return [self._status()]
+        return [*events, self._status()]
 
     def _unfinished(self) -> list[tuple[Key, Request, PartialResponse]]:
         """Takes the responses under way out of the loop, for one with other weights to go on with: keys and
@@ -196,6 +211,9 @@ class RolloutWorker:
             return []
         if order.version != self._version:  # what it needs was lost, or comes later
             return [self._status()]
+        events: list[Event] = []
+        if order.work and self._spot is not None:
+            events = self._spot.stop()
         if order.rollout != self._rollout or self.loop is None:
             if order.rollout != self._rollout:
                 self._rollout, self._counted = order.rollout, DecodeStatistics()
@@ -206,7 +224,7 @@ class RolloutWorker:
         if order.drafter is not None and self._scheduler.speculator is not None:
             self._scheduler.speculator.prefer(order.drafter)
         self._take(order)
-        return []
+        return events
 
     def _start(self) -> None:
         scheduler, serves = self._scheduler, self._blueprint.serves

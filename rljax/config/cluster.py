@@ -14,6 +14,22 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
+class SpotConfig(Section):
+    """Training an EAGLE head on workers that have nothing to decode (TLT, section 4.2)."""
+
+    idle: CountOrOff = Field(
+        0,
+        description="Number of workers without requests from which the first of them trains the head and the"
+        " others prepare features for it; 0 never does, and the training process trains it behind each"
+        " rollout. Set 1 where rollouts end with workers idle for long and drafts pay.",
+    )
+    save_every: Count = Field(
+        4,
+        description="Updates of the head between two times that it is saved, beside training. Lower it to"
+        " lose less where workers are lost; raise it where the head is large and the network slow.",
+    )
+
+
 class ClusterConfig(Section):
     """Rollout workers on Ray; tokens, rewards and weights are those of a run without, bit for bit."""
 
@@ -128,8 +144,19 @@ class ClusterConfig(Section):
         " where there are several drafters and rollouts end with few responses for long.",
     )
 
+    spot: SpotConfig = Field(
+        SpotConfig(),
+        description="Training the head of drafts in idle time. Set spot.idle with an EAGLE head whose drafts"
+        " pay, and several workers.",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        if self.workers and self.spot.idle >= self.workers:
+            raise ValueError(
+                f"cluster.spot.idle: {self.spot.idle} of {self.workers} workers are never idle within a"
+                " rollout; set fewer, or more cluster.workers"
+            )
         if self.migration and self.pipe == "off":
             raise ValueError("cluster.migration: moves what outgrows its group; set cluster.pipe")
         if self.pipe_groups is not None and self.pipe == "off":
@@ -170,6 +197,10 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
     if config.cluster.race and config.tools is not None:
         raise ConfigError("cluster.race: a copy would call tools again, which may answer otherwise; set 0")
+    if config.cluster.spot.idle and config.rollout.max_staleness:
+        raise ConfigError(
+            "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0"
+        )
     for key, used, instead in (
         (
             "engine.row_invariant",

@@ -33,10 +33,14 @@ from rljax.cluster.messages import (
     End,
     Facts,
     Fail,
+    Feed,
+    Halt,
     Key,
+    Lead,
     Load,
     Piece,
     Pieces,
+    Prepare,
     Say,
     Spawn,
     Status,
@@ -45,11 +49,13 @@ from rljax.cluster.messages import (
     Withdraw,
 )
 from rljax.cluster.router import Router
+from rljax.cluster.spot import SpotTraining
 from rljax.errors import ClusterError
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
 from rljax.simulation.drafting import Drafting
 from rljax.simulation.ledger import CountingLedger
+from rljax.simulation.spot import SimulatedSpot, SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 Order = Literal["on-policy", "one-off", "pipe"]
@@ -96,6 +102,7 @@ class Machines:
         every end at once.
       cores: that all workers share; infinity where each has its own.
       cores_of_worker: that a worker which decodes keeps busy, if it gets them.
+      spot: training of a head by workers that have nothing to decode; None for none.
     """
 
     workers: int
@@ -112,6 +119,7 @@ class Machines:
     sync_passes: int = 0
     cores: float = math.inf
     cores_of_worker: float = 1.0
+    spot: SpotTimes | None = None
 
     def slowdown(self, decoding: int) -> float:
         """Returns the factor by which passes take longer while so many workers decode."""
@@ -215,6 +223,10 @@ class Cluster:
         self.coordinator = Coordinator(
             machines.workers, _FACTS, _NO_LIMITS, router=router, ledger=CountingLedger(strict=True)
         )
+        self._spot: SimulatedSpot | None = None
+        if machines.spot is not None:
+            self.coordinator.spot = SpotTraining(machines.spot.rule)
+            self._spot = SimulatedSpot(machines.spot, self._at, self._tell)
         self._mobile = self.coordinator.rollouts.router.mobile
         self._tell(Tick())
         self.coordinator.building = True
@@ -314,6 +326,8 @@ class Cluster:
         place.worker.advance(self.now)
         self._span_ends(place)
         self.lost_busy += place.worker.busy
+        if self._spot is not None:
+            self._spot.lost(name)
         self._free_numbers.append(place.number)
         self._at(self.now + self.machines.detect_seconds, self._noticed, name)
 
@@ -351,6 +365,8 @@ class Cluster:
                 place = self._places.get(command.worker)
                 if place is not None:
                     place.loads = command.version
+                    if self._spot is not None:
+                        self._spot.stop(command.worker, self.now)
                     self._load(place)
             case Spawn():
                 self._spawn(command.worker)
@@ -358,6 +374,9 @@ class Cluster:
                 place = self._places.get(command.worker)
                 if place is not None:
                     self._tell(Status(command.worker, None, place.worker.slots, None))
+            case Lead() | Prepare() | Feed() | Halt():
+                if command.worker in self._places:
+                    self._spot.take(command, self.now)
             case Fail():
                 raise ClusterError(command.message)
             case Ask() | Say() | Stop():
@@ -396,6 +415,8 @@ class Cluster:
                 place.busy_since, place.step = self.now, command.rollout
                 place.kind = "rollout" if command.drafter is None else "copy"
             self._share_cores()
+            if self._spot is not None:
+                worker.pause(self._spot.stop(worker.name, self.now))
             worker.add(jobs, self.now)
             self._schedule(place)
 

@@ -24,6 +24,9 @@ class Outcome:
       migrated: share of responses that went on elsewhere.
       failures: workers that were lost, in the warm-up too.
       seconds: virtual time of all steps.
+      head_updates: of a head that idle workers train, a step, in the warm-up too.
+      training: share of the workers' time in which they do that.
+      training_delay: seconds a step that requests wait for it.
     """
 
     step_seconds: float
@@ -34,6 +37,9 @@ class Outcome:
     migrated: float
     failures: int
     seconds: float
+    head_updates: float = 0.0
+    training: float = 0.0
+    training_delay: float = 0.0
 
 
 def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
@@ -59,7 +65,16 @@ def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
         sum(step.migrations for step in counted) / (responses * len(counted)),
         cluster.failures,
         cluster.now,
+        *_spot_figures(cluster),
     )
+
+
+def _spot_figures(cluster: Cluster) -> tuple[float, float, float]:
+    if cluster.coordinator.spot is None:
+        return 0.0, 0.0, 0.0
+    counts, steps = cluster.coordinator.spot.counts, len(cluster.steps)
+    share = counts.seconds / (cluster.machines.workers * cluster.now)
+    return counts.updates / steps, share, counts.delay / steps
 
 
 def _first_idle(spans: Sequence[Span], number: int, step: Any) -> float:
@@ -76,7 +91,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
     """Returns a table of outcomes by name, with speed-ups over the first one."""
     first = next(iter(outcomes.values()))
     header = ("", "step s", "speed-up", "rollout s", "tokens/s", "busy", "first idle", "migrated")
-    rows = [header]
+    spot = any(each.head_updates for each in outcomes.values())
+    rows: list[tuple[str, ...]] = [(*header, "training", "updates") if spot else header]
     for name, each in outcomes.items():
         idle = "" if each.first_idle != each.first_idle else f"{each.first_idle:.0%}"
         rows.append(
@@ -89,9 +105,10 @@ def table(outcomes: dict[str, Outcome]) -> str:
                 f"{each.busy:.0%}",
                 idle,
                 f"{each.migrated:.1%}",
+                *((f"{each.training:.0%}", f"{each.head_updates:,.0f}") if spot else ()),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) if not i else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)

@@ -1,6 +1,7 @@
 """A simulation as keys and values: `python scripts/simulate.py workers=64 order=pipe router=ranked`."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
@@ -10,6 +11,7 @@ from rljax.cluster.pipe import tier_sizes
 from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError, known_names
 from rljax.simulation.cluster import Cluster, Machines, Order
 from rljax.simulation.costs import (
@@ -21,6 +23,7 @@ from rljax.simulation.costs import (
 )
 from rljax.simulation.drafting import LEVELS, Drafting
 from rljax.simulation.lengths import LengthModel, recorded_lengths
+from rljax.simulation.spot import SpotTimes
 from rljax.simulation.workload import Workload
 
 Modes = Literal["coupled", "decoupled", "either"]
@@ -73,6 +76,10 @@ class Scenario:
     windows: Annotated[str, "drafts a pass to choose among"] = "0,1,2,3,4,6,8"
     draft_below: Annotated[int, "batches of at most so many draft; 0 for all"] = 0
     mode: Annotated[Modes, "coupled or decoupled drafting, or what is faster at a time: either"] = "coupled"
+    spot: Annotated[int, "idle workers from which they train a head (TLT, section 4.2); 0 never"] = 0
+    spot_update: Annotated[float, "seconds of an update of the head"] = 0.2
+    spot_updates: Annotated[int, "most updates of the head in a rollout"] = 200
+    spot_tokens: Annotated[int, "most tokens of a rollout that the head is trained on"] = 200_000
     train: Annotated[float, "seconds of an update"] = 60.0
     train_tokens_per_second: Annotated[float, "instead: rate of updates"] = 0.0
     weights: Annotated[float, "seconds from an update's end until workers have the weights"] = 2.0
@@ -118,6 +125,8 @@ class Scenario:
             raise ConfigError(
                 "router: a worker with long responses would be waited for in every step; set order=pipe"
             )
+        if self.spot >= self.workers:
+            raise ConfigError(f"spot: {self.spot} of {self.workers} workers are never idle within a rollout")
         if self.num_prompts < self.prompts_per_step:
             raise ConfigError(f"prompts: {self.prompts} are fewer than prompts_per_step")
 
@@ -208,7 +217,15 @@ class Scenario:
             self.failures_per_hour,
             sync_seconds=self.sync,
             look_seconds=self.look,
+            spot=self.spot_times(costs),
         )
+
+    def spot_times(self, costs: PassCosts) -> SpotTimes | None:
+        """Returns how a head is trained; None for not at all."""
+        if not self.spot:
+            return None
+        rule = SpotRule(self.spot, 8, self.spot_updates, self.spot_tokens, self.longest, retry=math.inf)
+        return SpotTimes(rule, self.spot_update, costs.prefill)
 
     def router_of(self, workload: Workload, machines: Machines) -> Router:
         """Returns the router."""

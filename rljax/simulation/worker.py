@@ -131,6 +131,10 @@ class SimulatedWorker:
             self._start(now)
         return gone
 
+    def pause(self, until: float) -> None:
+        """Does something else until then."""
+        self._paused = max(self._paused, until)
+
     def use(self, drafter: str, now: float) -> None:
         """Uses another drafter from now on."""
         if drafter == self._drafter or drafter not in self._names:

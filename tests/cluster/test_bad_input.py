@@ -1,7 +1,10 @@
 """What cannot be decoded by workers is one line that names the key, before anything begins."""
 
+import types
+
 import pytest
 
+from rljax.cluster.blueprint import check_spot
 from rljax.config import load_config
 from rljax.config.changes import config_changes
 from rljax.config.cluster import check_with_workers
@@ -68,6 +71,21 @@ def test_routers_that_need_more(config_with):
     enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
     enough += [_OTHER, "cluster.workers=2"]
     check_with_workers(config_with(*enough))
+
+
+def test_training_in_idle_time_that_cannot_be(config_with):
+    with pytest.raises(
+        ConfigError, match=r"cluster.spot.idle: 2 of 2 workers are never idle within a rollout"
+    ):
+        config_with("cluster.workers=2", "cluster.spot.idle=2")
+    config = config_with("cluster.workers=2", "cluster.spot.idle=1", "rollout.max_staleness=2")
+    with pytest.raises(ConfigError, match=r"^cluster.spot.idle: with rollout.max_staleness no rollout ends"):
+        check_with_workers(config)
+    config = config_with("cluster.workers=2", "cluster.spot.idle=1")
+    for drafters in ({}, {"srt": object()}):
+        with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):
+            check_spot(types.SimpleNamespace(drafters=drafters), config.cluster)
+    check_spot(None, config_with().cluster)
 
 
 def test_a_run_goes_on_with_other_workers(config_with):

@@ -1,5 +1,6 @@
 """The virtual clock against cases computed by hand, and against decoding token by token."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main
@@ -19,6 +21,7 @@ from rljax.simulation.drafting import Drafting
 from rljax.simulation.lengths import LengthModel, recorded_lengths
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario
+from rljax.simulation.spot import SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
@@ -170,8 +173,11 @@ def test_a_failed_workers_requests_are_decoded_by_the_other_one():
     st.sampled_from([0, 2]),
     st.sampled_from([0.0, 60.0]),
     st.integers(0, 1000),
+    st.sampled_from([0, 1, 2]),
 )
-def test_every_combination_decodes_every_token_once(router, order, migration, balance, race, failures, seed):
+def test_every_combination_decodes_every_token_once(
+    router, order, migration, balance, race, failures, seed, spot
+):
     """The ledger raises where a token is lost, and the clock where nothing happens any more."""
     if router in ("ranked", "two-tiers"):
         order = "pipe"
@@ -181,7 +187,7 @@ def test_every_combination_decodes_every_token_once(router, order, migration, ba
         workers=3, slots=3, prompts_per_step=6, samples=3, prompts=12, mean=50, longest=200, groups=2,
         order=order, router=router, migration=migration, balance=balance, race=race, train=1.0, look=0.2,
         drafters="a:0.6:0.2:1,b:0.3:0.2:0", steps=5, warm_up=1, seed=seed, failures_per_hour=failures,
-        restart=2.0,
+        restart=2.0, spot=spot, spot_update=0.05, spot_updates=10, spot_tokens=500,
     )  # fmt: skip
     workload = scenario.workload()
     expected = [sum(each.tokens for each in step) for step in itertools.islice(workload.steps(), 5)]
@@ -190,6 +196,38 @@ def test_every_combination_decodes_every_token_once(router, order, migration, ba
     for earlier, later in itertools.pairwise(cluster.steps):
         assert earlier.trained <= later.trained
         assert later.begin >= earlier.begin
+
+
+def spot_steps(update_seconds, **rule):
+    """Two workers with a response each, of 5 and of 20 tokens, that train a head in between."""
+    rule = SpotRule(**{"idle": 1, "save_every": 2, "updates": 9, "tokens": 99, "batch_tokens": 9} | rule)
+    spot = SpotTimes(dataclasses.replace(rule, retry=math.inf), update_seconds, lambda tokens: 1.0)
+    cluster = Cluster(Machines(2, 1, SECOND, spot=spot))
+    steps = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]] * 2), 2)
+    return [(step.begin, step.end) for step in steps], cluster.coordinator.spot.counts
+
+
+def test_a_worker_trains_from_the_end_of_its_responses_to_that_of_the_rollout():
+    steps, counts = spot_steps(2.5)
+    assert steps == [(0, 20), (20, 40)]  # as without
+    # From 5 on: a second for the features, then five whole updates up to 18.5; in each step.
+    assert (counts.sessions, counts.updates, counts.delay) == (2, 10, 0)
+    # The second one reads the response that was too late in the first one, too: in a pass of its own.
+    assert (counts.samples, counts.seconds) == (3, 3 * 1.0 + 10 * 2.5)
+    _, counts = spot_steps(2.5, updates=3)
+    assert counts.updates == 6
+    steps, counts = spot_steps(100.0)
+    assert steps == [(0, 20), (20, 40)]
+    assert counts.updates == 0
+
+
+def test_a_worker_that_is_needed_ends_its_update_first():
+    spot = SpotTimes(SpotRule(1, 2, 9, 99, 9, retry=math.inf), 10.0, lambda tokens: 1.0)
+    cluster = Cluster(Machines(2, 1, SECOND, detect_seconds=0.0, spot=spot))
+    cluster._at(8.0, cluster._fail, "worker-1")
+    (step,) = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]]), 1)
+    # It updates from 6 to 16, and decodes what worker-1 had from then on.
+    assert (step.end, cluster.coordinator.spot.counts.delay) == (36, 8)
 
 
 def test_the_same_seed_is_the_same_simulation():

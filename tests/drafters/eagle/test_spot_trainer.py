@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from drafters.eagle.data import pack_next, windows
+from drafters.eagle.head_session import HeadSession
 from drafters.eagle.model import HeadConfig, head_shapes, init_head
 from drafters.eagle.objective import HeadTraining, published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
@@ -136,6 +137,24 @@ def test_a_resumed_trainer_continues_bit_for_bit(tmp_path):
         fill(each, [0], step=3)
     assert trainer.slice(shared()) == resumed.slice(shared())
     same(trainer.params, resumed.params)
+
+
+def test_a_session_goes_on_with_weights_and_moments_of_another_one():
+    def session(saved, updates):
+        begun = HeadSession(make(), shared(), saved)
+        begun.add([sequences("eagle")[0]])
+        for _ in range(updates):
+            begun.update()
+        return begun.copy()
+
+    first = session(None, 2)
+    on_the_host = {name: np.asarray(leaf) for name, leaf in first.items()}
+    assert int(on_the_host["train.updates"]) == 2
+    assert not any("embed" in name or "lm_head" in name for name in on_the_host)  # trained arrays alone
+    assert set(on_the_host) == {name for name in make().state() if name.startswith("train.")}
+    same(session(on_the_host, 2), session(None, 4))
+    with pytest.raises(CheckpointError):
+        HeadSession(make("eagle3"), shared(), on_the_host)
 
 
 def test_a_state_is_not_changed_by_later_slices():

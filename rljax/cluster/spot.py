@@ -1,0 +1,366 @@
+"""Spot training: workers that have nothing to decode train the head that all of them draft with.
+
+TLT, section 4.2. A worker is BUSY (it has requests, or is being given weights), IDLE, or TRAINING. Once
+enough workers are idle in a rollout, the one that has been so for the longest leads a session: it updates the
+head. The others prepare features of ended responses for it, by a forward pass of the policy. A session is
+halted at once when its leader is needed or the rollout ends; another idle worker goes on with the head that
+was saved last.
+
+The part of the coordinator that decides this is here, as pure as the rest of it:
+
+    commands = spot.direct(scene, now)     # after every event
+    commands = spot.on(event, now)         # Prepared, Trained
+
+A lost message costs data or time: what is not answered is sent again, what a worker computed and lost with
+it is given to another one. No decision here can change a token, since drafts cannot.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+
+from rljax.cluster.messages import Command, Feed, Halt, Key, Lead, Prepare, Prepared, Sample, Trained
+from rljax.cluster.rollouts import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class SpotRule:
+    """When to train, and how much.
+
+    Attributes:
+      idle: number of idle workers from which a session begins.
+      save_every: updates of the head between two times that it is saved.
+      updates: most updates in a rollout.
+      tokens: most tokens of the samples of a rollout.
+      batch_tokens: tokens of the samples that a worker prepares at a time, if there are several.
+      every: trains in every so-manieth step alone.
+      retry: seconds after which what is not answered is sent again.
+    """
+
+    idle: int
+    save_every: int
+    updates: int
+    tokens: int
+    batch_tokens: int
+    every: int = 1
+    retry: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What is under way.
+
+    Attributes:
+      workers: all that are not lost.
+      idle: the version of the weights of those that have nothing to decode and wait for nothing.
+      rollouts: those that are not forgotten, by number, the earliest first.
+      sample: returns prompt and response of a request that has ended.
+    """
+
+    workers: Container[str]
+    idle: Mapping[str, int | None]
+    rollouts: Mapping[int, Rollout]
+    sample: Callable[[Rollout, Key], Sample]
+
+
+@dataclasses.dataclass
+class SpotCounts:
+    """Counts of a run.
+
+    Attributes:
+      sessions: leaders so far.
+      moved: of those, sessions that went on with the head of another worker's in the same rollout.
+      updates: of the head.
+      samples: whose features were prepared, those that were prepared twice twice.
+      joined: of those, prepared by workers that did not lead.
+      seconds: of workers without requests, spent on updates and features.
+      delay: seconds at most that work waited for an update or a forward pass.
+    """
+
+    sessions: int = 0
+    moved: int = 0
+    updates: int = 0
+    samples: int = 0
+    joined: int = 0
+    seconds: float = 0.0
+    delay: float = 0.0
+
+
+@dataclasses.dataclass
+class _Session:
+    """A leader's session.
+
+    Attributes:
+      leader: the worker.
+      rollout: number of the rollout in which it is.
+      heard: when it last said something of the session, or was told something again.
+      halted: whether it has been told to end.
+      updates, seconds, delay: that have been counted of it.
+    """
+
+    leader: str
+    rollout: int
+    heard: float
+    halted: bool = False
+    updates: int = 0
+    seconds: float = 0.0
+    delay: float = 0.0
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Samples that are prepared together.
+
+    Attributes:
+      samples: the samples.
+      worker: who prepares, or has prepared them.
+      since: when it was told.
+      done: whether they are prepared.
+      features: reference to the features; None where `worker` keeps them.
+    """
+
+    samples: tuple[Sample, ...]
+    worker: str
+    since: float
+    done: bool = False
+    features: object = None
+
+
+class SpotTraining:
+    """See the module's docstring.
+
+    Args:
+      rule: when to train, and how much.
+
+    Attributes:
+      rule: as above; it may be set before the first rollout.
+      counts: see `SpotCounts`.
+    """
+
+    def __init__(self, rule: SpotRule) -> None:
+        self.rule, self.counts = rule, SpotCounts()
+        self._idle: list[str] = []  # those that have been so for the longest first
+        self._sessions: dict[int, _Session] = {}  # that have not ended
+        self._numbers = self._batch_numbers = 0
+        self._rollout: Rollout | None = None
+        self._taken: set[Key] = set()  # its responses that are samples
+        self._seen = 0  # of its ended responses
+        self._waiting: collections.deque[Sample] = collections.deque()  # of this rollout, for somebody
+        self._batches: dict[int, _Batch] = {}
+        self._tokens = self._updates = self._leaders = 0  # of this rollout
+        self._long: list[Sample] = []  # the longest of the last rollout that nobody has trained on
+
+    # -- what others ask -------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether no session is under way, or ends and has not said how far it went."""
+        return not self._sessions
+
+    @property
+    def leader(self) -> str | None:
+        """The worker that trains the head; None for none."""
+        return next((each.leader for each in self._sessions.values() if not each.halted), None)
+
+    def trains(self, worker: str) -> bool:
+        """Whether a worker leads, or prepares features."""
+        return worker == self.leader or (self._rollout is not None and not self._free(worker))
+
+    def takes(self, event: Trained) -> bool:
+        """Whether an event is of a session that has not ended, and not older than what is known of it."""
+        session = self._sessions.get(event.session)
+        return session is not None and session.leader == event.worker and event.updates >= session.updates
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def on(self, event: Prepared | Trained, now: float) -> list[Command]:
+        """Takes what a worker says about its training."""
+        if isinstance(event, Prepared):
+            return self._prepared(event)
+        self._trained(event, now)
+        return []
+
+    def _prepared(self, event: Prepared) -> list[Command]:
+        batch = self._batches.get(event.batch)
+        if batch is None or batch.done or batch.worker != event.worker:
+            return []
+        batch.done, batch.features = True, event.features
+        self.counts.samples += len(batch.samples)
+        self.counts.seconds += event.seconds
+        self.counts.delay += event.delay
+        number, session = self._current()
+        if session is None or event.worker == session.leader:
+            return []
+        self.counts.joined += len(batch.samples)
+        return [Feed(session.leader, number, {event.batch: event.features})]
+
+    def _trained(self, event: Trained, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is None or session.leader != event.worker:
+            return
+        session.heard = now
+        new = max(event.updates - session.updates, 0)
+        session.updates += new
+        self._updates += new
+        self.counts.updates += new
+        self.counts.seconds += max(event.seconds - session.seconds, 0.0)
+        self.counts.delay += max(event.delay - session.delay, 0.0)
+        session.seconds = max(event.seconds, session.seconds)
+        session.delay = max(event.delay, session.delay)
+        if not event.training:
+            del self._sessions[event.session]
+
+    # -- decisions -------------------------------------------------------------------------------------------
+
+    def direct(self, scene: Scene, now: float) -> list[Command]:
+        """Begins, feeds and halts sessions as the scene asks for."""
+        self._idle = [name for name in self._idle if name in scene.idle]
+        self._idle += [name for name in scene.idle if name not in self._idle]
+        self._follow(scene)
+        commands = self._halt(scene, now)
+        if self._rollout is None:
+            return commands
+        self._collect(scene)
+        able = [name for name in self._idle if scene.idle[name] == self._rollout.version]
+        if self.settled and self._may_begin(able):
+            commands += self._lead(able[0], now)
+        number, session = self._current()
+        if session is not None:
+            if now - session.heard >= self.rule.retry:
+                session.heard = now
+                commands += self._orders(number, session)
+            commands += self._share([name for name in able if name != session.leader], session.leader, now)
+        return commands
+
+    def _current(self) -> tuple[int, _Session | None]:
+        """The session that has not been halted, with its number."""
+        return next((each for each in self._sessions.items() if not each[1].halted), (0, None))
+
+    def _follow(self, scene: Scene) -> None:
+        """Turns to the earliest rollout that has not ended, and keeps what was too late in the last one."""
+        rollout = next((each for each in scene.rollouts.values() if not each.done), None)
+        if rollout is not None and not self._trains_in(rollout):
+            rollout = None
+        if rollout is self._rollout:
+            return
+        if self._rollout is not None and scene.rollouts.get(self._rollout.number) is self._rollout:
+            self._keep_long(self._rollout, scene)
+        self._rollout = rollout
+        if rollout is not None:
+            self._taken, self._seen, self._batches = set(), 0, {}
+            self._tokens = self._updates = self._leaders = 0
+            self._waiting.clear()
+            for sample in self._long:
+                self._queue(sample)
+            self._long = []
+
+    def _trains_in(self, rollout: Rollout) -> bool:
+        first = next((request for request in rollout.requests.values() if request.training), None)
+        return first is not None and first.step % self.rule.every == 0
+
+    def _keep_long(self, rollout: Rollout, scene: Scene) -> None:
+        """A session sees the short responses of its rollout, which end first. So the next one begins with
+        long responses of this one (TLT's one-step offset), for half of its tokens at most.
+        """
+        keys = [key for key in rollout.ended if key not in self._taken and rollout.requests[key].training]
+        tokens = 0
+        for sample in sorted((scene.sample(rollout, key) for key in keys), key=_length, reverse=True):
+            tokens += _length(sample)
+            if tokens > self.rule.tokens // 2:
+                return
+            self._long.append(sample)
+
+    def _queue(self, sample: Sample) -> None:
+        self._tokens += _length(sample)
+        self._waiting.append(sample)
+
+    def _collect(self, scene: Scene) -> None:
+        """Takes responses that have ended, as far as there is room."""
+        rollout = self._rollout
+        while self._seen < len(rollout.ended) and self._tokens < self.rule.tokens:
+            key = rollout.ended[self._seen]
+            self._seen += 1
+            if rollout.requests[key].training:
+                self._taken.add(key)
+                self._queue(scene.sample(rollout, key))
+
+    def _halt(self, scene: Scene, now: float) -> list[Command]:
+        """Halts sessions whose rollout has ended or whose leader is needed, asks those again that do not say
+        how far they went, and forgets those of workers that are gone.
+        """
+        commands: list[Command] = []
+        for number, session in list(self._sessions.items()):
+            if session.leader not in scene.workers:
+                del self._sessions[number]
+                continue
+            if session.halted:
+                due = now - session.heard >= self.rule.retry
+            else:
+                due = self._rollout is None or session.rollout != self._rollout.number
+                due = due or session.leader not in scene.idle
+            if due:
+                session.halted, session.heard = True, now
+                commands.append(Halt(session.leader, number))
+        return commands
+
+    def _may_begin(self, able: list[str]) -> bool:
+        has_data = bool(self._waiting or self._batches)
+        return len(able) >= self.rule.idle and has_data and self._updates < self.rule.updates
+
+    def _lead(self, name: str, now: float) -> list[Command]:
+        self._numbers += 1
+        self._leaders += 1
+        self.counts.sessions += 1
+        self.counts.moved += self._leaders > 1
+        session = _Session(name, self._rollout.number, now)
+        self._sessions[self._numbers] = session
+        for batch in self._batches.values():  # what the last leader kept for itself is prepared again
+            if batch.done and batch.features is None:
+                batch.done, batch.worker = False, ""
+        return self._orders(self._numbers, session)
+
+    def _orders(self, number: int, session: _Session) -> list[Command]:
+        """What a leader has to know. What of it comes again changes nothing."""
+        left = self.rule.updates - self._updates + session.updates
+        lead = Lead(session.leader, number, self._rollout.version, left, self.rule.save_every)
+        features = {
+            batch_number: batch.features
+            for batch_number, batch in self._batches.items()
+            if batch.features is not None
+        }
+        return [lead, Feed(session.leader, number, features)] if features else [lead]
+
+    def _share(self, joiners: list[str], leader: str, now: float) -> list[Command]:
+        """Gives samples to those who prepare: joiners, or the leader itself where there are none."""
+        commands: list[Command] = []
+        members = joiners or [leader]
+        for number, batch in self._batches.items():
+            if batch.done or (batch.worker in (*joiners, leader) and now - batch.since < self.rule.retry):
+                continue
+            free = next(filter(self._free, members), batch.worker if batch.worker in members else None)
+            if free is not None:
+                batch.worker, batch.since = free, now
+                commands.append(Prepare(free, number, self._rollout.version, batch.samples))
+        for name in filter(self._free, members):
+            if self._waiting:
+                self._batch_numbers += 1
+                batch = _Batch(self._next_samples(), name, now)
+                self._batches[self._batch_numbers] = batch
+                commands.append(Prepare(name, self._batch_numbers, self._rollout.version, batch.samples))
+        return commands
+
+    def _free(self, name: str) -> bool:
+        return not any(batch.worker == name and not batch.done for batch in self._batches.values())
+
+    def _next_samples(self) -> tuple[Sample, ...]:
+        samples = [self._waiting.popleft()]
+        tokens = _length(samples[0])
+        while self._waiting and tokens + _length(self._waiting[0]) <= self.rule.batch_tokens:
+            samples.append(self._waiting.popleft())
+            tokens += _length(samples[-1])
+        return tuple(samples)
+
+
+def _length(sample: Sample) -> int:
+    prompt, response = sample
+    return len(prompt) + len(response)

@@ -1,0 +1,357 @@
+"""Spot training: who leads, who prepares, what goes on elsewhere, and that no order of messages matters."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.eagle.drafter import EagleDrafter
+from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.messages import (
+    Begin,
+    Died,
+    End,
+    Feed,
+    Halt,
+    Lead,
+    Piece,
+    Pieces,
+    Prepare,
+    Prepared,
+    Status,
+    Tick,
+    Trained,
+)
+from rljax.cluster.spot import SpotRule, SpotTraining
+from tests.cluster.same_run import differences
+from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, length_of, make_requests, response_to
+from tests.cluster.test_coordinator import assert_whole, begun, whole
+from tests.cluster.test_drafters import FEW
+from tests.cluster.turns import local_run
+
+RULE = SpotRule(idle=1, save_every=2, updates=6, tokens=60, batch_tokens=20, retry=1.0)
+HEAD = {"train_below": 0, "rows": 1, "pack_length": 128, "depths": [2], "unrolled_steps": 1}
+SUMS = ("sessions", "updates", "samples", "joined", "seconds")
+SPOT = (Lead, Prepare, Feed, Halt)
+
+
+def trained_by(workers, idle=1, **rule):
+    """A coordinator with a rollout under way on workers of four slots, four requests each."""
+    coordinator, work = begun(workers, count=4 * workers)
+    coordinator.spot = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
+    return coordinator, work
+
+
+def ends(coordinator, work, name, now=1.0, but=0):
+    """A worker ends its requests but the last ones; returns what is told about training."""
+    keys = work[name][: len(work[name]) - but]
+    commands = coordinator.on(Pieces(name, 1, tuple(map(whole, keys))), now)
+    return [command for command in commands if isinstance(command, SPOT)]
+
+
+def spot(coordinator, event, now=1.5):
+    return [command for command in coordinator.on(event, now) if isinstance(command, SPOT)]
+
+
+def test_the_first_idle_worker_leads_once_enough_are_idle_and_the_others_prepare():
+    coordinator, work = trained_by(4, idle=2)
+    assert not ends(coordinator, work, "worker-2")
+    assert coordinator.states()["worker-2"] == "idle"
+    lead, prepare = ends(coordinator, work, "worker-1")
+    assert lead == Lead("worker-2", 1, 0, updates=6, save_every=2)
+    assert (prepare.worker, prepare.batch, prepare.version) == ("worker-1", 1, 0)
+    assert 0 < sum(len(ids) for sample in prepare.samples for ids in sample) <= 20
+    prompt, response = prepare.samples[0]
+    assert (prompt, len(response)) == ((7, work["worker-2"][0] // 2), length_of(work["worker-2"][0]))
+    assert coordinator.states()["worker-2"] == coordinator.states()["worker-1"] == "training"
+    feed, more = spot(coordinator, Prepared("worker-1", 1, "features", 0.5))
+    assert feed == Feed("worker-2", 1, {1: "features"})
+    assert (more.worker, more.batch) == ("worker-1", 2)
+    counts = coordinator.spot.counts
+    assert (counts.sessions, counts.joined, counts.seconds) == (1, len(prepare.samples), 0.5)
+
+
+def test_a_leader_alone_prepares_for_itself():
+    coordinator, work = trained_by(2)
+    lead, prepare = ends(coordinator, work, "worker-0")
+    assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
+    assert [type(each) for each in spot(coordinator, Prepared("worker-0", 1, None))] == [Prepare]
+    assert coordinator.spot.counts.joined == 0
+
+
+def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came_last():
+    coordinator, work = trained_by(2, tokens=12)
+    ends(coordinator, work, "worker-0")
+    (halt,) = ends(coordinator, work, "worker-1", 2.0)
+    assert halt == Halt("worker-0", 1)
+    assert not coordinator.spot.settled
+    assert not spot(coordinator, Trained("worker-0", 1, 3, False, 0.25, 0.5), 3.0)
+    assert coordinator.spot.settled
+    counts = coordinator.spot.counts
+    assert (counts.updates, counts.seconds, counts.delay) == (3, 0.25, 0.5)
+    coordinator.on(End(1, tuple(range(8))), 4.0)
+    coordinator.on(Begin(2, 1, make_requests(8, first=8)), 5.0)
+    for name in ("worker-0", "worker-1"):
+        commands = coordinator.on(Status(name, NUMERICS, 4, 1), 6.0)
+        assert not any(isinstance(command, SPOT) for command in commands)
+    keys = list(coordinator._workers["worker-0"].holds)
+    ended = tuple(Piece(key, 1, 0, *response_to(key, 1), "eos") for key in keys)
+    lead, prepare = (c for c in coordinator.on(Pieces("worker-0", 2, ended), 7.0) if isinstance(c, SPOT))
+    # Six tokens of room for responses of the last rollout: the longest that nobody trained on and that fits.
+    assert lead.session == 2
+    prompt, _ = prepare.samples[0]
+    assert prompt[1] * 2 in (*work["worker-1"], *work["worker-0"])
+
+
+def test_a_leader_that_is_lost_is_followed_by_another_one():
+    coordinator, work = trained_by(3)
+    ends(coordinator, work, "worker-0")
+    ends(coordinator, work, "worker-1", but=1)
+    coordinator.on(Prepared("worker-0", 1, None), 1.5)
+    spot(coordinator, Trained("worker-0", 1, 4, True, head={}), 2.0)
+    # Its last response ends: worker-1 joins, and when the leader dies, leads, with the updates that are left.
+    ends(coordinator, {"worker-1": work["worker-1"][-1:]}, "worker-1", 2.5)
+    lead, *others = spot(coordinator, Died("worker-0", "of a test"), 3.0)
+    assert lead == Lead("worker-1", 2, 0, updates=2, save_every=2)
+    more = spot(coordinator, Prepared("worker-1", 2, None), 3.1)
+    assert [each.batch for each in (*others, *more)] == [1]  # the features of the first batch are gone
+    assert (coordinator.spot.counts.sessions, coordinator.spot.counts.moved) == (2, 1)
+
+
+def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
+    coordinator, work = trained_by(3)
+    ends(coordinator, work, "worker-0")
+    ends(coordinator, work, "worker-1")
+    assert coordinator.spot.leader == "worker-0"
+    halts = spot(coordinator, Died("worker-2", "of a test"), 2.0)  # its requests go to the idle ones
+    assert Halt("worker-0", 1) in halts
+    assert not any(isinstance(each, Lead) for each in halts)
+    assert coordinator.states()["worker-0"] == "decoding"
+
+
+def test_silence_is_answered_by_sending_again():
+    coordinator, work = trained_by(2)
+    ends(coordinator, work, "worker-0")
+    again = spot(coordinator, Tick(), 2.5)
+    assert [type(each) for each in again] == [Lead, Prepare]
+    ends(coordinator, work, "worker-1", 3.0)
+    assert spot(coordinator, Tick(), 3.5) == []
+    assert spot(coordinator, Tick(), 4.5) == [Halt("worker-0", 1)]
+
+
+def test_what_is_old_is_not_taken():
+    coordinator, work = trained_by(2)
+    ends(coordinator, work, "worker-0")
+    takes = coordinator.spot.takes
+    assert takes(Trained("worker-0", 1, 2, True))
+    coordinator.on(Trained("worker-0", 1, 4, True), 2.0)
+    assert not takes(Trained("worker-0", 1, 2, True))
+    assert not takes(Trained("worker-1", 1, 6, True))
+    assert not takes(Trained("worker-0", 2, 6, True))
+
+
+class SpotScripted(ScriptedWorker):
+    """A worker whose head is a list of the sessions that updated it."""
+
+    def __init__(self, name, get=None):
+        super().__init__(name, get)
+        self.lead, self.head, self.prepares, self.data, self.newest = None, [], [], set(), 0
+
+    def turn(self):
+        mine = [order for order in self.orders if isinstance(order, SPOT)]
+        self.orders = [order for order in self.orders if not isinstance(order, SPOT)]
+        version, events = self.version, super().turn()
+        decodes = any(len(versions) < length_of(key) for key, versions in self.at.items())
+        if decodes or self.version != version:
+            self.prepares = []
+            events += self.end()
+        for order in mine:
+            events += self.told(order, decodes)
+        if decodes:
+            return events
+        if self.prepares:
+            batch = self.prepares.pop()
+            self.data.add(batch)
+            events.append(Prepared(self.name, batch, None if self.lead else [batch], 0.1))
+        elif self.lead and self.data:
+            self.head = [*self.head, self.lead.session]
+            done = self.head.count(self.lead.session)
+            if done == self.lead.updates:
+                events += self.end()
+            elif done % self.lead.save_every == 0:
+                events.append(Trained(self.name, self.lead.session, done, True, head=self.head))
+        return events
+
+    def told(self, order, decodes):
+        if isinstance(order, Prepare):
+            self.prepares += [order.batch] if order.version == self.version and not decodes else []
+        elif isinstance(order, Feed):
+            self.data.update(order.features if self.lead else ())
+        elif self.lead and order.session == self.lead.session:
+            done = self.head.count(order.session)
+            return self.end() if isinstance(order, Halt) else [Trained(self.name, order.session, done, True)]
+        elif (
+            isinstance(order, Halt)
+            or decodes
+            or order.version != self.version
+            or order.session <= self.newest
+        ):
+            self.newest = max(self.newest, order.session)
+            return [Trained(self.name, order.session, 0, False)]
+        else:
+            events, self.newest = self.end(), order.session
+            self.lead, self.head, self.data = order, list(order.head or []), set()
+            return events
+        return []
+
+    def end(self):
+        lead, self.lead = self.lead, None
+        done = self.head.count(lead.session) if lead else 0
+        return (
+            [Trained(self.name, lead.session, done, False, head=self.head if done else None)] if lead else []
+        )
+
+
+class SpotDriver(Driver):
+    """Keeps the head that was saved last."""
+
+    def __init__(self, fabric, workers):
+        super().__init__(fabric, workers)
+        self.coordinator.spot = SpotTraining(RULE)
+        self.head, self.heads = [], []
+
+    def do(self, commands):
+        super().do(
+            [
+                dataclasses.replace(each, head=self.head) if isinstance(each, Lead) else each
+                for each in commands
+            ]
+        )
+
+    def listen(self):
+        for event in self.fabric.receive(0):
+            if isinstance(event, Trained) and event.head and self.coordinator.spot.takes(event):
+                self.head = event.head
+                self.heads.append(event.head)
+            self.do(self.coordinator.on(event, self.fabric.now()))
+        self.do(self.coordinator.on(Tick(), self.fabric.now()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from([0.0, 0.15]),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0, 8]),
+)
+def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(seed, workers, lost, doubled, latest):
+    rng = random.Random(seed)
+
+    def network(message):
+        if rng.random() < lost:
+            return ()
+        copies = 2 if rng.random() < doubled else 1
+        return [rng.randint(0, latest) for _ in range(copies)]
+
+    fabric = LocalFabric(SpotScripted, network)
+    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
+
+    def before_turn(fabric):
+        if fabric.turns in trouble and fabric.workers:
+            trouble[fabric.turns](rng.choice(list(fabric.workers)))
+
+    fabric.before_turn = before_turn
+    driver = SpotDriver(fabric, workers)
+    for version in range(4):
+        requests = make_requests(10, first=10 * version, step=version)
+        assert_whole(driver.run(requests, version), requests, version)
+        for _ in range(600):
+            if driver.coordinator.spot.settled:
+                break
+            driver.listen()
+        assert driver.coordinator.spot.settled
+        assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
+    for before, after in zip(driver.heads, driver.heads[1:], strict=False):
+        assert after[: len(before)] == before  # it goes on from what was saved
+    counts = driver.coordinator.spot.counts
+    assert counts.updates <= 4 * RULE.updates
+    if not lost and not doubled and not latest:
+        assert counts.updates and len(driver.head) <= counts.updates
+
+
+def test_these_workers_train_a_head():
+    driver = SpotDriver(LocalFabric(SpotScripted), 3)
+    for version in range(3):
+        requests = make_requests(12, first=12 * version)
+        driver.run(requests, version)
+        for _ in range(10):
+            driver.listen()
+    counts = driver.coordinator.spot.counts
+    assert counts.sessions >= 3
+    assert counts.joined
+    assert len(driver.head) == counts.updates > 3
+
+
+@pytest.mark.parametrize("every, sessions", [(1, 1), (2, 0)])
+def test_some_steps_are_left_out(every, sessions):
+    coordinator, work = trained_by(2, every=every)  # the requests are of step 1
+    ends(coordinator, work, "worker-0")
+    assert coordinator.spot.counts.sessions == sessions
+
+
+# -- the tiny run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, monkeypatch):
+    """Three workers; the first leader is lost in mid-session, behind a save."""
+    workers, lost, begins = {}, [], []
+    session = EagleDrafter.session
+
+    def noted(drafter, params, saved):
+        begins.append(0 if saved is None else int(saved["train.updates"]))
+        return session(drafter, params, saved)
+
+    def interfere(fabric):
+        workers.update(fabric.workers)
+        for name, worker in list(fabric.workers.items()):
+            spot = worker._spot
+            if not lost and spot is not None and spot._lead is not None and spot._updates == 3:
+                lost.append(name)
+                fabric.kill(name)
+
+    monkeypatch.setattr(EagleDrafter, "session", noted)
+    clustered, turns = local_run(
+        world,
+        "spot",
+        monkeypatch,
+        "cluster.workers=3",
+        "cluster.spot={idle: 1, save_every: 2}",
+        "speculation.drafter=eagle",
+        f"speculation.args={HEAD | {'slices': 6}}",
+        *FEW,
+        interfere=interfere,
+    )
+    assert lost
+    assert not differences(alone, clustered)
+    assert begins[0] == 0
+    assert begins[1] == 2  # what the lost leader had saved
+    assert begins[1:] == sorted(begins[1:])
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    total = {name: sum(line[f"cluster/spot_{name}"] for line in steps) for name in SUMS}
+    assert total["sessions"] == len(begins)
+    assert total["updates"] > 2
+    assert total["samples"] > total["joined"] > 0
+    assert total["seconds"] > 0
+
+    decoder = turns.decoders[0]
+    driver = decoder._scheduler.speculator.drafters["eagle"]
+    assert driver._trainer.updates == total["updates"] > begins[-1]
+    last = max(worker._version for worker in workers.values() if worker._version is not None)
+    for worker in workers.values():
+        if worker._version == last:  # what evaluates last drafts with the newest head
+            head = worker._scheduler.speculator.drafters["eagle"]._trainer
+            assert head.updates == driver._trainer.updates
