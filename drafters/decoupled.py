@@ -71,7 +71,9 @@ class DecoupledDrafter(SmallModelDrafter):
         try:
             replicated_axes(self.config, mesh)
         except ConfigError as error:
-            raise ConfigError(f"{key}: {len(chosen)} devices cannot split the small model ({error})") from error
+            raise ConfigError(
+                f"{key}: {len(chosen)} devices cannot split the small model ({error})"
+            ) from error
         return mesh
 
     def _beside(self, target: DecodeEngine, params: Params, numerics: Numerics, mesh: Mesh) -> Companion:

@@ -158,6 +158,7 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
     if config.cluster.race and config.tools is not None:
         raise ConfigError("cluster.race: a copy would call tools again, which may answer otherwise; set 0")
+    drafting = config.speculation.decoupled.num_devices
     for key, used, instead in (
         (
             "engine.row_invariant",
@@ -172,8 +173,10 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         ),
         (
             f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
-            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
-            f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",
+            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices + drafting),
+            f"cluster.mesh has {config.cluster.mesh.num_devices} devices"
+            + (f" and speculation.decoupled {drafting}" if drafting else "")
+            + "; set as many",
         ),
         (
             "cluster.mesh",

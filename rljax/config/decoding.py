@@ -301,6 +301,13 @@ class DecoupledConfig(Section):
             )
         return self
 
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that draft; 0 where nothing is decoupled."""
+        if not self.window:
+            return 0
+        return 1 if self.devices is None else len(self.devices)
+
 
 class SpeculationConfig(Section):
     """Speculative decoding. It shortens rollouts and, with engine.verification: coupled, changes no token."""

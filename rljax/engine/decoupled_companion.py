@@ -172,7 +172,12 @@ class DecoupledCompanion(Companion):
         )
         self._since = time.perf_counter()
         cache, drafts = self.engine.draft_for(
-            self.params, self._state.cache, state, np.maximum(sizes, 1).astype(np.int32), steps, self.vocab_size
+            self.params,
+            self._state.cache,
+            state,
+            np.maximum(sizes, 1).astype(np.int32),
+            steps,
+            self.vocab_size,
         )
         self._state = self._state.replace(cache=cache)
         self._under_way = drafts

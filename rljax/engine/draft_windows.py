@@ -5,9 +5,9 @@ behind its last token. The target verifies the first of them, and meanwhile the 
 
     last token | verified now | drafted meanwhile, as if all of those were accepted
 
-With a window of w at most w tokens are drafted at a time, and at most 2w - 1 are unanswered. The answer is the
-tokens that the target sampled. Where all of them were foretold, what is left of the chain stands behind the
-new last token: the next window is ready. Otherwise the whole chain is thrown away, its rejected draft
+With a window of w at most w tokens are drafted at a time, and at most 2w - 1 are unanswered. The answer is
+the tokens that the target sampled. Where all of them were foretold, what is left of the chain stands behind
+the new last token: the next window is ready. Otherwise the whole chain is thrown away, its rejected draft
 included, which so wastes at most 2w - 1 tokens.
 
 A slot that is not `ahead` is drafted for only while none of its drafts is unanswered, as in coupled

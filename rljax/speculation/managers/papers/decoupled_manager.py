@@ -1,10 +1,10 @@
-"""SpecActor's choice of coupled, decoupled or plain decoding, of the window, and of what single requests need.
+"""SpecActor's choice of coupled, decoupled or plain decoding, of the window, and for single requests.
 
-SpecActor, section 4.1. Algorithm 1 (`rljax.cluster.planner.plan`) chooses before a rollout, whenever the decode
-state has another shape, and every thousand tokens, from measured times and the acceptance so far. The devices
-are given: one group verifies, another one may draft. Algorithm 2 (`reconfigure`) then chooses anew for the
-requests that are accepted less than the mean. They share their passes with the others, so each of its answers
-is a rule for what is drafted for the request (`DraftWindows`):
+SpecActor, section 4.1. Algorithm 1 (`rljax.cluster.planner.plan`) chooses before a rollout, whenever the
+decode state has another shape, and every thousand tokens, from measured times and the acceptance so far. The
+devices are given: one group verifies, another one may draft. Algorithm 2 (`reconfigure`) then chooses anew
+for the requests that are accepted less than the mean. They share their passes with the others, so each of its
+answers is a rule for what is drafted for the request (`DraftWindows`):
 
     plain        nothing
     coupled      a window, while none of its drafts is unanswered: every other pass
@@ -95,7 +95,9 @@ class DecoupledManager:
             goes_on=decoupled,
         )
         # Chains may be longer than a window where a pass had no room for all of them.
-        width = min(2 * self._drafter.window - 1, self._buckets.max_drafts) if decoupled else chosen.all.window
+        width = (
+            min(2 * self._drafter.window - 1, self._buckets.max_drafts) if decoupled else chosen.all.window
+        )
         strategy = Strategy(width, 1, width, self._proposer.name)
         state, drafted = draft(self._proposer, strategy, state, active, statistics, self._buckets)
         if not drafted.rows:
