@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.speculation.managers.papers.decoupled_manager import DecoupledManager
@@ -157,21 +156,3 @@ def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
     others = manager._chosen((4, 64), active_slots()).others
     assert sorted(others) == [1, 2] and others[1].mode == "plain"
     assert (others[2].mode == "decoupled" and others[2].window < 4) or others[2].mode == "coupled"
-
-
-# -- the config ----------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_decoupled_is_refused():
-    small = {"drafter": "small_model", "args": {"path": "somewhere"}}
-    for keys, says in (
-        ({**small, "decoupled": {"window": 1}}, "window: 1 leaves nothing to draft ahead"),
-        ({"drafter": "eagle", "decoupled": {"window": 4}}, "window: needs speculation.drafter: small_model"),
-        ({**small, "others": {"srt": {}}, "decoupled": {"window": 4}}, "window: needs speculation.drafter"),
-        ({**small, "choice": "bandit", "decoupled": {"window": 4}}, "window: is chosen by SpecActor's"),
-        ({**small, "overlap": True, "decoupled": {"window": 4}}, "window: is not possible with"),
-        ({**small, "max_drafts": 3, "decoupled": {"window": 4}}, "window: 4 is more than"),
-    ):
-        with pytest.raises(ValueError, match=f"speculation.decoupled.{says}"):
-            SpeculationConfig(**keys)
-    assert SpeculationConfig(**small, decoupled={"window": 4, "devices": [1, 2]}).decoupled.num_devices == 2
