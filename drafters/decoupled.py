@@ -3,6 +3,7 @@
 It drafts the next window while the policy verifies the last one: see `rljax/engine/decoupled_companion.py`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -43,6 +44,7 @@ class DecoupledDrafter(SmallModelDrafter):
         super().__init__(arguments)
         self.window, self._devices = config.window, config.devices
         self.goes_on = True
+        self._chosen(verifying=1)  # complains before anything is computed
 
     def attach(self, engine: DecodeEngine) -> None:
         self.strategies = (DraftStrategy(self.window, 1, self.window),)
@@ -54,17 +56,9 @@ class DecoupledDrafter(SmallModelDrafter):
         Raises:
           ConfigError: there are no such devices, or they cannot split the model.
         """
-        devices, key = jax.local_devices(), "speculation.decoupled.devices"
-        verifying = 1 if policy is None else policy.devices.size
-        chosen = (verifying,) if self._devices is None else self._devices
-        if max(chosen) >= len(devices):
-            raise ConfigError(
-                f"{key}: device {max(chosen)} is needed, but there are {len(devices)}, from 0 on, of which"
-                f" {verifying} verify; add devices (on a CPU XLA_FLAGS="
-                "--xla_force_host_platform_device_count=2), or set speculation.decoupled.window: 0"
-            )
+        chosen = self._chosen(1 if policy is None else policy.devices.size)
         mesh = Mesh(
-            np.asarray([devices[index] for index in chosen]).reshape(1, 1, -1),
+            np.asarray(chosen).reshape(1, 1, -1),
             ("data", "fsdp", "tensor"),
             axis_types=(AxisType.Auto,) * 3,
         )
@@ -72,9 +66,28 @@ class DecoupledDrafter(SmallModelDrafter):
             replicated_axes(self.config, mesh)
         except ConfigError as error:
             raise ConfigError(
-                f"{key}: {len(chosen)} devices cannot split the small model ({error})"
+                f"speculation.decoupled.devices: {len(chosen)} cannot split the small model ({error})"
             ) from error
         return mesh
+
+    def _chosen(self, verifying: int) -> list[jax.Device]:
+        """The devices that draft, where so many verify."""
+        devices = jax.local_devices()
+        numbers = (verifying,) if self._devices is None else self._devices
+        if max(numbers) >= len(devices):
+            raise ConfigError(
+                f"speculation.decoupled.devices: number {max(numbers)} is needed, and there are"
+                f" {len(devices)}, from 0 on, of which {verifying} verify; add devices (on a CPU XLA_FLAGS="
+                "--xla_force_host_platform_device_count=2), or set speculation.decoupled.window: 0"
+            )
+        return [devices[number] for number in numbers]
+
+    def numerics(self, policy: Numerics, mesh: Mesh) -> Numerics:
+        """Returns its numerics on `mesh`, with the policy's kernels as its own devices can compute them."""
+        kernels = dataclasses.replace(policy.kernels, mesh=None)
+        if mesh.size > 1:
+            kernels = kernels.on_mesh(mesh)
+        return dataclasses.replace(super().numerics(policy, None), kernels=kernels)
 
     def _beside(self, target: DecodeEngine, params: Params, numerics: Numerics, mesh: Mesh) -> Companion:
         return DecoupledCompanion(target, self.config, params, numerics, mesh, self.window)
