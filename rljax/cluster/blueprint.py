@@ -41,18 +41,20 @@ class Blueprint:
       policy: architecture of the policy.
       eos_token_ids: tokens that end a response.
       tokenizer_files: contents of the tokenizer's files, by name.
+      serves: whether requests come at any time, and may have a distribution of their own, as a server's.
     """
 
     config: ExperimentConfig
     policy: ModelConfig
     eos_token_ids: tuple[int, ...]
     tokenizer_files: Mapping[str, bytes]
+    serves: bool = False
 
 
-def make_blueprint(config: ExperimentConfig, policy: Policy) -> Blueprint:
-    """Returns the blueprint of the workers of a run."""
+def make_blueprint(config: ExperimentConfig, policy: Policy, serves: bool = False) -> Blueprint:
+    """Returns the blueprint of the workers of a run, or of a server."""
     contents = {file.name: file.read_bytes() for file in Tokenizer.files(policy.tokenizer_directory)}
-    return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents)
+    return Blueprint(config, policy.config, tuple(policy.eos_token_ids), contents, serves)
 
 
 def check_moves(scheduler: Scheduler) -> None:
@@ -127,12 +129,13 @@ def build(blueprint: Blueprint, name: str) -> Built:
     pool = ExecutablePool(bool(config.engine.row_invariant), cache)
     speculation, directories = _of_worker(config.speculation, name)
     config = config.model_copy(update={"speculation": speculation})
-    scheduler = make_scheduler(config, policy, make_drafters(speculation), numerics, pool, mesh)
+    drafters = make_drafters(speculation)
+    scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh, blueprint.serves)
     if scheduler.speculator is not None:
         scheduler.speculator.freeze()
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
-    warm_up(scheduler, params, config)
+    warm_up(scheduler, params, config, requests_join=blueprint.serves)
     return Built(scheduler, None if invariance is None else invariance.fingerprint, directories)
 
 

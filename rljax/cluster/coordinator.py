@@ -379,12 +379,25 @@ class Coordinator:
         return self._direct(list(self._workers), now)
 
     def _end(self, event: End) -> list[Command]:
+        rollout, unwanted = self.rollouts.open[event.rollout], {}
+        commands: list[Command] = []
+        for key in event.keys:
+            entry = self.ledger[key]
+            if entry.ending is None:  # nobody waits for it any more
+                commands += self._finish(key, "")
+            elif rollout.renewed:  # in a rollout without end its worker would keep it
+                unwanted.setdefault(entry.ended_by, []).append(key)
+        commands += [
+            Withdraw(name, rollout.number, tuple(keys))
+            for name, keys in unwanted.items()
+            if name in self._workers
+        ]
         self.rollouts.forget(event.rollout, event.keys)
         self.ledger.close(event.keys)
         self._moved.difference_update(event.keys)
         for key in event.keys:
             self._drafts.pop(key, None)
-        return []
+        return commands
 
     def _pieces(self, event: Pieces, worker: _Worker | None, now: float) -> list[Command]:
         if worker is not None:

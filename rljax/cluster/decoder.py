@@ -158,7 +158,12 @@ class ClusterDecoder:
             self.listen()
 
     def build(
-        self, scheduler: Scheduler, config: ExperimentConfig, policy: Policy, invariance: Invariance | None
+        self,
+        scheduler: Scheduler,
+        config: ExperimentConfig,
+        policy: Policy,
+        invariance: Invariance | None,
+        serves: bool = False,
     ) -> None:
         """Lets workers build their engines, which they do meanwhile.
 
@@ -167,6 +172,7 @@ class ClusterDecoder:
           config: the experiment.
           policy: the policy; workers get its weights later.
           invariance: of the driver's numerics; None where it is not measured.
+          serves: see `Blueprint`.
 
         Raises:
           ConfigError: a drafter cannot be trained for workers, or the task is an environment.
@@ -174,7 +180,7 @@ class ClusterDecoder:
         check_moves(scheduler)
         check_shared(scheduler.speculator)
         self.coordinator.only_holders = scheduler.tools is not None
-        self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy))
+        self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
         drafters = list(config.speculation.kinds)
         router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
@@ -313,6 +319,15 @@ class ClusterDecoder:
         self._history.measure(rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
+
+    def release(self, number: int, keys: Sequence[Key]) -> None:
+        """Forgets responses of a rollout, in the place of `finish`; those that have not ended are given up.
+
+        Args:
+          number: of the rollout.
+          keys: of the requests.
+        """
+        self._do(self.coordinator.on(End(number, tuple(keys)), self._fabric.now()))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

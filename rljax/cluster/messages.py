@@ -173,7 +173,9 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The driver has taken responses of a rollout that have ended: they may be forgotten."""
+    """The driver has taken responses of a rollout that have ended, or gives some up that have not: they are
+    forgotten.
+    """
 
     rollout: int
     keys: tuple[Key, ...]

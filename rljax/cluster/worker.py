@@ -207,7 +207,7 @@ class RolloutWorker:
         return []
 
     def _start(self) -> None:
-        scheduler = self._scheduler
+        scheduler, serves = self._scheduler, self._blueprint.serves
         if scheduler.speculator is not None:
             scheduler.speculator.prefer(None)
         self.loop = DecodeLoop(
@@ -217,7 +217,7 @@ class RolloutWorker:
             scheduler.speculator,
             scheduler.overlap,
             scheduler.tools,
-            policy=LoopPolicy(start_full=True),
+            policy=LoopPolicy(sync_at_every_ending=True) if serves else LoopPolicy(start_full=True),
             on_sync=self._collect,
             version=self._version,
         )
@@ -256,8 +256,10 @@ class RolloutWorker:
 
     def _withdraw(self, order: Withdraw) -> list[Event]:
         if order.rollout == self._rollout and self.loop is not None:
-            known = [self._responses.pop(key) for key in order.keys if key in self._responses]
-            self.loop.cancel(known)
+            known = {key: self._responses.pop(key) for key in order.keys if key in self._responses}
+            self.loop.cancel(known.values())
+            for key, response in known.items():
+                del self._keys[response], self._sent[key], self._order_of[key]
         return []
 
     def _answer(self, order: Ask) -> list[Event]:

@@ -47,6 +47,15 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="longest response [the run's]")
     parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
     parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="decode in N worker processes under Ray, with the run's other keys of cluster [in this process]",
+    )
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="of the workers' Ray cluster [the run's, or one here]"
+    )
+    parser.add_argument(
         "--drafter",
         help="what proposes tokens: a name, or a class of yours as module:Class, with the run's arguments"
         " where the run uses it; none decodes without drafts [the run's]",
@@ -111,6 +120,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.max_prompt_tokens,
         arguments.max_tokens,
         arguments.drafter,
+        arguments.workers,
+        arguments.ray,
     )
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)

@@ -82,6 +82,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.max_prompt_tokens,
         arguments.max_tokens,
         arguments.drafter,
+        arguments.workers,
+        arguments.ray,
     )
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)

@@ -9,6 +9,7 @@ depends only on seed and sample, so the same prompt and seed give the same token
 else is decoded at the same time.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +17,33 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from pydantic import ValidationError
 
 from drafters.base import Drafter
 from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.registry import DRAFTERS, make_drafters
 from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
+from rljax.config.cluster import ClusterConfig, check_with_workers
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.engine.invariance import Invariance
 from rljax.environments.task import environment_of
 from rljax.errors import ConfigError, known_names
 from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
+from rljax.models.transformer import Params
 from rljax.requests import Request
+from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from rljax.serving.cluster_worker import ClusterWorker
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem, Task
 from rljax.tasks.registry import configured_task
+from rljax.training import session
 from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
 from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
@@ -58,6 +66,8 @@ class Options:
       max_tokens: most tokens of a response.
       drafter: a name, or an import path, `module:Class` (`drafters/loading.py`), with the run's arguments
         where the run uses this drafter, else with its defaults; "none" decodes without drafts.
+      workers: number of rollout workers that decode; None decodes in this process.
+      ray: address of the Ray cluster of the workers; None for the run's `cluster.address`.
     """
 
     step: int | None = None
@@ -67,6 +77,8 @@ class Options:
     max_prompt_tokens: int | None = None
     max_tokens: int | None = None
     drafter: str | None = None
+    workers: int | None = None
+    ray: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +99,7 @@ class ServedPolicy:
     vocab_size: int
     config: ExperimentConfig
     sampling: SamplingParams
-    worker: EngineWorker
+    worker: EngineWorker | ClusterWorker
     drafters: tuple[str, ...]
     task: Task | None = None
 
@@ -177,16 +189,14 @@ def open_policy(
     )
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
-    learned_together = {}
+    state: Mapping[str, np.ndarray] = {}
     if speculator is not None:
         for drafter in drafters.values():
             if isinstance(drafter, TrainedDrafter):
                 drafter.freeze()
         state = saved.drafter_state()
-        learned_together = dict.fromkeys(_prompts(state), config.rollout.samples_per_prompt)
         if state:
             speculator.load_state(state)
-    # The weights, and the programs of all shapes that requests may need.
     params = engine.load_params(saved.policy.params)
     say(
         f"{saved.path}"
@@ -194,22 +204,46 @@ def open_policy(
         + f": temperature {config.rollout.temperature:g}, top_p {config.rollout.top_p:g}, drafter"
         f" {', '.join(drafters) or 'none'}"
     )
-    if compile_first or speculator is not None:
-        say("compiling")
-        warm_up(scheduler, params, config, requests_join=True)
-        _report_untrained(drafters, say)
-    worker = EngineWorker(
-        engine,
-        params,
-        scheduler.max_slots,
-        speculator,
-        max_waiting,
-        steps_per_sync,
-        learned_together,
-        environment=scheduler.tools,
-    )
+    worker: EngineWorker | ClusterWorker
+    if options.workers is None:
+        if compile_first or speculator is not None:  # the programs of all shapes that requests may need
+            say("compiling")
+            warm_up(scheduler, params, config, requests_join=True)
+        worker = EngineWorker(
+            engine,
+            params,
+            scheduler.max_slots,
+            speculator,
+            max_waiting,
+            steps_per_sync,
+            learned_together=dict.fromkeys(_prompts(state), config.rollout.samples_per_prompt),
+            environment=scheduler.tools,
+        )
+    else:
+        worker = _cluster_worker(config, saved, scheduler, invariance, params, max_waiting, say)
+    _report_untrained(drafters, say)
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
     return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), task)
+
+
+def _cluster_worker(
+    config: ExperimentConfig,
+    saved: SavedPolicy,
+    scheduler: Scheduler,
+    invariance: Invariance | None,
+    params: Params,
+    max_waiting: int,
+    say: Say,
+) -> ClusterWorker:
+    """Starts the workers of a config, and waits until they have compiled."""
+    check_with_workers(config)
+    with contextlib.ExitStack() as parts:
+        cluster = parts.enter_context(session.cluster_of(config, say))
+        say("the workers compile")
+        cluster.build(scheduler, config, saved.policy, invariance, serves=True)
+        cluster.wait()
+        end = parts.pop_all().close
+    return ClusterWorker(cluster, scheduler.engine, params, scheduler.max_slots, max_waiting, end)
 
 
 def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]:
@@ -235,7 +269,9 @@ def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
 
 
 def _check(options: Options) -> None:
-    for name in ("slots", "max_prompt_tokens", "max_tokens"):
+    if options.ray is not None and options.workers is None:
+        raise ConfigError("--ray: without --workers this process decodes; set how many there shall be")
+    for name in ("slots", "max_prompt_tokens", "max_tokens", "workers"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
@@ -273,7 +309,9 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     speculation = _speculation(config.speculation, options.drafter)
     if config.tools is not None:
         say("the run's tools are not called here: a response continues after a call without its answer")
+    cluster = _cluster(config.cluster, options)
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
+    parts |= {"cluster": cluster}
     config = config.model_copy(update=parts)
     longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
     if longest > most:
@@ -286,6 +324,16 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     except ValueError as error:
         raise ConfigError(f"--temperature, --top-p: {error}") from error
     return config
+
+
+def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:
+    """Returns the section of workers that serve: what it says of rollouts has no meaning for them."""
+    changes = {"workers": options.workers or 0, "address": options.ray or config.address, "replay": None}
+    kept = config.model_dump(exclude={"pipe", "pipe_groups", "migration", "balance", "race"})
+    try:
+        return ClusterConfig.model_validate(kept | changes)
+    except ValidationError as error:
+        raise ConfigError(f"--ray: {error.errors()[0]['msg']}") from error
 
 
 def _defaults(path: Path, say: Say) -> ExperimentConfig:

@@ -62,6 +62,7 @@ class Job:
 
     Attributes:
       response: the response so far.
+      cancelled: whether nobody waits for it any more; see `EngineWorker.cancel`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Job:
         self.request, self.deliver = request, deliver
         self.response = LiveResponse(request, stop)
         self._delivered = 0
-        self._cancelled = False
+        self.cancelled = False
 
     @property
     def tokens(self) -> list[int]:
@@ -212,7 +213,7 @@ class EngineWorker:
         """Cancels jobs that have not ended; their slots become free at the next host sync."""
         with self._changed:
             for job in jobs:
-                job._cancelled = True
+                job.cancelled = True
             self._changed.notify()
 
     def load_params(self, params: Params, version: int) -> None:
@@ -245,7 +246,7 @@ class EngineWorker:
             self._closing = True
             if not drain:
                 for job in (*self._waiting, *self._live.values()):
-                    job._cancelled = True
+                    job.cancelled = True
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -303,11 +304,11 @@ class EngineWorker:
                     return False
                 self._changed.wait()
             new_params, self._new_params = self._new_params, None
-            dropped = [job for job in self._waiting if job._cancelled]
-            jobs = [job for job in self._waiting if not job._cancelled]
+            dropped = [job for job in self._waiting if job.cancelled]
+            jobs = [job for job in self._waiting if not job.cancelled]
             taken = jobs[: self.max_slots - len(self._live)]
             self._waiting = collections.deque(jobs[len(taken) :])
-            cancelled = [response for response, job in self._live.items() if job._cancelled]
+            cancelled = [response for response, job in self._live.items() if job.cancelled]
             self._live |= {job.response: job for job in taken}
         for job in dropped:
             self._end(job, [], [], "cancelled")

@@ -19,6 +19,7 @@ from tests.training.tiny_run import train, write_config
 
 HERE = "tests.agents.players"
 TINY = ("warm_start=null", "evaluation.problems=2", "rollout.prompts_per_step=2", "training.steps=2")
+TINY += ("engine.batch_buckets=[4]",)  # requests join at any time: each batch has many programs
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "agents/seconds")
 
@@ -59,7 +60,8 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
     for name in ("called", "asking"):
         (tmp_path / name).mkdir()
     log = tmp_path / "called" / "log"
-    called = train(tmp_path / "called", *TINY, agent(log))
+    train(tmp_path / "called", *TINY, agent(log), "training.steps=1")
+    called = train(tmp_path / "called", *TINY, agent(log))  # resumed: goes on as the run below, in one piece
     for line in called[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0 and line["gradient_norm"] > 0
         assert line["agents/requests"] == 3.0 and line["agents/sequences"] == 2.0
@@ -68,7 +70,7 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
         assert line["update/tokens"] == pytest.approx(kept * line["rollout/tokens"])
     steps, learned[:] = list(learned), []
     found = replies(log)
-    assert len(found) == 2 * 2 * 4 + 2 * 2  # two steps and two evaluations
+    assert len(found) == 2 * 2 * 4 + 3 * 2  # two steps and three evaluations
     for step, groups in enumerate(steps):
         for group in groups:
             assert group.episodes == tuple(np.repeat(range(4), 2))

@@ -84,7 +84,8 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
         return events
 
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=15", *DRAFTS)
+    # The stopped one is waited for as long; a busy machine must not make the other ones silent for so long.
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=30", *DRAFTS)
     troubled = run(world, "ray_trouble", *overrides)
     assert len(hit) == 2
     assert not differences(alone, troubled)
@@ -127,7 +128,8 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
 
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
     monkeypatch.setattr(ray_fabric.RayFabric, "send", kill)
-    troubled = run(world, "ray_nodes", "cluster.workers=2", "cluster.lease_seconds=15")
+    # Ray says that a process is gone: no lease decides it, however busy the machine is.
+    troubled = run(world, "ray_nodes", "cluster.workers=2", "cluster.lease_seconds=300")
     assert done.keys() == {"gone", "new", "killed"}
     assert not differences(alone, troubled)
     assert sum(line["cluster/restarts"] for line in steps_of(troubled)) == 2
