@@ -161,6 +161,45 @@ class KnowingDrafter(DeviceDrafter, Protocol):
 
 
 @runtime_checkable
+class AheadDrafter(KnowingDrafter, Protocol):
+    """A drafter on devices of its own, which drafts while the engine verifies.
+
+    Attributes:
+      window: most tokens that it drafts at a time.
+    """
+
+    window: int
+
+    def use(self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, goes_on: bool) -> None:
+        """Sets how far to draft for `slots`, int32 [n], from now on.
+
+        Args:
+          windows: int [n], most tokens at a time, up to `window`; 0 for no drafts.
+          ahead: bool [n], whether to draft while drafts of the slot are unanswered.
+          goes_on: whether `go_on` drafts at all.
+        """
+
+    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns chains to verify.
+
+        Args:
+          slots: int32 [n].
+          length: positions of the engine's cache.
+          width: most drafts of a slot.
+
+        Returns:
+          Tokens, int32 [n, width], -1 behind the last; and log-probabilities, float32 [n, width], of being
+          accepted with all before.
+        """
+
+    def go_on(self, slots: np.ndarray) -> None:
+        """A pass over `slots` is under way: drafts behind their drafts, and does not wait."""
+
+    def measured(self) -> list[float]:
+        """Returns the seconds of a drafted token of every slot, of all new measurements."""
+
+
+@runtime_checkable
 class TrainedDrafter(Drafter, Protocol):
     """A drafter that is trained in small slices between passes.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from drafters.arguments import Arguments, checked
 from drafters.base import Drafter
+from drafters.decoupled import DecoupledDrafter
 from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter
@@ -65,6 +66,9 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     """
     if config.drafter is None:
         return {}
+    if config.decoupled.window:
+        arguments = checked("speculation.args", config.drafter, SmallModelArguments, config.args)
+        return {config.drafter: DecoupledDrafter(arguments, config.decoupled)}
     drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
     kinds, arguments = config.kinds, config.arguments
     for name, given in config.others.items():

@@ -102,8 +102,13 @@ class SmallModelDrafter:
             params = load_params(self.path, load_model_config(self.path), numerics.compute_dtype)
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
-        self._companion = Companion(target, self.config, _cut(params, self.config.vocab_size), numerics, mesh)
+        self._companion = self._beside(target, _cut(params, self.config.vocab_size), numerics, mesh)
         return self._companion
+
+    def _beside(
+        self, target: DecodeEngine, params: Params, numerics: Numerics, mesh: Mesh | None
+    ) -> Companion:
+        return Companion(target, self.config, params, numerics, mesh)
 
     def mesh(self, policy: Mesh | None) -> Mesh | None:
         """Returns the mesh that it drafts on beside a policy on that one; call `check` before."""

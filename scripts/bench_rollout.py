@@ -16,7 +16,7 @@ from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
-from rollout_benchmarks.variants import PLAIN, VARIANTS
+from rollout_benchmarks.variants import ON_ONE_DEVICE, PLAIN, VARIANTS
 
 _CONFIG = "configs/bench_long_tail.yaml"
 
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", default=_CONFIG, metavar="FILE", help=f"the workload (default: {_CONFIG})"
     )
     parser.add_argument(
-        "--variants", default=",".join(list(VARIANTS)[1:]), help="drafters, separated by commas"
+        "--variants",
+        default=",".join(ON_ONE_DEVICE[1:]),
+        help="drafters, separated by commas (default: all but those that need a device of their own)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)

@@ -139,6 +139,14 @@ def test_a_config_file(tmp_path, monkeypatch, capsys, content, says):
         (("speculation.drafter=small_model", "speculation.args={path: nowhere}"), "nowhere"),
         (("speculation.drafter=small_model", "speculation.args={path: POLICY}"), "vocab"),
         (
+            (
+                "speculation.drafter=small_model",
+                "speculation.args={path: POLICY}",
+                "speculation.decoupled={window: 3, devices: [99]}",
+            ),
+            "speculation.decoupled.devices: number 99 is needed, and there ",
+        ),
+        (
             ("rollout.max_prompt_length=8", "rollout.long_prompts=stop"),
             "rollout.max_prompt_length: 8, but the prompt of problem train/0",
         ),

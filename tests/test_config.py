@@ -21,6 +21,7 @@ from rljax.errors import ConfigError
 from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
+DECOUPLED = ["speculation.drafter=small_model", "speculation.decoupled.window=4"]
 BANDIT = [
     "speculation.drafter=srt",
     "speculation.choice=bandit",
@@ -340,6 +341,37 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
             "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1",
         ),
         (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
+        ([*DECOUPLED, "speculation.decoupled.window=1"], "speculation.decoupled.window: 1 leaves nothing to"),
+        (
+            [*DECOUPLED, "speculation.max_drafts=3"],
+            "speculation.decoupled.window: 4 is more than speculation.",
+        ),
+        (
+            [*DECOUPLED, "speculation.drafter=eagle"],
+            "speculation.decoupled.window: needs speculation.drafter: small_model alone; other drafters read",
+        ),
+        (
+            [*DECOUPLED, "speculation.others={srt: {}}"],
+            "speculation.decoupled.window: needs speculation.drafter",
+        ),
+        (
+            [*DECOUPLED, "speculation.choice=bandit"],
+            "speculation.decoupled.window: is chosen by SpecActor's Algorithm 1; leave out",
+        ),
+        (
+            [*DECOUPLED, "speculation.overlap=true"],
+            "speculation.decoupled.window: is not possible with speculation.overlap",
+        ),
+        ([*DECOUPLED, "speculation.decoupled.devices=[]"], "speculation.decoupled.devices: "),
+        ([*DECOUPLED, "speculation.decoupled.modes=[always]"], "speculation.decoupled.modes.0: "),
+        (
+            [*DECOUPLED, "engine.verification=rejection"],
+            "speculation.decoupled.window: needs engine.verification: coupled, got rejection",
+        ),
+        (
+            [*DECOUPLED, "rollout.presence_penalty=0.5"],
+            "speculation.decoupled.window: needs rollout.repetition_penalty 1.0",
+        ),
         (["engine.verification=copied"], "engine.verification: "),
         (
             ["engine.batch_buckets=[8, 32]"],

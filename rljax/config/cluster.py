@@ -201,6 +201,7 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         raise ConfigError(
             "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0"
         )
+    drafting = config.speculation.decoupled.num_devices
     for key, used, instead in (
         (
             "engine.row_invariant",
@@ -215,8 +216,10 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         ),
         (
             f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
-            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices),
-            f"cluster.mesh has {config.cluster.mesh.num_devices} devices; set as many",
+            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices + drafting),
+            f"cluster.mesh has {config.cluster.mesh.num_devices} devices"
+            + (f" and speculation.decoupled {drafting}" if drafting else "")
+            + "; set as many",
         ),
         (
             "cluster.mesh",

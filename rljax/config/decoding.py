@@ -268,6 +268,47 @@ class ToggleConfig(Section):
         return self
 
 
+DecodingMode = Literal["plain", "coupled", "decoupled"]
+
+
+class DecoupledConfig(Section):
+    """Decoupled speculation: a small model on devices of its own drafts the next window while the policy
+    verifies the last one (SpecActor, section 4.1)."""
+
+    window: CountOrOff = Field(
+        0,
+        description="Most tokens that are drafted ahead at a time, 2 or more; 0 is off. Set it where devices"
+        " are left over and the small model's drafts are nearly always accepted; a rejection throws up to"
+        " twice as many drafts away.",
+    )
+    devices: Annotated[tuple[CountOrOff, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Numbers of the devices that draft, from 0 on; several split the model by its heads."
+        " null is the first behind those of the mesh. Set others where the small model should be near, or 0"
+        " to share the policy's, without drafting and verifying at once.",
+    )
+    modes: Annotated[tuple[DecodingMode, ...], Field(strict=False, min_length=1)] = Field(
+        ("plain", "coupled", "decoupled"),
+        description="Ways to decode that SpecActor's Algorithm 1 chooses among, by measured times and"
+        " acceptance. Set decoupled alone to measure what choosing is worth.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DecoupledConfig":
+        if self.window == 1:
+            raise ValueError(
+                "speculation.decoupled.window: 1 leaves nothing to draft ahead; set 0 (off) or at least 2"
+            )
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that draft; 0 where nothing is decoupled."""
+        if not self.window:
+            return 0
+        return 1 if self.devices is None else len(self.devices)
+
+
 class SpeculationConfig(Section):
     """Speculative decoding. It shortens rollouts and, with engine.verification: coupled, changes no token."""
 
@@ -357,6 +398,7 @@ class SpeculationConfig(Section):
         " where drafting takes much of a pass (speculation/idle_share), but not where reading"
         " the weights dominates: two half passes then cost nearly two whole ones.",
     )
+    decoupled: DecoupledConfig = DecoupledConfig()
     run_ahead_below: CountOrOff = Field(
         0,
         description="Number of running responses from which on idle slots sample requests of the next step"
@@ -392,6 +434,7 @@ class SpeculationConfig(Section):
         if self.strategies and self.choice not in ("bandit", "fixed"):
             raise ValueError("speculation.strategies: only speculation.choice: bandit or fixed reads them")
         self._check_thresholds()
+        self._check_decoupled()
         if self.choice == "fixed" and len(self.strategies) != 1:
             raise ValueError(
                 f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
@@ -421,6 +464,26 @@ class SpeculationConfig(Section):
                     f"speculation.others: {name!r} is no name for a drafter; use letters, digits, - and _"
                 )
         return self
+
+    def _check_decoupled(self) -> None:
+        window, key = self.decoupled.window, "speculation.decoupled.window"
+        if not window:
+            return
+        if self.drafter != "small_model" or self.others:
+            raise ValueError(
+                f"{key}: needs speculation.drafter: small_model alone; other drafters read what the policy"
+                " computes, or take no time that could be hidden"
+            )
+        if self.choice != "expected":
+            raise ValueError(
+                f"{key}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {self.choice}"
+            )
+        if self.overlap or self.run_ahead_below:
+            raise ValueError(
+                f"{key}: is not possible with speculation.overlap or run_ahead_below; leave these out"
+            )
+        if window > self.max_drafts:
+            raise ValueError(f"{key}: {window} is more than speculation.max_drafts {self.max_drafts}")
 
     def _check_thresholds(self) -> None:
         thresholds, key = self.batch_thresholds, "speculation.batch_thresholds"

@@ -243,6 +243,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
+    if config.speculation.decoupled.window and engine.verification != "coupled":
+        yield (
+            f"speculation.decoupled.window: needs engine.verification: coupled, got {engine.verification};"
+            " drafts ahead are sampled with the requests' noise"
+        )
     if config.evaluation.sampling_changes and engine.verification != "coupled":
         name = next(iter(config.evaluation.sampling_changes))
         yield (
@@ -255,6 +260,11 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             " held-out reward are kept"
         )
     penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+    if config.speculation.decoupled.window and penalties != (1.0, 0.0, 0.0):
+        yield (
+            "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
+            " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"
+        )
     if config.tools is not None and penalties != (1.0, 0.0, 0.0):
         yield (
             "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"

@@ -251,12 +251,22 @@ class Companion:
         rows, order = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
         self._known[slots[rows], self._sizes[slots[rows]] + order] = tokens[rows, order]
         # Drafting wrote the entry of the last token, and of every draft but the last.
-        chains, width = self._chains[slots], min(self._chains.shape[1], tokens.shape[1])
-        came_true = np.cumprod(chains[:, :width] == tokens[:, :width], axis=1).sum(axis=1)
-        written = (chains >= 0).sum(axis=1)
+        came_true, written = self._answer(slots, tokens, counts)
         self._lengths[slots] += np.minimum(np.minimum(1 + came_true, written), counts)
         self._sizes[slots] += counts
-        self._chains[slots[counts > 0]] = -1
+
+    def _answer(
+        self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How many drafts of each slot came true, and how many there were; they are over now."""
+        chains, width = self._chains[slots], min(self._chains.shape[1], tokens.shape[1])
+        came_true = np.cumprod(chains[:, :width] == tokens[:, :width], axis=1).sum(axis=1)
+        self._drop(slots[counts > 0])
+        return came_true, (chains >= 0).sum(axis=1)
+
+    def _drop(self, slots: np.ndarray) -> None:
+        """The drafts of `slots` are over."""
+        self._chains[slots] = -1
 
     def draft(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
         """Chains of up to `steps` tokens for every active slot of the target; see `DecodeEngine.draft`.
@@ -308,14 +318,14 @@ class Companion:
         slots = np.asarray(slots, np.int32)
         self._sizes[slots] = np.where(self._sizes[slots] > 0, sizes, 0)
         self._lengths[slots] = np.minimum(self._lengths[slots], np.maximum(self._sizes[slots] - 1, 0))
-        self._chains[slots] = -1
+        self._drop(slots)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing is known of `slots` any more: their requests are over."""
         self._settle()
-        slots = list(slots)
+        slots = np.asarray(slots, np.int32)
         self._sizes[slots] = self._lengths[slots] = 0
-        self._chains[slots] = -1
+        self._drop(slots)
 
     def warm_up(
         self, slots: int, prompt_length: int, late_inserts: bool = False, widens: bool = False

@@ -263,6 +263,11 @@ def make_planning(
     config: ExperimentConfig, topology: Topology, hardware: Hardware | None = None
 ) -> tuple[Planning, Hardware]:
     """Returns what a run is planned from, and the figures of a device."""
+    if config.speculation.decoupled.window:
+        raise ConfigError(
+            "speculation.decoupled.window: the devices that draft are not planned; set 0, which plans those"
+            " of the mesh"
+        )
     model, eos_token_ids = planned_policy(config)
     check_devices(config.mesh, topology.num_devices)
     devices = compile_devices(topology)

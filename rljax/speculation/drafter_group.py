@@ -127,6 +127,11 @@ class DrafterGroup:
         for drafter in self.on_device:
             drafter.widen(batch)
 
+    def go_on(self, slots: np.ndarray) -> None:
+        """A pass over `slots` is under way, beside which drafters with devices of their own may draft."""
+        for drafter in self.on_device:
+            drafter.go_on(slots)
+
     def advance(self, result: DecodeResult) -> None:
         """Slots have sampled tokens."""
         for drafter in self.on_device:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.device import DeviceDrafter
+from drafters.device import AheadDrafter, DeviceDrafter
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import Prefix
 
@@ -52,6 +52,11 @@ class Following:
         """Slots have sampled tokens."""
         if self.takes_part:
             self.drafter.advance(result)
+
+    def go_on(self, slots: np.ndarray) -> None:
+        """A pass over `slots` is under way."""
+        if self.takes_part and isinstance(self.drafter, AheadDrafter):
+            self.drafter.go_on(slots)
 
     def append(
         self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray

@@ -12,7 +12,7 @@ import numpy as np
 
 from drafters.aligned import aligned
 from drafters.base import Drafter, DraftRequest, Outcome
-from drafters.device import DeviceDrafter, SelfDrafter
+from drafters.device import AheadDrafter, DeviceDrafter, SelfDrafter
 from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
@@ -20,6 +20,7 @@ from rljax.engine.state import Prefix
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
+from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
 from rljax.speculation.host_proposer import HostProposer
@@ -85,6 +86,8 @@ class Speculator:
     def _proposer(self, name: str, drafter: Drafter) -> Proposer:
         if isinstance(drafter, SelfDrafter):
             return SelfProposer(name, drafter, self.engine, self._times)
+        if isinstance(drafter, AheadDrafter):
+            return AheadProposer(name, drafter, self.engine, self._times, self._group.following[name])
         if isinstance(drafter, DeviceDrafter):
             return DeviceProposer(name, drafter, self.engine, self._times, self._group.following[name])
         return HostProposer(name, drafter, self.engine)

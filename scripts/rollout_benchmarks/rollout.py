@@ -89,6 +89,17 @@ def row_name(variant: str, total: DecodeStatistics) -> str:
     return variant if total.ahead_tokens else variant.replace(" with run-ahead", ", nothing sampled ahead")
 
 
+def _windows(windows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over steps of the metrics of drafts ahead; of what is wasted at most, the most."""
+    if not windows:
+        return {}
+    means = {name: float(np.mean([each[name] for each in windows])) for name in windows[0]}
+    return {
+        f"decoupled_{name}": max(each[name] for each in windows) if name == "most_wasted" else mean
+        for name, mean in means.items()
+    }
+
+
 def _workload(
     plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
 ) -> dict[str, float]:
@@ -147,6 +158,7 @@ def _row(
             "draft_share": total.draft_seconds / sum(seconds),
             "train_share": total.train_seconds / sum(seconds),
             **workload,
+            **_windows(variant.windows[steps]),
             "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
         },
     )

@@ -14,6 +14,7 @@ import numpy as np
 from drafters.base import Outcome
 from drafters.registry import make_drafters, states_read
 from rljax.config import ExperimentConfig
+from rljax.config.decoding import DecoupledConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
@@ -42,7 +43,8 @@ _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
 _CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
 _ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
 _CALIBRATION_ROUNDS = 3
-_SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False}
+_SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False, "decoupled": DecoupledConfig()}
+_WINDOW = 4
 
 # By name: keys of the config's section `speculation`; None decodes plainly.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -60,6 +62,15 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "quantized always": {"drafter": "quantized", "choice": "fixed", "strategies": [_ALWAYS]},
     "quantized by the roofline": {"drafter": "quantized", "choice": "roofline"},
     "small model": {"drafter": "small_model"},
+    "small model always coupled": {
+        "drafter": "small_model",
+        "decoupled": DecoupledConfig(window=_WINDOW, modes=("coupled",)),
+    },
+    "small model always decoupled": {
+        "drafter": "small_model",
+        "decoupled": DecoupledConfig(window=_WINDOW, modes=("decoupled",)),
+    },
+    "small model by Algorithm 1": {"drafter": "small_model", "decoupled": DecoupledConfig(window=_WINDOW)},
     "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
@@ -74,6 +85,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
+ON_ONE_DEVICE = [name for name, keys in VARIANTS.items() if "decoupled" not in (keys or {})]
+"""Variants that need no device beside those of the mesh."""
+
+
 @dataclasses.dataclass
 class Variant:
     """One way to roll out.
@@ -85,6 +100,7 @@ class Variant:
       seconds: seconds of decoding, per step.
       learning: seconds in which drafters learned after the rollout, per step.
       statistics: statistics of the rollouts, per step.
+      windows: metrics of drafts ahead, per step; empty where nothing is decoupled.
     """
 
     name: str
@@ -93,6 +109,7 @@ class Variant:
     seconds: list[float] = dataclasses.field(default_factory=list)
     learning: list[float] = dataclasses.field(default_factory=list)
     statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
+    windows: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -113,8 +130,13 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 
 
 def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
-    """Raises a UserError for a variant that cannot be made for the config's policy."""
+    """Raises a UserError for a variant that cannot be made for the config's policy, or on these devices."""
     for name in names:
+        if name not in ON_ONE_DEVICE and jax.device_count() <= config.mesh.num_devices:
+            raise UserError(
+                f"--variants: {name!r} drafts on a device beside the {config.mesh.num_devices} of the mesh,"
+                " and there is none; leave it out"
+            )
         keys = VARIANTS[name] or {}
         small = keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
         if small and config.policy.shape is None:
@@ -125,7 +147,7 @@ def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """Returns all variants on the run's engine, plain decoding first."""
-    times: dict[Any, PassTimes] = {}  # by the layers whose features the engine returns
+    times: dict[Any, PassTimes] = {}  # by the layers whose features the engine returns, and where is drafted
     return [make_variant(run, name, VARIANTS[name], times) for name in names]
 
 
@@ -138,7 +160,8 @@ def make_variant(
       run: run with the policy and the engine.
       name: name in the rows.
       keys: keys of the section `speculation`; None decodes plainly.
-      times: measured times of passes, by the layers whose features the engine returns; shared and updated.
+      times: measured times of passes, by the layers whose features the engine returns and by whether drafts
+        have devices of their own; shared and updated.
     """
     config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
     if keys is not None:
@@ -163,7 +186,7 @@ def make_variant(
             drafters,
             speculation.max_batch,
             RunAhead(below, speculation.run_ahead_share) if below else None,
-            times.setdefault(engine.hidden_layers, PassTimes()),
+            times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes()),
             strategy_choice(speculation, config.seed, roofline),
         )
     scheduler = Scheduler(
@@ -239,6 +262,11 @@ def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     variant.learning.append(time.perf_counter() - start)
     variant.seconds.append(timing.decode)
     variant.statistics.append(statistics)
+    if variant.speculator is not None:
+        metrics, prefix = variant.speculator.metrics(statistics), "speculation/decoupled_"
+        variant.windows.append(
+            {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        )
     return groups
 
 

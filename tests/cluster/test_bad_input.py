@@ -49,6 +49,14 @@ def test_keys_of_the_cluster(config_with, override, message):
         (["distributed.enabled=on"], "distributed"),
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
         (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
+        (
+            [
+                "cluster.gpus_per_worker=1",
+                "speculation.drafter=small_model",
+                "speculation.decoupled.window=4",
+            ],
+            "cluster.gpus_per_worker=1",
+        ),
         (["cluster.mesh.data=2"], "cluster.mesh"),
     ],
 )

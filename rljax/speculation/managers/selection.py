@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from rljax.config.decoding import SpeculationConfig, ToggleConfig
+from rljax.config.decoding import DecodingMode, SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
@@ -12,6 +12,7 @@ from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.fixed import FixedManager
 from rljax.speculation.managers.manager import Manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
+from rljax.speculation.managers.papers.decoupled_manager import DecoupledManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
 from rljax.speculation.managers.papers.ladder_manager import LadderManager
 from rljax.speculation.managers.papers.roofline import Roofline
@@ -28,16 +29,17 @@ class StrategyChoice:
     """A kind of manager, and its settings.
 
     Attributes:
-      by: "expected", "bandit", "roofline", "ladder" or "fixed".
+      by: "expected", "bandit", "roofline", "ladder", "fixed" or "decoupled".
       mix: see `ExpectedManager` and `BanditManager`.
       strategies: see `BanditManager`; the only one of `FixedManager`.
       epsilon, window, seed, thresholds: see `BanditManager`.
       roofline: fitted constants, for `RooflineManager`.
       toggle: settings of `RooflineManager`.
+      modes: ways to decode that `DecoupledManager` chooses among.
       choose_rows: function by which `ExpectedManager` chooses the rows of a pass; None for `best_rows`.
     """
 
-    by: Literal["expected", "bandit", "roofline", "ladder", "fixed"] = "expected"
+    by: Literal["expected", "bandit", "roofline", "ladder", "fixed", "decoupled"] = "expected"
     mix: bool = False
     strategies: tuple[Strategy, ...] = ()
     epsilon: float = 0.1
@@ -47,6 +49,7 @@ class StrategyChoice:
     toggle: ToggleConfig = dataclasses.field(default_factory=ToggleConfig)
     choose_rows: RowsChoice | None = None
     thresholds: tuple[int, ...] = ()
+    modes: tuple[DecodingMode, ...] = ()
 
     def manager(
         self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, max_batch: int
@@ -73,6 +76,9 @@ class StrategyChoice:
             drafting = drafting_seconds(proposer, times)
             toggle = Toggle(self.roofline, schedule.length, settings.margin, buckets, drafting)
             return RooflineManager(proposer, buckets, times, toggle, schedule)
+        if self.by == "decoupled":
+            (proposer,) = proposers
+            return DecoupledManager(proposer, buckets, times, self.modes)
         if self.by == "fixed":
             (strategy,) = self.strategies
             return FixedManager(proposers, buckets, times, strategy)
@@ -124,11 +130,12 @@ def strategy_choice(config: SpeculationConfig, seed: int, roofline: Roofline | N
     strategies = parse_strategies(config.strategies, config.drafters, config.max_drafts)
     bandit = (config.epsilon, config.window, seed)
     return StrategyChoice(
-        config.choice,
+        "decoupled" if config.decoupled.window else config.choice,
         config.mix,
         strategies,
         *bandit,
         roofline,
         config.toggle,
         thresholds=config.batch_thresholds,
+        modes=config.decoupled.modes,
     )

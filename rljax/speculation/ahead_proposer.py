@@ -1,0 +1,43 @@
+"""Drafts of a drafter on devices of its own, which are ready when a pass begins, or nearly."""
+
+import time
+
+import numpy as np
+
+from drafters.base import Drafts
+from rljax.engine.state import DecodeState
+from rljax.requests import DecodeStatistics
+from rljax.speculation.device_proposers import DeviceProposer
+from rljax.speculation.drafter_group import ask
+from rljax.speculation.proposals import ActiveSlots, Proposal, calibrated_proposal, no_proposal
+from rljax.speculation.strategies import Strategy
+
+
+class AheadProposer(DeviceProposer):
+    """A `Proposer` for the chains of an `AheadDrafter`.
+
+    Its time of drafting is what the host waited for it. What a token takes, for the choice of the window, is
+    measured where the host waited until drafts were there.
+    """
+
+    def propose(
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
+    ) -> tuple[DecodeState, Proposal]:
+        shape, width = (state.batch, state.cache.length), self._engine.buckets.max_drafts
+        if not self.is_ready(shape):
+            return state, no_proposal(self, len(active.slots), width)
+        start = time.perf_counter()
+        tokens, scores = ask(self.name, self.drafter, "ready", active.slots, state.cache.length, width)
+        seconds = time.perf_counter() - start
+        tree = self.drafter.strategies[-1]
+        for each in self.drafter.measured():
+            self._add_draft(*shape, each * tree.depth, tree)
+        statistics.draft_seconds += seconds
+        usable = tokens >= 0
+        parents = np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), tokens.shape)
+        drafts = Drafts(np.maximum(tokens, 0), parents, scores, usable.sum(axis=1))
+        return state, calibrated_proposal(self, drafts, usable, self._calibration, seconds)
