@@ -1,0 +1,155 @@
+"""Coupled and decoupled speculation of a small model: `python scripts/bench_decoupled.py`.
+
+On a CPU it needs two devices, one that verifies and one that drafts:
+XLA_FLAGS=--xla_force_host_platform_device_count=2. The small model is the policy with noise on its weights.
+Tokens and logprobs must be those of plain decoding. `docs/small-model.md` explains the rows.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from drafters.registry import make_drafters
+from engine_benchmarks.policies import qwen3
+from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmarking import Row
+from rljax.config.decoding import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import UserError
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import Params, init_params
+from rljax.numerics.rows import Numerics
+from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.speculator import Speculator
+
+_POLICY = qwen3(vocab=320, hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
+_SLOTS, _PROMPT, _RESPONSE, _MOST_DRAFTS = 8, 16, 96, 7
+_NOISE = (0.0, 0.01, 0.02)
+_WAYS = (("coupled", 3), ("decoupled", 3), ("decoupled", 4))
+
+
+class _AlwaysWorthIt(PassTimes):
+    """Times by which every pass with drafts pays, so that all ways draft as far as they can."""
+
+    def has_plain(self, batch: int, length: int) -> bool:
+        return True
+
+    def plain(self, batch: int, length: int) -> float:
+        return 1.0
+
+    def verify(self, batch: int, length: int, rows: int) -> float:
+        return 1e-3
+
+    def draft(self, batch: int, length: int, drafter: str, strategy: object = None) -> float:
+        return 1e-3
+
+
+def decoupled_rows() -> list[Row]:
+    """Returns a row for every noise and way, against plain decoding in the same process."""
+    params = jax.tree.map(lambda leaf: 2 * leaf if leaf.ndim > 1 else leaf, init_params(_POLICY, seed=0))
+    buckets = Buckets((_SLOTS,), (128,), (_SLOTS * 4, _SLOTS * (_MOST_DRAFTS + 1)), _MOST_DRAFTS)
+    engine = DecodeEngine(_POLICY, Numerics(), SamplingParams(), buckets, (), 4)
+    requests = list(_requests())
+    loaded = engine.load_params(params)
+    expected, plain, plain_seconds = _timed(Scheduler(engine, _SLOTS), loaded, requests)
+    rows = []
+    for noise in _NOISE:
+        with tempfile.TemporaryDirectory() as directory:
+            _save(params, noise, Path(directory) / "model")
+            for mode, window in _WAYS:
+                config = SpeculationConfig.model_validate(
+                    {
+                        "drafter": "small_model",
+                        "args": {"path": str(Path(directory) / "model")},
+                        "decoupled": {"window": window, "modes": [mode]},
+                        "max_drafts": _MOST_DRAFTS,
+                    }
+                )
+                choice = strategy_choice(config, 0)
+                drafters = make_drafters(config)
+                with Speculator(engine, drafters, _SLOTS, times=_AlwaysWorthIt(), strategies=choice) as each:
+                    scheduler = Scheduler(engine, _SLOTS, None, each)
+                    done, statistics, seconds = _timed(scheduler, loaded, requests)
+                    metrics = each.metrics(statistics)
+                _check_equal(done, expected)
+                counts = ("windows", "ready_share", "wasted", "most_wasted")
+                rows.append(
+                    Row(
+                        name=f"{mode}/window {window}/noise {noise:g}",
+                        value=statistics.tokens / statistics.steps / _SLOTS,
+                        unit="tokens of a slot in a pass",
+                        baseline="plain decoding",
+                        baseline_value=plain.tokens / plain.steps / _SLOTS,
+                        ratio=plain.steps / statistics.steps,
+                        details={
+                            "tokens": statistics.tokens,
+                            "seconds": seconds,
+                            "plain_seconds": plain_seconds,
+                            "acceptance": metrics["speculation/acceptance"],
+                            **{name: metrics[f"speculation/decoupled_{name}"] for name in counts},
+                        },
+                    )
+                )
+    return rows
+
+
+def _requests() -> Iterator[Request]:
+    rng = np.random.default_rng(0)
+    for i in range(2 * _SLOTS):
+        prompt = tuple(rng.integers(0, _POLICY.vocab_size, _PROMPT).tolist())
+        yield Request(prompt, request_key(0, 0, 0, i, 0), _RESPONSE)
+
+
+def _save(params: Params, noise: float, path: Path) -> None:
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [
+        leaf + noise * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    save_model(path, _POLICY, jax.tree.unflatten(tree, noisy), "float32")
+
+
+def _timed(
+    scheduler: Scheduler, params: Params, requests: Sequence[Request]
+) -> tuple[list[Completion], DecodeStatistics, float]:
+    """Decodes twice, of which the first time compiles."""
+    scheduler.run(params, requests)
+    start = time.perf_counter()
+    completions, statistics = scheduler.run(params, requests)
+    return completions, statistics, time.perf_counter() - start
+
+
+def _check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(done, expected, strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def _prepare(sections: Sequence[str]) -> None:
+    if jax.local_device_count() < 2:
+        raise UserError(
+            "one device verifies and another one drafts, and there is one; on a CPU set"
+            " XLA_FLAGS=--xla_force_host_platform_device_count=2"
+        )
+
+
+BENCHMARK = Benchmark(
+    "decoupled",
+    __doc__.splitlines()[0],
+    (Measurement("decoupled", "2 layers, 16 responses of 96 tokens", decoupled_rows),),
+    prepare=_prepare,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))
