@@ -14,25 +14,28 @@ so that other processes disturb it little.
 decoded, against each learning what it decoded itself. Workers take turns in this process and every pass
 verifies, so nothing of it depends on time.
 
+`spot`: the same yield of an EAGLE head that begins with the run and is trained by workers in their idle time,
+or by the training process behind every rollout, against one that is not trained; and turns that rollouts
+take. Three workers take turns in this process: one that decodes goes on to a host sync, one that trains
+does an update or a forward pass. So all of it are counts.
+
 `weights`: seconds to publish weights and to fetch them in another process, against one copy in memory.
 
-`coordinator` and `sharing` need no Ray and no quiet machine; the others need both.
+`coordinator`, `sharing` and `spot` need no Ray and no quiet machine; the others need both.
 """
 
-import contextlib
-import dataclasses
 import os
-import pickle
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from cluster_benchmarks.runs import experiment
+from cluster_benchmarks.sharing import sharing_rows
+from cluster_benchmarks.spot import spot_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
 from rljax.cluster.coordinator import Coordinator, Limits
@@ -41,7 +44,6 @@ from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status
 from rljax.cluster.weights import WeightChannel
 from rljax.cluster.weights.files import Files, FileWeights, read_file
 from rljax.cluster.weights.object_store import ObjectStore
-from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
@@ -128,26 +130,6 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def experiment(*overrides: str) -> Iterator[ExperimentConfig]:
-    """A few steps of the quickstart in a directory of their own."""
-    shared = Path(tempfile.gettempdir()) / "rljax-bench-cluster"
-    with tempfile.TemporaryDirectory() as directory:
-        yield load_config(
-            "configs/quickstart.yaml",
-            [
-                f"run_dir={directory}/run",
-                "training.steps=4",
-                "evaluation.problems=0",
-                "tracking.report=false",
-                "engine.compile=before",
-                f"engine.compilation_cache={shared}/programs",
-                f"warm_start.cache_dir={shared}/warm_start",
-                *overrides,
-            ],
-        )
-
-
 def rate_of(*overrides: str, cores: int | None = None) -> float:
     """Tokens per second of the rollouts but the first, in this process on so many cores."""
     from rljax.run_directory import RunDirectory
@@ -223,88 +205,6 @@ def recovery_rows() -> list[Row]:
     ]
 
 
-# --- what sharing is worth -------------------------------------------------------------------------------
-
-_SHARING = (
-    "task.problems=32",
-    "warm_start.steps=150",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_length=128",
-    "engine.max_slots=8",
-    "engine.batch_buckets=[8]",
-    "engine.cache_buckets=[256]",
-    "speculation.drafter=srt",
-    "speculation.verify_buckets=[64]",
-)
-
-
-def accept_length(workers: int, shares: bool, steps: int) -> float:
-    """Tokens a verifying pass yields per response, over the second half of a run's steps."""
-    from rljax.cluster.decoder import ClusterDecoder
-    from rljax.cluster.fabric import LocalFabric
-    from rljax.cluster.messages import Delivery, Load, Weights
-    from rljax.cluster.worker import RolloutWorker
-    from rljax.run_directory import RunDirectory
-    from rljax.speculation.managers import selection
-    from rljax.training import session
-
-    class Alone(ClusterDecoder):
-        """Workers learn what they decoded themselves."""
-
-        def finish(self, *arguments: Any) -> Any:
-            self.writers = []
-            return super().finish(*arguments)
-
-        def _completion(self, key: Any) -> Any:
-            self.writers.append(self.coordinator.ledger[key].ended_by)
-            return super()._completion(key)
-
-        def learn(self, outcomes: Any) -> None:
-            super().learn(list(zip(self.writers, outcomes, strict=True)))
-
-        def _delivery(self, load: Load, weights: Weights) -> Delivery:
-            delivery, name = super()._delivery(load, weights), load.worker
-            own = []
-            for lesson in delivery.lessons:
-                written = pickle.loads(lesson)
-                own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
-            return dataclasses.replace(delivery, lessons=own)
-
-    @contextlib.contextmanager
-    def local(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder]:
-        kind = ClusterDecoder if shares else Alone
-        with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
-            cluster.gather()
-            yield cluster
-
-    def largest(candidates: Any, buckets: Any, times: Any, batch: int, length: int) -> int:
-        return [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)][-1]
-
-    before = session.cluster_of, selection.best_rows
-    selection.best_rows = largest
-    if workers:
-        session.cluster_of = local
-    try:
-        with experiment(*_SHARING, f"training.steps={steps}", f"cluster.workers={workers}") as config:
-            session.run(config)
-            lines = [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
-    finally:
-        session.cluster_of, selection.best_rows = before
-    half = lines[len(lines) // 2 :]
-    return sum(line["speculation/accept_length"] for line in half) / len(half)
-
-
-def sharing_rows(workers: list[int], steps: int) -> list[Row]:
-    alone = accept_length(0, True, steps)
-    rows = [Row("sharing/one process", alone, "tokens a pass", "no drafts", 1.0, alone)]
-    for count in workers:
-        shared, own = (accept_length(count, shares, steps) for shares in (True, False))
-        name = f"sharing/{count} workers"
-        rows.append(Row(name, shared, "tokens a pass", "each learns its own", own, shared / own))
-    return rows
-
-
 # --- weights ---------------------------------------------------------------------------------------------
 
 
@@ -353,7 +253,12 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
 
 
 def plan(
-    sizes: list[tuple[int, int, int]], repeats: int, megabytes: list[int], workers: list[int], steps: int
+    sizes: list[tuple[int, int, int]],
+    repeats: int,
+    megabytes: list[int],
+    workers: list[int],
+    steps: int,
+    spot: tuple[int, int],
 ) -> list[Measurement]:
     return [
         Measurement("coordinator", "simulated workers", lambda: coordinator_rows(sizes, repeats)),
@@ -361,6 +266,7 @@ def plan(
         Measurement("cores", "the quickstart's policy", core_rows),
         Measurement("recovery", "the quickstart's policy", recovery_rows),
         Measurement("sharing", "32 problems, epoch after epoch", lambda: sharing_rows(workers, steps)),
+        Measurement("spot", "three workers, a head that begins with the run", lambda: spot_rows(*spot)),
         Measurement("weights", "through the object store", lambda: weights_rows(megabytes)),
     ]
 
@@ -368,10 +274,10 @@ def plan(
 BENCHMARK = Benchmark(
     name="cluster",
     description=__doc__.splitlines()[0],
-    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400], [2, 4], 16),
-    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10], [2], 4),
+    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400], [2, 4], 16, (8, 48)),
+    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10], [2], 4, (2, 8)),
     packages=("ray",),
-    disturbance="processes share the cores, so all rows but the coordinator's and sharing's suffer",
+    disturbance="processes share the cores, so all rows but those of coordinator, sharing and spot suffer",
 )
 
 

@@ -1,0 +1,1 @@
+"""Sections of `scripts/bench_cluster.py`; `runs` is shared."""

@@ -1,0 +1,116 @@
+"""What a head that is trained in idle time is worth, and that rollouts take no turn longer for it."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cluster_benchmarks.runs import in_turns, most_rows, replaced, step_metrics
+from rljax.benchmarking import Row
+from rljax.cluster.decoder import ClusterDecoder
+from rljax.speculation.device_proposers import DeviceProposer
+from rljax.speculation.draft_length import WorthStarting
+from rljax.speculation.managers import selection
+from rljax.training import session
+
+_RUN = (
+    "policy.shape={hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,"
+    " tie_embeddings: true, qk_norm: true, max_positions: 256}",
+    "warm_start={steps: 60, learning_rate: 1e-2, tokens_per_step: 512}",
+    "rollout.prompts_per_step=6",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_prompt_length=64",
+    "rollout.max_response_length=64",
+    "engine.max_slots=4",
+    "engine.batch_buckets=[4]",
+    "engine.cache_buckets=[128]",
+    "engine.decode_steps_per_sync=1",
+    "training.pack_length=256",
+    "speculation.drafter=eagle",
+    "speculation.verify_buckets=[20]",
+    "speculation.max_drafts=4",
+    "cluster.workers=3",
+)
+_HEAD = (
+    "variant: eagle, train_below: 0, rows: 1, pack_length: 256, depths: [4], top_k: 1, learning_rate: 3e-3"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRun:
+    """A run with a head.
+
+    Attributes:
+      metrics: of every step.
+      turns: of the rollouts, by step.
+    """
+
+    metrics: list[dict[str, Any]]
+    turns: list[int]
+
+    @property
+    def accept_lengths(self) -> list[float]:
+        """Tokens that a verifying pass yields per response, by step."""
+        return [line["speculation/accept_length"] for line in self.metrics]
+
+    def sum(self, name: str) -> float:
+        """Returns the sum of a metric over the steps."""
+        return float(sum(line[name] for line in self.metrics))
+
+
+def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
+    """Runs three workers in turns.
+
+    Args:
+      steps: of the run.
+      arguments: further ones of the head.
+      overrides: of the config.
+    """
+    turns: list[int] = []
+
+    class Counting(ClusterDecoder):
+        def finish(self, *arguments: Any, **options: Any) -> Any:
+            begun = self._fabric.turns
+            finished = super().finish(*arguments, **options)
+            turns.append(self._fabric.turns - begun)
+            return finished
+
+    places = (
+        (session, "cluster_of", in_turns(Counting)),
+        (selection, "best_rows", most_rows),
+        (WorthStarting, "allows", lambda *_: True),
+        (DeviceProposer, "promise", lambda *_: 1e9),
+    )
+    head = f"speculation.args={{{_HEAD}, {arguments}}}"
+    with replaced(*places):
+        return HeadRun(step_metrics(*_RUN, head, f"training.steps={steps}", *overrides), turns)
+
+
+def spot_rows(steps: int, updates: int) -> list[Row]:
+    """Compares a head that workers train, one that the training process trains behind rollouts, and one that
+    nobody does.
+
+    Args:
+      steps: of each run; its second half counts.
+      updates: of the head, at most, in a step.
+    """
+    frozen = head_run(steps, "train: false")
+    trained = f"slices: {updates}, train_share: 1.0"
+    behind = head_run(steps, trained)
+    spot = head_run(steps, trained, "cluster.spot={idle: 1, save_every: 4}")
+    rows, half = [], slice(steps // 2, None)
+    base = float(np.mean(frozen.accept_lengths[half]))
+    for name, run in (("trained behind rollouts", behind), ("trained in idle time", spot)):
+        value = float(np.mean(run.accept_lengths[half]))
+        details: dict[str, Any] = {
+            "accept_lengths": run.accept_lengths,
+            "accept_lengths_not_trained": frozen.accept_lengths,
+            "turns": run.turns,
+            "turns_not_trained": frozen.turns,
+        }
+        if run is spot:
+            details |= {
+                each: run.sum(f"cluster/spot_{each}") for each in ("sessions", "updates", "samples", "joined")
+            }
+        rows.append(Row(f"spot/{name}", value, "tokens a pass", "not trained", base, value / base, details))
+    return rows
