@@ -43,6 +43,7 @@ from tests.cluster.scripted import (
     response_to,
     response_under,
 )
+from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
 
 LIMITS = Limits(lease=10, patience=60, retry=5)
 
@@ -253,31 +254,16 @@ def assert_whole(answers, requests, version=0):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 2**32 - 1),
+    SEEDS,
     st.sampled_from([1, 2, 3]),
-    st.sampled_from([0.0, 0.15]),
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from([0, 8]),
+    LOST,
+    DOUBLED,
+    LATEST,
 )
 @example(5457, 3, 0.0, 0.2, 0)  # a doubled order to load sends a worker back to a version that it needs
 def test_no_order_of_messages_changes_a_token(seed, workers, lost, doubled, latest):
     """Messages are lost, doubled and late; workers crash and hang."""
-    rng = random.Random(seed)
-
-    def network(message):
-        if rng.random() < lost:
-            return ()
-        copies = 2 if rng.random() < doubled else 1
-        return [rng.randint(0, latest) for _ in range(copies)]
-
-    fabric = LocalFabric(ScriptedWorker, network)
-    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
-
-    def before_turn(fabric):
-        if fabric.turns in trouble and fabric.workers:
-            trouble[fabric.turns](rng.choice(list(fabric.workers)))
-
-    fabric.before_turn = before_turn
+    fabric = troubled_fabric(ScriptedWorker, seed, lost, doubled, latest)
     driver = Driver(fabric, workers)
     for version in range(2):
         requests = make_requests(10, first=10 * version)
@@ -313,20 +299,11 @@ def test_a_free_worker_goes_on_with_the_next_rollout_and_comes_back_for_what_is_
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3]), st.sampled_from([0.0, 0.15]), st.integers(0, 8))
+@given(SEEDS, st.sampled_from([1, 2, 3]), LOST, st.integers(0, 8))
 def test_responses_that_go_on_under_newer_weights_know_which_sampled_what(seed, workers, lost, latest):
     """Weights come at any moment; messages are lost and late, workers crash and hang."""
     rng = random.Random(seed)
-    fabric = LocalFabric(
-        ScriptedWorker, lambda data: () if rng.random() < lost else (rng.randint(0, latest),)
-    )
-    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
-
-    def before_turn(fabric):
-        if fabric.turns in trouble and fabric.workers:
-            trouble[fabric.turns](rng.choice(list(fabric.workers)))
-
-    fabric.before_turn = before_turn
+    fabric = troubled_fabric(ScriptedWorker, seed, lost, 0.0, latest)
     driver, number = Driver(fabric, workers), None
     waiting = []
     for version in range(4):

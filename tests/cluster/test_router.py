@@ -25,6 +25,7 @@ from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Move, Seat, SharedQueue
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
+from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
 
 LIMITS = Limits(lease=10, patience=60, retry=5)
 
@@ -85,28 +86,14 @@ ROUTERS = {
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(ROUTERS)),
-    st.integers(0, 2**32 - 1),
+    SEEDS,
     st.sampled_from([1, 2, 3]),
-    st.sampled_from([0.0, 0.15]),
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from([0, 8]),
+    LOST,
+    DOUBLED,
+    LATEST,
 )
 def test_no_router_and_no_order_of_messages_changes_a_token(router, seed, workers, lost, doubled, latest):
-    rng = random.Random(seed)
-
-    def network(message):
-        if rng.random() < lost:
-            return ()
-        return [rng.randint(0, latest) for _ in range(2 if rng.random() < doubled else 1)]
-
-    fabric = LocalFabric(ScriptedWorker, network)
-    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
-
-    def before_turn(fabric):
-        if fabric.turns in trouble and fabric.workers:
-            trouble[fabric.turns](rng.choice(list(fabric.workers)))
-
-    fabric.before_turn = before_turn
+    fabric = troubled_fabric(ScriptedWorker, seed, lost, doubled, latest)
     driver = Driver(fabric, workers, router=ROUTERS[router](seed))
     for version in range(2):
         requests = make_requests(10, first=10 * version)

@@ -1,7 +1,6 @@
 """Spot training: who leads, who prepares, what goes on elsewhere, and that no order of messages matters."""
 
 import dataclasses
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +28,7 @@ from tests.cluster.same_run import differences
 from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, length_of, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, begun, whole
 from tests.cluster.test_drafters import FEW
+from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
 from tests.cluster.turns import local_run
 
 RULE = SpotRule(idle=1, save_every=2, updates=6, tokens=60, batch_tokens=20, retry=1.0)
@@ -241,29 +241,14 @@ class SpotDriver(Driver):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.integers(0, 2**32 - 1),
+    SEEDS,
     st.sampled_from([2, 3, 4]),
-    st.sampled_from([0.0, 0.15]),
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from([0, 8]),
+    LOST,
+    DOUBLED,
+    LATEST,
 )
 def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(seed, workers, lost, doubled, latest):
-    rng = random.Random(seed)
-
-    def network(message):
-        if rng.random() < lost:
-            return ()
-        copies = 2 if rng.random() < doubled else 1
-        return [rng.randint(0, latest) for _ in range(copies)]
-
-    fabric = LocalFabric(SpotScripted, network)
-    trouble = {rng.randint(10, 60): rng.choice([fabric.kill, fabric.silence]) for _ in range(2)}
-
-    def before_turn(fabric):
-        if fabric.turns in trouble and fabric.workers:
-            trouble[fabric.turns](rng.choice(list(fabric.workers)))
-
-    fabric.before_turn = before_turn
+    fabric = troubled_fabric(SpotScripted, seed, lost, doubled, latest)
     driver = SpotDriver(fabric, workers)
     for version in range(4):
         requests = make_requests(10, first=10 * version, step=version)
