@@ -292,7 +292,7 @@ def test_some_steps_are_left_out(every, sessions):
 
 @pytest.mark.slow
 def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, monkeypatch):
-    """Three workers; the first leader is lost in mid-session, behind a save."""
+    """Four workers; the first leader is lost in mid-session, behind a save."""
     workers, lost, begins = {}, [], []
     session = EagleDrafter.session
 
@@ -313,7 +313,7 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
         world,
         "spot",
         monkeypatch,
-        "cluster.workers=3",
+        "cluster.workers=4",
         "cluster.spot={idle: 1, save_every: 2}",
         "speculation.drafter=eagle",
         f"speculation.args={HEAD | {'slices': 6}}",
