@@ -16,7 +16,7 @@ from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
-from rollout_benchmarks.variants import ON_ONE_DEVICE, PLAIN, VARIANTS
+from rollout_benchmarks.variants import BESIDE, PLAIN, VARIANTS
 
 _CONFIG = "configs/bench_long_tail.yaml"
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--variants",
-        default=",".join(ON_ONE_DEVICE[1:]),
+        default=",".join(name for name in VARIANTS if name not in {PLAIN, *BESIDE}),
         help="drafters, separated by commas (default: all but those that need a device of their own)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")

@@ -48,6 +48,12 @@ def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):
         rollout.rollout_rows(config.model_copy(update={"policy": policy}), ["plain", "SRT", "small model"])
 
 
+def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
+    assert variants.BESIDE
+    with pytest.raises(UserError, match=r"^--variants: .* drafts on a device beside the 1 of the mesh"):
+        variants.check_variants(config, ["plain", variants.BESIDE[0]])
+
+
 @pytest.mark.slow
 def test_rows_of_epochs(config, monkeypatch):
     always = [{"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}]

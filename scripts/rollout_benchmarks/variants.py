@@ -85,8 +85,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
-ON_ONE_DEVICE = [name for name, keys in VARIANTS.items() if "decoupled" not in (keys or {})]
-"""Variants that need no device beside those of the mesh."""
+BESIDE = [name for name, keys in VARIANTS.items() if "decoupled" in (keys or {})]
+"""Variants that need a device beside those of the mesh."""
 
 
 @dataclasses.dataclass
@@ -132,7 +132,7 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
     """Raises a UserError for a variant that cannot be made for the config's policy, or on these devices."""
     for name in names:
-        if name not in ON_ONE_DEVICE and jax.device_count() <= config.mesh.num_devices:
+        if name in BESIDE and jax.device_count() <= config.mesh.num_devices:
             raise UserError(
                 f"--variants: {name!r} drafts on a device beside the {config.mesh.num_devices} of the mesh,"
                 " and there is none; leave it out"
