@@ -65,7 +65,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
     run.invariance = run.curriculum = run.evaluation_sampling = None
     run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
-    run.begun, run.versions, run.under_way, run.replay = {}, {}, None, None
+    run.begun, run.versions, run.under_way, run.replay, run.cluster = {}, {}, None, None, None
     run.base_digest = None
     run.compile = quiet
 
