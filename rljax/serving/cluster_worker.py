@@ -156,24 +156,22 @@ class ClusterWorker:
 
     def _take(self) -> bool:
         """Hands new jobs to the cluster, and gives up those that are cancelled; returns False at the end."""
-        with self._changed:
-            new, self._waiting = self._waiting, []
-            given_up = {key: job for key, job in self._live.items() if job.cancelled}
-            if self._closing and not (new or self._live):
+        with self._changed:  # so that `close` finds every job among those that wait or those that are live
+            if self._closing and not (self._waiting or self._live):
                 return False
-        for jobs in new:
-            for job in jobs:
-                if job.cancelled:
-                    self._ended(job, [], [], "cancelled")
-            wanted = [job for job in jobs if not job.cancelled]
-            if wanted:
-                begun = self._cluster.begin(
-                    self._params, [job.request for job in wanted], version=0, renewed=True
-                )
-                self._rollout = begun.number
-                self._live |= dict(zip(begun.keys, wanted, strict=True))
+            given_up = {key: job for key, job in self._live.items() if job.cancelled}
+            dropped = [job for jobs in self._waiting for job in jobs if job.cancelled]
+            while self._waiting:
+                wanted = [job for job in self._waiting[0] if not job.cancelled]
+                if wanted:
+                    begun = self._cluster.begin(
+                        self._params, [job.request for job in wanted], version=0, renewed=True
+                    )
+                    self._rollout = begun.number
+                    self._live |= dict(zip(begun.keys, wanted, strict=True))
+                del self._waiting[0]  # now that nothing can go wrong with it
         self._release(given_up)
-        for job in given_up.values():
+        for job in (*dropped, *given_up.values()):
             self._ended(job, [], [], "cancelled")
         return True
 
@@ -182,20 +180,21 @@ class ClusterWorker:
         over = {}
         for key, job in self._live.items():
             entry, response = self._cluster.coordinator.ledger[key], job.response
-            known, end, ending = len(response.tokens), None, entry.ending
-            tokens, logprobs = list(entry.tokens), list(entry.logprobs)
-            if response.stop is not None and len(tokens) > known:
-                end = response.stop.find(tokens, known)
-            if end is not None:  # by a string of this request alone, or of all
-                tokens, logprobs, ending = tokens[:end], logprobs[:end], "stop"
-            if len(tokens) == known and ending is None:
+            known, ending = len(response.tokens), entry.ending
+            response.tokens += entry.tokens[known:]
+            response.logprobs += entry.logprobs[known:]
+            if len(response.tokens) == known and ending is None:
                 continue
-            response.tokens, response.logprobs = tokens, logprobs
+            end = None if response.stop is None else response.stop.find(response.tokens, known)
+            if end is not None:  # by a string of this request alone, or of all
+                del response.tokens[end:], response.logprobs[end:]
+                ending = "stop"
             response.drafted, response.accepted = entry.drafted, entry.accepted
+            piece = response.tokens[known:], response.logprobs[known:]
             if ending is None:
-                job.deliver(Piece(tokens[known:], logprobs[known:]))
+                job.deliver(Piece(*piece))
             else:
-                over[key] = job, tokens[known:], logprobs[known:], ending
+                over[key] = job, *piece, ending
         self._release(over)
         for job, *rest in over.values():
             self._ended(job, *rest)

@@ -328,8 +328,9 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
 
 def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:
     """Returns the section of workers that serve: what it says of rollouts has no meaning for them."""
-    changes = {"workers": options.workers or 0, "address": options.ray or config.address, "replay": None}
-    kept = config.model_dump(exclude={"pipe", "pipe_groups", "migration", "balance", "race", "spot"})
+    changes = {"workers": options.workers or 0, "address": options.ray or config.address}
+    routes = {"pipe", "pipe_groups", "migration", "into_next_step", "balance", "race"}
+    kept = config.model_dump(exclude=routes | {"spot", "replay"})
     try:
         return ClusterConfig.model_validate(kept | changes)
     except ValidationError as error:
