@@ -6,7 +6,8 @@ import time
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.pass_choice import Candidates, Choice
+from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 from rljax.speculation.strategies import Strategy
 
@@ -49,3 +50,20 @@ def draft(
         sizes = [rows for rows, _ in buckets.passes(state.batch)]
         rows = next((rows for rows in sizes if rows >= needed), sizes[-1])
     return state, Drafted(proposal, candidates, rows, seconds)
+
+
+def verify_all(
+    drafted: Drafted, state: DecodeState, buckets: Buckets, times: PassTimes, reason: str, plain_rate: float
+) -> Choice:
+    """Returns the choice to verify what was drafted, whether it pays or not; there must be drafts."""
+    nodes = dict(buckets.passes(state.batch))[drafted.rows]
+    seconds = times.verify(state.batch, state.cache.length, drafted.rows)
+    return Choice.verify(
+        drafted.proposal,
+        drafted.candidates,
+        drafted.rows,
+        reason,
+        expected_rate=drafted.candidates.rate(drafted.rows, nodes, seconds),
+        plain_rate=plain_rate,
+        draft_seconds=drafted.seconds,
+    )

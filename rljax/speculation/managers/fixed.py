@@ -7,7 +7,7 @@ import numpy as np
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
-from rljax.speculation.managers.drafting import draft
+from rljax.speculation.managers.drafting import draft, verify_all
 from rljax.speculation.mixing import Mixer, proposer_of
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
@@ -46,17 +46,7 @@ class FixedManager:
         if not drafted.rows:
             reason = f"{self._proposer.name} had nothing to verify ({reason})"
             return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds)
-        nodes = dict(self._buckets.passes(state.batch))[drafted.rows]
-        seconds = self._times.verify(state.batch, state.cache.length, drafted.rows)
-        return state, Choice.verify(
-            drafted.proposal,
-            drafted.candidates,
-            drafted.rows,
-            reason,
-            expected_rate=drafted.candidates.rate(drafted.rows, nodes, seconds),
-            plain_rate=plain_rate,
-            draft_seconds=drafted.seconds,
-        )
+        return state, verify_all(drafted, state, self._buckets, self._times, reason, plain_rate)
 
     def record(self, record: PassRecord) -> None:
         """Does nothing."""

@@ -23,7 +23,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.ahead_proposer import AheadProposer
-from rljax.speculation.managers.drafting import draft
+from rljax.speculation.managers.drafting import draft, verify_all
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
@@ -104,17 +104,7 @@ class DecoupledManager:
             return state, Choice.plain(
                 f"nothing is ready ({reason})", plain_rate, draft_seconds=drafted.seconds
             )
-        nodes = dict(self._buckets.passes(state.batch))[drafted.rows]
-        seconds = self._times.verify(*shape, drafted.rows)
-        return state, Choice.verify(
-            drafted.proposal,
-            drafted.candidates,
-            drafted.rows,
-            reason,
-            expected_rate=drafted.candidates.rate(drafted.rows, nodes, seconds),
-            plain_rate=plain_rate,
-            draft_seconds=drafted.seconds,
-        )
+        return state, verify_all(drafted, state, self._buckets, self._times, reason, plain_rate)
 
     def _chosen(self, shape: tuple[int, int], active: ActiveSlots) -> _Plan:
         """The present choice; a new one where it is due."""
