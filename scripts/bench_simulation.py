@@ -9,14 +9,13 @@ too. The runs need a quiet machine: what other processes take is not.
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster_benchmarks.runs import experiment
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
-from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.simulation.calibration import Compared, RecordedRun, compared, read_run, seconds_of
 
@@ -24,7 +23,7 @@ _WORKERS = (2, 3)
 _STEPS = 10  # the first is warm-up
 
 
-def recorded(directory: Path, workers: int) -> RecordedRun:
+def recorded(workers: int) -> RecordedRun:
     """Runs a few steps of the quickstart with so many workers, for which Ray is told to have room."""
     try:
         import ray
@@ -32,28 +31,16 @@ def recorded(directory: Path, workers: int) -> RecordedRun:
         raise UserError("calibration: needs Ray; pip install 'rljax[cluster]'") from error
     from rljax.training.session import run
 
-    shared = Path(tempfile.gettempdir()) / "rljax-bench-cluster"
-    config = load_config(
-        "configs/quickstart.yaml",
-        [
-            f"run_dir={directory}/{workers}",
-            f"cluster.workers={workers}",
-            f"training.steps={_STEPS}",
-            "evaluation.problems=0",
-            "tracking.report=false",
-            "engine.compile=before",
-            f"engine.compilation_cache={shared}/programs",
-            f"warm_start.cache_dir={shared}/warm_start",
-            "warm_start.steps=150",  # long enough for long and short responses
-        ],
-    )
     os.environ.setdefault("RAY_worker_niceness", "0")  # as runs have it
     ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     try:
-        run(config)
+        # A warm start that is long enough for long and short responses.
+        steps = (f"training.steps={_STEPS}", "warm_start.steps=150")
+        with experiment(f"cluster.workers={workers}", *steps) as config:
+            run(config)
+            return read_run(config.run_dir)
     finally:
         ray.shutdown()
-    return read_run(f"{directory}/{workers}")
 
 
 def rows_of(workers: int, figures: Sequence[Compared], details: dict[str, Any]) -> list[Row]:
@@ -73,12 +60,11 @@ def rows_of(workers: int, figures: Sequence[Compared], details: dict[str, Any]) 
 
 def calibration_rows() -> list[Row]:
     cores, rows, load = os.cpu_count() or 1, [], os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as directory:
-        base = recorded(Path(directory), 1)
-        seconds = dataclasses.asdict(seconds_of(base))
-        details = {"cores": cores, "load_before": load, "seconds_with_one_worker": seconds}
-        for workers in _WORKERS:
-            rows += rows_of(workers, compared(recorded(Path(directory), workers), base, cores), details)
+    base = recorded(1)
+    seconds = dataclasses.asdict(seconds_of(base))
+    details = {"cores": cores, "load_before": load, "seconds_with_one_worker": seconds}
+    for workers in _WORKERS:
+        rows += rows_of(workers, compared(recorded(workers), base, cores), details)
     return rows
 
 

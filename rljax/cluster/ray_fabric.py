@@ -46,7 +46,7 @@ def connect(config: ClusterConfig, say: Callable[[str], None]) -> "RayFabric":
             f"cluster.workers: {config.workers} needs Ray; pip install 'rljax[cluster]', or set 0"
         ) from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray gives its workers a low priority (15), with which other processes starve them, the run itself.
+    # Ray gives its workers a low priority (15): other processes would keep them, and so the run, waiting.
     os.environ.setdefault("RAY_worker_niceness", "0")
     owns = not ray.is_initialized()
     if owns:

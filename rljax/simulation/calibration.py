@@ -11,6 +11,7 @@ number of workers. Predicted are seconds of a step, and for which share of it ea
 decode. All of it is in `workers.jsonl` (`rljax.cluster.timeline`).
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -282,16 +283,11 @@ def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
     ]
     cluster.run(iter(steps), len(steps))
     ends = [step.trained + machines.weight_seconds for step in cluster.steps]
+    busy: collections.Counter[tuple[int, int]] = collections.Counter()
+    for span in cluster.spans:
+        busy[span.step, span.worker] += span.end - span.begin
     decoding = [
-        [
-            sum(
-                span.end - span.begin
-                for span in cluster.spans
-                if (span.worker, span.step) == (worker, number)
-            )
-            + seconds.latency
-            for worker in range(run.workers)
-        ]
+        [busy[number, worker] + seconds.latency for worker in range(run.workers)]
         for number in range(1, len(steps) + 1)
     ]
     lasted = [end - begin for begin, end in itertools.pairwise([0.0, *ends])]
