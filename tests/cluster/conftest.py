@@ -1,9 +1,15 @@
-"""What the runs of these tests share: a directory, and the run without workers that all must equal."""
+"""What the runs of these tests share: a directory, the run without workers that all must equal, and a choice
+of passes that no time decides.
+"""
 
+import itertools
 import sys
 
 import pytest
 
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.draft_length import WorthStarting
+from rljax.speculation.managers import selection
 from tests.cluster.same_run import lucky_world, run
 
 
@@ -26,3 +32,21 @@ def alone(world):
 def stale_alone(world):
     """The run with staleness of one process, which every other one must equal."""
     return run(world, "stale_alone", "rollout.staleness=1", steps=3)
+
+
+@pytest.fixture
+def drafts_always(monkeypatch):
+    """Every second pass verifies, and drafters on the device take turns with those on the host: no measured
+    time has a say in who is where, and when.
+    """
+    turns = itertools.cycle((True, False, True))
+
+    def choose(candidates, buckets, times, batch, length):
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+        return sizes[-1] if next(turns) else 0
+
+    promised = itertools.cycle((1e9, 0.0))
+    monkeypatch.setattr(selection, "best_rows", choose)
+    monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(promised)))
+    monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
+    monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))

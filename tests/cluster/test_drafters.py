@@ -1,6 +1,5 @@
 """Drafters of every kind in workers: the same run, and heads that the driver trains draft in the workers."""
 
-import itertools
 import types
 
 import numpy as np
@@ -14,9 +13,6 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
-from rljax.speculation.draft_length import WorthStarting
-from rljax.speculation.managers import selection
 from tests.cluster.same_run import differences
 from tests.cluster.turns import in_the_middle, local_run
 
@@ -36,22 +32,6 @@ class TrainedHere(TrainedDrafter):
     """A user's that is trained on the engine's passes."""
 
     train_below, trained = 0, False
-
-
-@pytest.fixture
-def drafts_always(monkeypatch):
-    """Every second pass verifies, and drafters on the device take turns with those on the host."""
-    turns = itertools.cycle((True, False, True))
-
-    def choose(candidates, buckets, times, batch, length):
-        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
-        return sizes[-1] if next(turns) else 0
-
-    promised = itertools.cycle((1e9, 0.0))
-    monkeypatch.setattr(selection, "best_rows", choose)
-    monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(promised)))
-    monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
-    monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))
 
 
 @pytest.mark.slow
