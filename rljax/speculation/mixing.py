@@ -1,6 +1,6 @@
 """Several proposals as one tree (`drafters/mixed.py`), and back: credit for each drafter's own nodes.
 
-Mixer           mixes proposals that were made anyway (`ExpectedManager`)
+Mixer           mixes proposals that were made anyway (`ExpectedManager`, `LadderManager`)
 MixedProposer   presents several drafters as one that strategies can name (`BanditManager`)
 """
 
@@ -101,13 +101,21 @@ class MixedProposal(Proposal):
         # Agreement is judged where the parent was right.
         parent_correct = np.take_along_axis(correct, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
         self.agreement.observe(self.mixture, verified & parent_correct, correct)
-        # Each part is credited for its own nodes, at their places in the mixture.
-        for number, part in self.parts.items():
-            places = self.mixture.places[number]  # [n, N]
-            kept = places >= 0
-            part_verified = kept & np.take_along_axis(verified, np.maximum(places, 0), axis=1)
-            part_correct = part_verified & np.take_along_axis(correct, np.maximum(places, 0), axis=1)
+        for part, part_verified, part_correct in self.by_drafter(verified, correct):
             part.credit(part_verified, part_correct)
+
+    def by_drafter(
+        self, verified: np.ndarray, correct: np.ndarray
+    ) -> list[tuple[Proposal, np.ndarray, np.ndarray]]:
+        width, fates = self.tokens.shape[1], []
+        verified, correct = _widen(verified, width), _widen(correct, width)
+        for number, part in self.parts.items():
+            places = self.mixture.places[number]  # of its own nodes in the mixture, [n, N]
+            kept, places = places >= 0, np.maximum(places, 0)
+            part_verified = kept & np.take_along_axis(verified, places, axis=1)
+            part_correct = part_verified & np.take_along_axis(correct, places, axis=1)
+            fates.append((part, part_verified, part_correct))
+        return fates
 
     def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         width = self.tokens.shape[1]

@@ -12,7 +12,7 @@ wrong, or a batch that is too large for verification to pay, costs little more t
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
@@ -153,6 +153,7 @@ class Choice:
       plain_rate: tokens per second that plain decoding promises; 0 where nothing is known.
       arm: the arm of the bandit; None for its plain step, and for other managers.
       draft_seconds: time that drafting took, whether the drafts are verified or not.
+      events: sentences for the log on what begins or ends with this choice.
     """
 
     proposal: Proposal | None
@@ -163,6 +164,7 @@ class Choice:
     plain_rate: float
     arm: Arm = None
     draft_seconds: float = 0.0
+    events: Sequence[str] = ()
 
     @classmethod
     def plain(
@@ -173,10 +175,11 @@ class Choice:
         expected_rate: float | None = None,
         arm: Arm = None,
         draft_seconds: float = 0.0,
+        events: Sequence[str] = (),
     ) -> Self:
         """A plain step. It promises `plain_rate`, unless the manager expects something else of its arm."""
         expected = plain_rate if expected_rate is None else expected_rate
-        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds)
+        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events)
 
     @classmethod
     def verify(
@@ -190,6 +193,7 @@ class Choice:
         plain_rate: float,
         arm: Arm = None,
         draft_seconds: float = 0.0,
+        events: Sequence[str] = (),
     ) -> Self:
         """A pass of `rows` rows over the likeliest candidates of a proposal."""
-        return cls(proposal, candidates, rows, reason, expected_rate, plain_rate, arm, draft_seconds)
+        return cls(proposal, candidates, rows, reason, expected_rate, plain_rate, arm, draft_seconds, events)

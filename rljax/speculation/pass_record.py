@@ -105,6 +105,7 @@ class Decision:
       plain: tokens that plain decoding promised for that time; 0 where nothing is known of it.
       verified: draft nodes that were verified, by depth from 1 on.
       accepted: draft nodes among them that a token came from.
+      events: sentences on what began or ended meanwhile: the ladder's races.
     """
 
     at: float
@@ -121,6 +122,7 @@ class Decision:
     plain: float = 0.0
     verified: list[int] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
+    events: list[str] = dataclasses.field(default_factory=list)
 
 
 class DecisionLog:
@@ -154,6 +156,7 @@ class DecisionLog:
         last.seconds += seconds
         last.expected += choice.expected_rate * seconds
         last.plain += choice.plain_rate * seconds
+        last.events += choice.events
         _add_depths(last.verified, record.verified_by_depth)
         _add_depths(last.accepted, record.accepted_by_depth)
 

@@ -143,6 +143,12 @@ class Proposal:
         """
         self.proposer.credit(self, verified, correct)
 
+    def by_drafter(
+        self, verified: np.ndarray, correct: np.ndarray
+    ) -> "list[tuple[Proposal, np.ndarray, np.ndarray]]":
+        """The proposals of the single drafters, and the fate of their nodes; arguments as of `credit`."""
+        return [(self, verified, correct)]
+
     def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """By drafter, how many of its nodes were verified for each slot, and accepted: int32 [n] each.
 

@@ -146,7 +146,8 @@ class SpeculativeDecoder:
         # Verify: the device gets the pass, `finish` waits for it.
         if choice.rows:
             under_way, state = self._verify(params, state, active, choice, timed)
-        elif self._under_way and choice.draft_seconds:  # no plain step follows while other slots are verified
+        elif self._under_way and (choice.draft_seconds or choice.events):
+            # No plain step follows while other slots are verified.
             self.decisions.add(PassRecord(choice, state.batch, len(active.slots), tokens=0, seconds=0.0))
         self._statistics.host_seconds += time.perf_counter() - start - draft_seconds
         return state, under_way

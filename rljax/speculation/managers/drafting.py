@@ -2,6 +2,9 @@
 
 import dataclasses
 import time
+from typing import Self
+
+import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
@@ -28,6 +31,27 @@ class Drafted:
     rows: int
     seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        proposal: Proposal,
+        usable: np.ndarray,
+        seconds: float,
+        batch: int,
+        active: ActiveSlots,
+        buckets: Buckets,
+    ) -> Self:
+        """Drafts of which the nodes `usable`, bool [n, N], are to be verified; `batch` is the state's."""
+        candidates = Candidates.from_nodes(
+            usable, proposal.probability, active.current, active.standing_by, seconds, active.ahead_weight
+        )
+        rows = 0
+        if usable.any():
+            needed = len(active.slots) + int(usable.sum())
+            sizes = [rows for rows, _ in buckets.passes(batch)]
+            rows = next((rows for rows in sizes if rows >= needed), sizes[-1])
+        return cls(proposal, candidates, rows, seconds)
+
 
 def draft(
     proposer: Proposer,
@@ -41,15 +65,7 @@ def draft(
     start = time.perf_counter()
     state, proposal = proposer.propose(state, active, statistics, strategy)
     usable, seconds = proposal.within(strategy), time.perf_counter() - start
-    candidates = Candidates.from_nodes(
-        usable, proposal.probability, active.current, active.standing_by, seconds, active.ahead_weight
-    )
-    rows = 0
-    if usable.any():
-        needed = len(active.slots) + int(usable.sum())
-        sizes = [rows for rows, _ in buckets.passes(state.batch)]
-        rows = next((rows for rows in sizes if rows >= needed), sizes[-1])
-    return state, Drafted(proposal, candidates, rows, seconds)
+    return state, Drafted.of(proposal, usable, seconds, state.batch, active, buckets)
 
 
 def verify_all(

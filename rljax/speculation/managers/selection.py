@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from drafters.mixed import MOST_DRAFTERS
 from rljax.config.decoding import DecodingMode, SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
@@ -57,8 +58,13 @@ class StrategyChoice:
         """The manager of these drafters.
 
         Raises:
-          ConfigError: a strategy that its drafter cannot draft.
+          ConfigError: a strategy that its drafter cannot draft, or more drafters than one tree can have.
         """
+        if len(proposers) > MOST_DRAFTERS and (self.mix or self.by == "ladder"):
+            raise ConfigError(
+                f"speculation.others: {len(proposers)} drafters, and a tree holds drafts of at most"
+                f" {MOST_DRAFTERS}; leave some out, or use speculation.choice: expected alone"
+            )
         _check_offered(self.strategies, proposers, buckets.max_drafts)
         if self.by == "expected":
             return ExpectedManager(proposers, buckets, times, self.mix, self.choose_rows or best_rows)
