@@ -566,8 +566,8 @@ def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(pa
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("special", ["knows one", "quantized"])
 def test_a_straggler_gets_another_drafter_while_others_of_the_pass_keep_theirs(params, special, overlap):
-    """A drafter knows two responses of three, and one slot is idle. What drafts on the device does so only for
-    the third.
+    """A drafter knows two responses of three, and one slot is idle. Drafts on the device are only made
+    for the third.
     """
     requests = make_requests((3,), (98,))
     expected = Scheduler(make_engine(), SLOTS).run(params, requests)[0]
@@ -619,8 +619,10 @@ def test_a_straggler_gets_another_drafter_while_others_of_the_pass_keep_theirs(p
 
 @pytest.mark.parametrize("choice", [LADDER, MIXED], ids=["ladder", "mixed"])
 def test_more_drafters_than_a_tree_can_have_are_one_line(choice):
-    with pytest.raises(ConfigError, match="speculation.others: 9 drafters, and a tree holds drafts of at most 8"):
+    with pytest.raises(ConfigError) as raised:
         choice.manager([HostProposer(f"srt{i}", None, None) for i in range(9)], BUCKETS, CHEAP, SLOTS)
+    message = "speculation.others: 9 drafters, and a tree holds drafts of at most 8; leave some out, or use"
+    assert str(raised.value) == f"{message} speculation.choice: expected alone"
 
 
 def test_the_ladder_decodes_plainly_where_nothing_is_worth_it_and_says_so(params, requests, expected):
