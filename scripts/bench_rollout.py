@@ -14,6 +14,7 @@ from rljax.errors import UserError
 from rollout_benchmarks.ahead import ahead_rows
 from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
+from rollout_benchmarks.races import race_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
 from rollout_benchmarks.variants import BESIDE, PLAIN, VARIANTS
@@ -57,6 +58,7 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
             Measurement(
                 "ahead", "tokens a pass", lambda: ahead_rows(config, (1e-6, 1e-5, 1e-4, 1e-3), steps=4), False
             ),
+            Measurement("races", "tokens a pass", lambda: race_rows(config), disturbed=False),
             Measurement(
                 "lossless", "tokens compared", lambda: lossless_rows(config, steps=12), disturbed=False
             ),

@@ -9,6 +9,7 @@ from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 bench_rollout = load_script("bench_rollout")
+races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
 strategies = load_script("rollout_benchmarks.strategies")
 variants = load_script("rollout_benchmarks.variants")
@@ -52,6 +53,14 @@ def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
     assert variants.BESIDE
     with pytest.raises(UserError, match=r"^--variants: .* drafts on a device beside the 1 of the mesh"):
         variants.check_variants(config, ["plain", variants.BESIDE[0]])
+
+
+@pytest.mark.slow
+def test_rows_of_races(config):
+    """Passes are counted where tokens and logprobs are those of plain decoding."""
+    ladder, expected = races.race_rows(config, seeds=1)
+    assert (ladder.name, expected.name) == ("races/ladder", "races/expected")
+    assert ladder.details["tokens"] == expected.details["tokens"] > ladder.details["verifying_passes"] > 0
 
 
 @pytest.mark.slow
