@@ -337,7 +337,7 @@ class SpeculationConfig(Section):
         " tokens per second predicted from acceptance and times so far; bandit, by a bandit over"
         " strategies (TLT's BEG-MAB); roofline, with one drafter, by"
         " EfficientRollout's roofline and draft length schedule; ladder, by SpecActor's draft"
-        " ladder, once per rollout and again for its stragglers; fixed, always the one strategy"
+        " ladder, once per rollout, and by races for its stragglers; fixed, always the one strategy"
         " of speculation.strategies. Set fixed to measure the worth of choosing.",
     )
     calibration_dir: str = Field(
