@@ -13,8 +13,8 @@ from rljax.speculation.pass_record import PLAIN, DecisionLog, PassRecord
 SRT, EAGLE = SimpleNamespace(name="srt"), SimpleNamespace(name="eagle")
 
 
-def choose(proposal, rows=16, reason="why", expected=20.0, plain=10.0, seconds=0.0):
-    return Choice(proposal, None, rows, reason, expected, plain, draft_seconds=seconds)
+def choose(proposal, rows=16, reason="why", expected=20.0, plain=10.0, seconds=0.0, events=()):
+    return Choice(proposal, None, rows, reason, expected, plain, draft_seconds=seconds, events=events)
 
 
 def carried_out(choice, batch, responses, tokens, seconds, verified=(), accepted=()):
@@ -48,11 +48,10 @@ def log(clock):
 def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
     log.begin()
     clock.now += 3.0
-    log.add(carried_out(choose(SRT, reason="first", seconds=0.5), 4, 3, 12, 1.5, [3, 1], [2]))
+    log.add(carried_out(choose(SRT, reason="first", seconds=0.5, events=["a"]), 4, 3, 12, 1.5, [3, 1], [2]))
     clock.now += 1.0
-    log.add(
-        carried_out(choose(SRT, reason="second", expected=30.0, plain=11.0), 4, 2, 5, 1.0, [2, 2, 2], [2, 1])
-    )
+    second = choose(SRT, reason="second", expected=30.0, plain=11.0, events=("b", "c"))
+    log.add(carried_out(second, 4, 2, 5, 1.0, [2, 2, 2], [2, 1]))
     (decision,) = log.take()
     assert decision == {
         "at": 1.0,  # drafting began 3 - 0.5 - 1.5 seconds after the rollout
@@ -69,6 +68,7 @@ def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
         "plain": 10.0 * 2.0 + 11.0 * 1.0,
         "verified": [5, 3, 2],
         "accepted": [4, 1],
+        "events": ["a", "b", "c"],
     }
 
 
