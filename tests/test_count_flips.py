@@ -26,6 +26,12 @@ _TINY = (
 )
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Mixes of fewer buckets than those that are counted with."""
+    monkeypatch.setattr(flips, "BUCKET_MIXES", {"a": ((2, 8), (16, 24), (3, 8)), "b": ((8,), (20,), (8, 5))})
+
+
 def count(directory, tokens, mechanisms="SRT;quantized"):
     """Runs the script; its exit status and what it wrote."""
     arguments = ["--tokens", str(tokens), "--steps", "2", "--dtypes", "float32", "--mechanisms", mechanisms]

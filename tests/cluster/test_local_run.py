@@ -5,7 +5,8 @@ import pytest
 
 from rljax.errors import ClusterError, NumericsError, PolicyError
 from rljax.speculation.managers import selection
-from tests.cluster.same_run import differences
+from tests.cluster.same_run import differences, run
+from tests.cluster.test_drafters import FEW
 from tests.cluster.turns import in_the_middle, local_run
 
 pytestmark = pytest.mark.slow
@@ -21,6 +22,19 @@ def test_two_workers_make_the_same_run(world, alone, monkeypatch):
     assert all(line["cluster/workers"] == 2 for line in steps)
     assert all(0 <= line[f"cluster/{name}_share"] <= 1 for line in steps for name in ("busy", "idle"))
     assert not any(line["cluster/restarts"] or line["cluster/migrations"] for line in steps)
+
+
+def test_workers_decode_with_the_merged_weights_of_an_adapter(world, monkeypatch):
+    """The quantized drafter makes its weights anew from them as well."""
+    adapter = ("policy.lora={rank: 4, alpha: 8}", "optimizer.learning_rate=1e-2")
+    expected = run(world, "adapter_alone", *adapter)
+    assert {line["mismatch/logprob_abs_max"] for line in expected.metrics[1:]} == {0.0}
+    drafts = (*FEW, "speculation.drafter=quantized")
+    clustered, _ = local_run(world, "adapter", monkeypatch, *adapter, *drafts)
+    assert not differences(expected, clustered)
+    # With weights that the workers did not get, the second step would have had other tokens.
+    still = run(world, "adapter_still", *adapter, "optimizer.learning_rate=1e-9")
+    assert "step 2: reward/mean" in differences(expected, still)
 
 
 def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world, alone, monkeypatch):

@@ -116,7 +116,8 @@ keys = np.stack([request_key(0, row) for row in range(64)])
 positions = np.arange(64, dtype=np.int32)
 for dtype in ("float32", "bfloat16"):
     logits = make_logits() if dtype == "float32" else with_ties(make_logits())
-    for name, params in DISTRIBUTIONS.items():
+    for name in DISTRIBUTIONS if dtype == "float32" else ("plain", "all"):
+        params = DISTRIBUTIONS[name]
         draw = jax.jit(sample, static_argnums=(3, 4, 5))
         expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
         for label in ("2", "8", "2 x 4"):
@@ -192,13 +193,12 @@ def compare(label, meshes, *args, **options):
 
 compare("plain", ["4"], "plain")
 compare("greedy", ["4"], "greedy")
-compare("all", ["2", "8", "2 x 4"], "all")
+compare("all", ["2 x 4"], "all")
 compare("odd vocabulary", ["8"], "all", vocab_size=259)
-compare("bfloat16", ["2", "8"], "all", dtype="bfloat16")
-for vocab_size in (264, 259):
-    one, _ = decode_drafts("plain", None, rule="rejection", vocab_size=vocab_size)
-    four, accepted = decode_drafts("plain", MESHES["4"], rule="rejection", vocab_size=vocab_size)
-    found[f"rejection {vocab_size}"] = {"same": one == four, "accepted": accepted}
+compare("bfloat16", ["2"], "all", dtype="bfloat16")
+one, _ = decode_drafts("plain", None, rule="rejection", vocab_size=259)
+four, accepted = decode_drafts("plain", MESHES["4"], rule="rejection", vocab_size=259)
+found["rejection"] = {"same": one == four, "accepted": accepted}
 _, params, state = make_engine("all", MESHES["8"], vocab_size=259)
 found["shapes"] = {
     name: x.addressable_shards[0].data.shape
@@ -215,7 +215,7 @@ def sizes(text):
         for result in re.findall(COLLECTIVE, text) for dims in re.findall(r"\\w+\\[([0-9,]*)\\]", result)
     ]
 
-for label, name in (("8", "plain"), ("8", "all"), ("8", "greedy"), ("2 x 4", "filters")):
+for label, name in (("8", "plain"), ("8", "all"), ("2 x 4", "filters")):
     mesh, config = MESHES[label], make_config(VOCAB, kv_heads=8)
     engine = DecodeEngine(config, Numerics(), POLICIES[name], buckets, (EOS,), 64, mesh=mesh)
     weights = engine.param_shapes(engine.load_params(init_params(engine.config, 0)))
@@ -244,14 +244,14 @@ def found():
 
 @pytest.mark.slow
 def test_the_same_logits_give_the_same_tokens(found):
-    assert found["devices"] == 8 and len(found["sampling"]) == 2 * len(DISTRIBUTIONS) * 3
+    assert found["devices"] == 8 and len(found["sampling"]) == (len(DISTRIBUTIONS) + 2) * 3
     for label, one in found["sampling"].items():
         assert one["same"] and one["logprobs"] < 5e-6 and one["distinct"] > 30, label
 
 
 @pytest.mark.slow
 def test_responses_are_those_of_one_device(found):
-    assert len(found["tokens"]) == 8
+    assert len(found["tokens"]) == 5
     for label, one in found["tokens"].items():
         assert one["tokens"] > 250 and one["accepted"] > 150, label
         assert one["plain"], f"plain decoding: {label}"
@@ -260,8 +260,7 @@ def test_responses_are_those_of_one_device(found):
 
 @pytest.mark.slow
 def test_rejection_gathers_the_logits_and_samples_the_same(found):
-    for vocab_size in (264, 259):
-        assert found[f"rejection {vocab_size}"]["same"] and found[f"rejection {vocab_size}"]["accepted"] > 100
+    assert found["rejection"]["same"] and found["rejection"]["accepted"] > 100
 
 
 @pytest.mark.slow
@@ -271,7 +270,7 @@ def test_the_vocabulary_is_really_split_and_padded(found):
 
 @pytest.mark.slow
 def test_no_logits_travel(found):
-    assert len(found["collectives"]) == 12
+    assert len(found["collectives"]) == 9
     for label, one in found["collectives"].items():
         assert 0 < one["largest"] < one["logits"], label
         assert one["whole rows"] == [], label

@@ -15,7 +15,7 @@ from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from tests.devices import run_on_devices
-from tests.training.tiny_run import train
+from tests.training.tiny_run import SHRINKING, train
 
 # Times differ between runs, and a resumed run compiles again.
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
@@ -79,7 +79,7 @@ def test_the_training_pass_has_the_rollouts_logprobs(plain):
 
 
 def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
-    lines = train(tmp_path, "policy.compute_dtype=bfloat16")
+    lines = train(tmp_path, "policy.compute_dtype=bfloat16", SHRINKING)
     for line in lines[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0
 

@@ -15,7 +15,7 @@ from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop, session
-from tests.training.tiny_run import train
+from tests.training.tiny_run import SHRINKING, train
 
 pytestmark = pytest.mark.slow
 
@@ -105,8 +105,8 @@ def plain(world):
 
 @pytest.fixture(scope="module")
 def srt(world, plain):
-    """Every batch is verified."""
-    return run(world, "srt", drafter="srt", verified=[True])
+    """Every batch is verified, and shrinks where that of the plain run cannot."""
+    return run(world, "srt", SHRINKING, drafter="srt", verified=[True])
 
 
 def check_same(world, name, lines, plain):
@@ -145,7 +145,7 @@ def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
 
 
 def test_a_run_that_chooses_by_its_own_clock_is_the_run_without(world, plain):
-    lines = run(world, "clock", f"training.steps={HALF}", drafter="srt")
+    lines = run(world, "clock", SHRINKING, f"training.steps={HALF}", drafter="srt")
     check_same(world, "clock", lines, plain)
 
 

@@ -15,7 +15,7 @@ policy:
 warm_start: {{steps: 3, learning_rate: 1e-2, tokens_per_step: 512, cache_dir: {directory}/warm_start}}
 task: {{name: chain_arithmetic, args: {{max_terms: 3}}}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 4, max_prompt_length: 64, max_response_length: 48}}
-engine: {{max_slots: 4, batch_buckets: [2, 4], cache_buckets: [128], compilation_cache: null,
+engine: {{max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_cache: null,
           compile: before}}
 algorithm: {{kl_coefficient: 0.0}}
 optimizer: {{learning_rate: 1e-3}}
@@ -24,6 +24,9 @@ checkpoint: {{every: 1}}
 evaluation: {{problems: 4}}
 tracking: {{report: false}}
 """
+
+SHRINKING = "engine.batch_buckets=[2, 4]"
+"""Batches of two sizes; without this the tiny run has one, since each takes programs of its own."""
 
 
 def write_config(directory: Path) -> Path:
