@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rljax import processes
 from rljax.config import load_config
 from rljax.config.changes import config_changes
+from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import DistributedConfig, check_over_processes, launcher
 from rljax.errors import ConfigError
 from rljax.rendezvous import Rendezvous
@@ -105,6 +106,19 @@ def test_what_processes_cannot_share_is_named(tmp_path, overrides, message):
     config = load_config(write_config(tmp_path), overrides)
     with pytest.raises(ConfigError, match=message):
         check_over_processes(config, 4, 2, {"srt"})
+
+
+def test_workers_draft_by_clocks_of_their_own(tmp_path):
+    keys = ["mesh.data=4", "cluster.workers=2", "distributed.enabled=on", "speculation.drafter=srt"]
+    config = load_config(write_config(tmp_path), [*keys, "speculation.others={quantized: {}}"])
+    check_with_workers(config)
+    check_over_processes(config, 4, 2, {"srt", "quantized"})
+    trained = load_config(write_config(tmp_path), [*keys, "speculation.drafter=eagle"])
+    with pytest.raises(ConfigError, match=r"^speculation.drafter: eagle is trained by measured times"):
+        check_over_processes(trained, 4, 2, {"srt", "quantized"})
+    sent = load_config(write_config(tmp_path), [*keys, "cluster.weights=jax_transfer"])
+    with pytest.raises(ConfigError, match=r"^cluster.weights=jax_transfer: .*several train"):
+        check_with_workers(sent)
 
 
 def test_a_fixed_strategy_on_the_host_is_shared(tmp_path):

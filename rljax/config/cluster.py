@@ -208,7 +208,11 @@ def check_with_workers(config: "ExperimentConfig") -> None:
             not config.engine.row_invariant,
             "bits would depend on who decodes; set true",
         ),
-        ("distributed", config.distributed.is_wanted(), "one process trains; set distributed.enabled=off"),
+        (
+            "cluster.weights=jax_transfer",
+            config.cluster.weights == "jax_transfer" and config.distributed.is_wanted(),
+            "the devices of one process send, and several train; set object_store or files",
+        ),
         (
             "speculation.run_ahead_below",
             bool(config.speculation.run_ahead_below),

@@ -91,7 +91,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_over_processes(
-    config: "ExperimentConfig", num_devices: int, num_processes: int, host_drafters: Collection[str]
+    config: "ExperimentConfig", num_devices: int, num_processes: int, drafters: Collection[str]
 ) -> None:
     """Checks that an experiment can run in several processes with so many devices in all.
 
@@ -99,7 +99,7 @@ def check_over_processes(
       config: the experiment.
       num_devices: number of devices of all processes.
       num_processes: number of processes.
-      host_drafters: kinds of drafters that draft on the host.
+      drafters: kinds of drafters about which no clock of these processes decides.
 
     Raises:
       ConfigError: the mesh leaves devices out, or a mechanism is not supported over processes.
@@ -126,14 +126,15 @@ def check_over_processes(
         raise ConfigError(f"rollout.{key}: is for one process that trains, not for {num_processes}; set 0")
     if speculation.drafter is None:
         return
-    if speculation.choice != "fixed":
+    if speculation.choice != "fixed" and not config.cluster.workers:
         raise ConfigError(
             f"speculation.choice: {speculation.choice} decides by measured times, which differ between"
             f" {num_processes} processes; use fixed, with one strategy in speculation.strategies"
         )
     for name, kind in speculation.kinds.items():
-        if kind not in host_drafters:
+        if kind not in drafters:
+            does = "is trained" if config.cluster.workers else "drafts on the device"
             raise ConfigError(
-                f"speculation.drafter: {name} drafts on the device by measured times, which differ between"
-                f" {num_processes} processes; use a drafter on the host: {', '.join(sorted(host_drafters))}"
+                f"speculation.drafter: {name} {does} by measured times, which differ between"
+                f" {num_processes} processes; use one of {', '.join(sorted(drafters))}"
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from drafters.registry import HOST_DRAFTERS
+from drafters.registry import DRAFTERS, HOST_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
@@ -26,6 +26,7 @@ from rljax.training.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from rljax.cluster.decoder import ClusterDecoder
+    from rljax.cluster.shared_decoder import SharedDecoder
 
 
 def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
@@ -43,7 +44,9 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     check_devices(config.mesh, jax.device_count())
     check_with_workers(config)
     if processes.several():
-        check_over_processes(config, jax.device_count(), jax.process_count(), HOST_DRAFTERS.keys())
+        # Workers draft by clocks of their own; a head is trained here.
+        drafters = DRAFTERS.keys() - {"eagle"} if config.cluster.workers else HOST_DRAFTERS.keys()
+        check_over_processes(config, jax.device_count(), jax.process_count(), drafters)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()
@@ -81,7 +84,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
 @contextlib.contextmanager
 def cluster_of(
     config: ExperimentConfig, say: Callable[[str], None], wished: Path | None = None
-) -> Iterator["ClusterDecoder | None"]:
+) -> Iterator["ClusterDecoder | SharedDecoder | None"]:
     """Context of the rollout workers that a config asks for, whose processes run and fit; None for none.
 
     Args:
@@ -92,6 +95,20 @@ def cluster_of(
     if not config.cluster.workers:
         yield None
         return
+    workers = started_workers(config, say, wished)
+    if processes.several():
+        from rljax.cluster.shared_decoder import in_first
+
+        workers = in_first(workers)
+    with workers as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def started_workers(
+    config: ExperimentConfig, say: Callable[[str], None], wished: Path | None
+) -> Iterator["ClusterDecoder"]:
+    """Context of workers whose processes run; the arguments are those of `cluster_of`."""
     from rljax.cluster.decoder import ClusterDecoder
     from rljax.cluster.ray_fabric import connect
     from rljax.cluster.wish import WishFile

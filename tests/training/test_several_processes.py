@@ -123,6 +123,17 @@ def test_drafts_change_nothing_over_processes(one, tmp_path):
     assert sum(line["speculation/drafted"] for line in lines[1:]) > 0
 
 
+@pytest.mark.ray
+def test_rollout_workers_decode_for_two_processes(one, tmp_path):
+    """Each process has half of the weights' heads; workers get all, and decode what one process samples."""
+    pytest.importorskip("ray", reason="the cluster extra is not installed")
+    drafts = ("speculation.drafter=srt", "speculation.others={quantized: {}}")
+    lines = _train(tmp_path, 2, "mesh.tensor=2", "cluster.workers=2", *drafts)
+    _agree(lines, one[:STEPS])
+    assert [line["cluster/workers"] for line in lines[1:]] == [2, 2]
+    assert all(line["speculation/history_tokens"] > 0 for line in lines[1:])
+
+
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path, killed):
     steps = 8

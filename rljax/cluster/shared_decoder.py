@@ -1,0 +1,129 @@
+"""A cluster whose trainer is several processes: the first one has the workers, all get what these decode.
+
+Every process calls the same methods at the same points, as it runs the same programs. Weights whose parts lie
+in several processes are put together in all of them before the first one publishes them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from drafters.base import Outcome
+from rljax import processes
+from rljax.cluster.decoder import BegunRollout, ClusterDecoder
+from rljax.config import ExperimentConfig
+from rljax.engine.invariance import Invariance
+from rljax.models.transformer import Params
+from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
+from rljax.training.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedRollout:
+    """Requests that workers decode.
+
+    Attributes:
+      begun: of the first process; None in the others.
+    """
+
+    begun: BegunRollout | None
+
+
+class SharedDecoder:
+    """Has the methods of `ClusterDecoder` that a run with staleness 0 calls, which say more about each.
+
+    Args:
+      decoder: the first process's; None in the others.
+    """
+
+    def __init__(self, decoder: ClusterDecoder | None) -> None:
+        self._decoder = decoder
+
+    def build(
+        self, scheduler: Scheduler, config: ExperimentConfig, policy: Policy, invariance: Invariance | None
+    ) -> None:
+        """Lets workers build their engines."""
+        processes.from_first(lambda: self._decoder.build(scheduler, config, policy, invariance))
+
+    def wait(self) -> None:
+        """Waits until every worker that there is has built its engine."""
+        processes.from_first(lambda: self._decoder.wait())
+
+    def begin(self, params: Params, requests: Sequence[Request], version: int) -> SharedRollout:
+        """Lets workers decode requests, the same in every process."""
+        whole = processes.to_host(params)
+        begun = []
+        processes.from_first(lambda: begun.append(self._decoder.begin(whole, requests, version)))
+        return SharedRollout(begun[0] if begun else None)
+
+    def finish(
+        self,
+        rollout: SharedRollout,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Waits for a rollout's responses. The callbacks are called in the first process alone."""
+        return processes.copied_from_first(
+            lambda: self._decoder.finish(rollout.begun, on_progress, on_finished)
+        )
+
+    def run(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+        version: int = 0,
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Begins a rollout, and finishes it."""
+        return self.finish(self.begin(params, requests, version), on_progress, on_finished)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Shares rewarded responses with the drafters of all workers."""
+        if self._decoder is not None:
+            self._decoder.learn(outcomes)
+
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which another thread listens to the workers."""
+        return contextlib.nullcontext() if self._decoder is None else self._decoder.listening()
+
+    # What only the process that writes the run's files needs.
+
+    @property
+    def doing(self) -> str:
+        """A phrase on what the workers do, for the display."""
+        return "" if self._decoder is None else self._decoder.doing
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        return {} if self._decoder is None else self._decoder.metrics()
+
+    def timeline(self) -> dict[str, Any]:
+        """What everyone has done since the last call."""
+        return {} if self._decoder is None else self._decoder.timeline()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that a checkpoint keeps."""
+        return {} if self._decoder is None else self._decoder.state()
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes up what `state` returned."""
+        if self._decoder is not None:
+            self._decoder.load_state(state)
+
+
+@contextlib.contextmanager
+def in_first(make: contextlib.AbstractContextManager[ClusterDecoder]) -> Iterator[SharedDecoder]:
+    """Context of the cluster of several processes.
+
+    Args:
+      make: context of the first process's decoder, which only that process enters.
+    """
+    with contextlib.ExitStack() as stack:
+        decoders: list[ClusterDecoder] = []
+        processes.from_first(lambda: decoders.append(stack.enter_context(make)))
+        yield SharedDecoder(decoders[0] if decoders else None)
