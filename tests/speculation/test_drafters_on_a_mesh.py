@@ -55,9 +55,8 @@ found, expected = {"devices": jax.device_count()}, None
 for name, (axes, weights, arguments) in CASES.items():
     mesh = make_mesh(MeshConfig(**axes))
     drafters = {each: make_drafter(each, **given) for each, given in arguments.items()}
-    batches = (4, 8) if name == "2 devices" else (8,)  # each has programs of its own
     engine = DecodeEngine(
-        ODD, numerics, SamplingParams(), Buckets(batches, (128,), (16,), 5), (EOS,), 4, mesh=mesh,
+        ODD, numerics, SamplingParams(), Buckets((8,), (128,), (16,), 5), (EOS,), 4, mesh=mesh,
         hidden_layers=states_read(drafters, ODD), weights=weights,
     )
     params = engine.load_params(policy)

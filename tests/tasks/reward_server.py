@@ -20,7 +20,10 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.server.asked.append((self.path, content, self.headers.get("Authorization")))
         said = content["messages"][-1]["content"]
         if "slow" in said:
+            self.server.slow += 1
+            self.server.most_slow = max(self.server.most_slow, self.server.slow)
             time.sleep(1.5)
+            self.server.slow -= 1
         if "busy" in said and len(self.server.asked) < 3:
             return self.answer(503, {"error": "later"})
         if "refuse" in said:
@@ -44,9 +47,12 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def reward_server():
-    """Serves while the context lasts; `asked` has the requests, `url` is the address."""
+    """Serves while the context lasts; `asked` has the requests, `url` is the address, and `most_slow` the number
+    of slow answers that were waited for at a time.
+    """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}"
+        server.slow = server.most_slow = 0
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield server
