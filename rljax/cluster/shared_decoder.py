@@ -6,6 +6,7 @@ in several processes are put together in all of them before the first one publis
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
 from rljax.training.policy import Policy
+
+_LONGEST_WAIT = 60.0  # seconds in one collective; gloo's end with an error after half an hour
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +70,12 @@ class SharedDecoder:
         on_finished: OnFinished | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Waits for a rollout's responses. The callbacks are called in the first process alone."""
-        return processes.copied_from_first(
-            lambda: self._decoder.finish(rollout.begun, on_progress, on_finished)
-        )
+        if self._decoder is None:
+            while (finished := processes.copied_from_first(lambda: None)) is None:
+                pass
+            return finished
+        waiting = _telling_others(on_progress)
+        return processes.copied_from_first(lambda: self._decoder.finish(rollout.begun, waiting, on_finished))
 
     def run(
         self,
@@ -114,6 +120,21 @@ class SharedDecoder:
         """Takes up what `state` returned."""
         if self._decoder is not None:
             self._decoder.load_state(state)
+
+
+def _telling_others(on_progress: OnProgress | None) -> OnProgress:
+    """Returns a callback that, from time to time, also tells the processes that wait to go on waiting."""
+    told = time.monotonic()
+
+    def tell(tokens: int, ended: int) -> None:
+        nonlocal told
+        if on_progress is not None:
+            on_progress(tokens, ended)
+        if time.monotonic() - told >= _LONGEST_WAIT:
+            processes.copied_from_first(lambda: None)
+            told = time.monotonic()
+
+    return tell
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def reward_server():
-    """Serves while the context lasts; `asked` has the requests, `url` is the address, and `most_slow` the number
+    """Serves while the context lasts; `asked` has the requests, `url` is the address, `most_slow` the number
     of slow answers that were waited for at a time.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
