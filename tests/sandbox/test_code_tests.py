@@ -17,7 +17,7 @@ CALLS = parse_tests(
 PROGRAM = parse_tests([{"input": "1 2\n", "output": "3\n"}, {"input": "10 5\n", "output": "15"}])
 
 
-def outcomes(code, tests, each=0.5, total=5.0):
+def outcomes(code, tests, each=10.0, total=60.0):  # seconds, many where none is to be cut off
     return run_tests(SANDBOX, code, tests, each, total)
 
 
@@ -56,7 +56,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
 def test_programs_end_as_any_python_does(code):
-    assert outcomes(code, PROGRAM, each=2.0) == [True, True]
+    assert outcomes(code, PROGRAM) == [True, True]
 
 
 def test_functions_live_in_a_module():
@@ -118,8 +118,8 @@ def pair(*args):
 
 @pytest.mark.parametrize("code", SWINDLES.values(), ids=SWINDLES)
 def test_nothing_passes_that_does_not_answer(code):
-    assert outcomes(code, CALLS) == [False, False]
-    assert outcomes(code, PROGRAM[:1]) == [False]
+    assert outcomes(code, CALLS, each=0.5) == [False, False]
+    assert outcomes(code, PROGRAM[:1], each=0.5) == [False]
 
 
 def test_a_test_that_hangs_takes_its_own_time_only():
