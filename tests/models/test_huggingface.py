@@ -84,6 +84,7 @@ def assert_same_logits(ours, expected):
 def reload(directory):
     """transformers' own model of a directory; fails on tensors that are missing or unexpected."""
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
