@@ -137,6 +137,7 @@ class Coordinator:
       rollouts: those under way.
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
+      next_start: time before which no further worker is started, since several have ended at once.
       spot: lets workers without requests train a head; None for never.
       only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
         tool that is asked again, elsewhere, may answer something else.
@@ -157,11 +158,10 @@ class Coordinator:
         self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
         self.building = self.only_holders = False
-        self.ready = 0
+        self.ready, self.next_start = 0, 0.0
         self.spot: SpotTraining | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
-        self._next_start = 0.0
         self._useless = 0  # workers lost in a row without a token
         self._last_reason = ""
         self._life: float | None = None  # when any worker was last heard
@@ -340,7 +340,7 @@ class Coordinator:
                 ),
             ]
         if self._useless:
-            self._next_start = max(self._next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
+            self.next_start = max(self.next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
         self._take_back(name, worker)
         return commands + self._start(now) + self._direct(list(self._workers), now)
@@ -355,8 +355,7 @@ class Coordinator:
                 del self._holders[key]
                 keys.append(key)
         self._moved.update(keys)
-        for rollout in self.rollouts.open.values():
-            rollout.router.leave(name)
+        self.rollouts.leave(name)
         for number, lost in self.rollouts.by_rollout(keys).items():
             self.rollouts.open[number].router.put_back(lost)
 
@@ -377,7 +376,7 @@ class Coordinator:
     def _start(self, now: float) -> list[Command]:
         """Starts workers as far as some are wished for."""
         commands: list[Command] = []
-        while len(self._workers) < self.wish and now >= self._next_start:
+        while len(self._workers) < self.wish and now >= self.next_start:
             name = f"worker-{self._started}"
             self._started += 1
             self._workers[name] = _Worker(now, now)

@@ -89,6 +89,13 @@ class Rollouts:
         if not rollout.requests and not rollout.renewed:
             del self.open[number]
 
+    def leave(self, worker: str) -> None:
+        """A worker is lost. The newest router hears of it as well where its rollout has been forgotten: the
+        next one has its copy, and would keep a part of the requests for the worker.
+        """
+        for router in (self.router, *(rollout.router for rollout in self.open.values())):
+            router.leave(worker)
+
     def renew(self, version: int) -> None:
         """Rollouts that are renewed go on with this version."""
         for rollout in self.open.values():

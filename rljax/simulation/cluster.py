@@ -337,6 +337,17 @@ class Cluster:
     def _noticed(self, name: str) -> None:
         before = set(self._places)
         self._tell(Died(name, "it failed"))
+        if self.coordinator.next_start > self.now:
+            self._at(self.coordinator.next_start, self._starts_more)
+        self._starting(before)
+
+    def _starts_more(self) -> None:
+        before = set(self._places)
+        self._tell(Tick())
+        self._starting(before)
+
+    def _starting(self, before: set[str]) -> None:
+        """Those that were not there before arrive once they have started."""
         for new in self._places.keys() - before:
             self._at(self.now + self.machines.start_seconds, self._arrive, new)
 
