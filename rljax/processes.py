@@ -158,15 +158,22 @@ def largest(number: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
-def to_host(tree: Any) -> Any:
-    """Returns arrays as NumPy arrays, whole in every process. Collective where processes hold parts."""
+def put_together(tree: Any) -> Any:
+    """Returns arrays of which processes hold parts as NumPy arrays, whole in every process, and others as
+    they are. Collective where there are any.
+    """
 
-    def whole(array: Any) -> np.ndarray:
+    def whole(array: Any) -> Any:
         if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
             return multihost_utils.process_allgather(array, tiled=True)
-        return np.asarray(array)
+        return array
 
     return jax.tree.map(whole, tree)
+
+
+def to_host(tree: Any) -> Any:
+    """Returns arrays as NumPy arrays, whole in every process. Collective where processes hold parts."""
+    return jax.tree.map(np.asarray, put_together(tree))
 
 
 @contextlib.contextmanager

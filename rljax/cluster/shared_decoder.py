@@ -5,7 +5,6 @@ in several processes are put together in all of them before the first one publis
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,21 +18,10 @@ from rljax.config import ExperimentConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
-from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
+from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.training.policy import Policy
 
 _LONGEST_WAIT = 60.0  # seconds in one collective; gloo's end with an error after half an hour
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedRollout:
-    """Requests that workers decode.
-
-    Attributes:
-      begun: of the first process; None in the others.
-    """
-
-    begun: BegunRollout | None
 
 
 class SharedDecoder:
@@ -56,46 +44,28 @@ class SharedDecoder:
         """Waits until every worker that there is has built its engine."""
         processes.from_first(lambda: self._decoder.wait())
 
-    def begin(self, params: Params, requests: Sequence[Request], version: int) -> SharedRollout:
-        """Lets workers decode requests, the same in every process."""
-        whole = processes.to_host(params)
-        begun = []
+    def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRollout | None:
+        """Lets workers decode requests, the same in every process. Returns None in all but the first."""
+        whole = processes.put_together(params)
+        begun: list[BegunRollout] = []
         processes.from_first(lambda: begun.append(self._decoder.begin(whole, requests, version)))
-        return SharedRollout(begun[0] if begun else None)
+        return begun[0] if begun else None
 
     def finish(
-        self,
-        rollout: SharedRollout,
-        on_progress: OnProgress | None = None,
-        on_finished: OnFinished | None = None,
+        self, begun: BegunRollout | None, on_progress: OnProgress | None = None
     ) -> tuple[list[Completion], DecodeStatistics]:
-        """Waits for a rollout's responses. The callbacks are called in the first process alone."""
+        """Waits for a rollout's responses. `on_progress` is called in the first process alone."""
         if self._decoder is None:
             while (finished := processes.copied_from_first(lambda: None)) is None:
                 pass
             return finished
         waiting = _telling_others(on_progress)
-        return processes.copied_from_first(lambda: self._decoder.finish(rollout.begun, waiting, on_finished))
-
-    def run(
-        self,
-        params: Params,
-        requests: Sequence[Request],
-        on_progress: OnProgress | None = None,
-        on_finished: OnFinished | None = None,
-        version: int = 0,
-    ) -> tuple[list[Completion], DecodeStatistics]:
-        """Begins a rollout, and finishes it."""
-        return self.finish(self.begin(params, requests, version), on_progress, on_finished)
+        return processes.copied_from_first(lambda: self._decoder.finish(begun, waiting))
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Shares rewarded responses with the drafters of all workers."""
         if self._decoder is not None:
             self._decoder.learn(outcomes)
-
-    def listening(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which another thread listens to the workers."""
-        return contextlib.nullcontext() if self._decoder is None else self._decoder.listening()
 
     # What only the process that writes the run's files needs.
 

@@ -21,7 +21,7 @@ class Decoder:
         self.seen.append((params, version))
         return list(requests)
 
-    def finish(self, begun, on_progress, on_finished):
+    def finish(self, begun, on_progress):
         for news in range(3):
             on_progress(news, 0)
         if self.error is not None:
@@ -44,7 +44,6 @@ def world(monkeypatch):
     monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "is_first", lambda: me.first)
     monkeypatch.setattr(processes, "_broadcast", broadcast)
-    monkeypatch.setattr(processes, "to_host", lambda params: params)
 
     def run(work):
         """Calls `work` in both; returns what it returned or raised, the first one's first."""
@@ -67,30 +66,34 @@ def world(monkeypatch):
     return run
 
 
+def roll_out(decoder, show=None):
+    """Work of a process: a rollout of two requests, with the weights of version 7."""
+
+    def work(first):
+        cluster = SharedDecoder(decoder if first else None)
+        begun = cluster.begin("weights", ["one", "two"], 7)
+        return cluster.finish(begun, show if first else pytest.fail)
+
+    return work
+
+
 def test_all_get_what_the_first_one_s_workers_decode(world, monkeypatch):
     monkeypatch.setattr(shared_decoder, "_LONGEST_WAIT", 0.0)
     decoder, shown = Decoder(), []
 
-    def work(first):
-        cluster = SharedDecoder(decoder if first else None)
-        show = (lambda tokens, ended: shown.append(tokens)) if first else pytest.fail
-        return cluster.run("weights", ["one", "two"], show, version=7)
-
-    first, other = world(work)
+    first, other = world(roll_out(decoder, lambda tokens, ended: shown.append(tokens)))
     assert first == other == (["one is decoded", "two is decoded"], 2)
     assert decoder.seen == [("weights", 7)] and shown == [0, 1, 2]
     assert len(world.sent) == 1 + 3 + 1  # it has begun; wait; the responses
 
 
 def test_nobody_is_told_to_wait_more_often_than_needed(world):
-    decoder = Decoder()
-    first, other = world(lambda first: SharedDecoder(decoder if first else None).run("weights", ["one"]))
+    first, other = world(roll_out(Decoder()))
     assert first == other and len(world.sent) == 2
 
 
 def test_an_error_of_the_workers_ends_all(world):
-    decoder = Decoder(ClusterError("no worker is left"))
-    first, other = world(lambda first: SharedDecoder(decoder if first else None).run("weights", ["one"]))
+    first, other = world(roll_out(Decoder(ClusterError("no worker is left"))))
     assert str(first) == str(other) == "no worker is left"
     assert isinstance(other, ClusterError) and other.elsewhere
 
