@@ -316,6 +316,8 @@ class Cluster:
         if machines.failures_per_hour:
             hours = self._random.expovariate(machines.failures_per_hour)
             self._at(self.now + 3600 * hours, self._fail, name)
+        if self.coordinator.building:  # those that a run begins with are there
+            self._at(self.now + machines.start_seconds, self._arrive, name)
 
     def _arrive(self, name: str) -> None:
         if name in self._places:
@@ -335,21 +337,9 @@ class Cluster:
         self._at(self.now + self.machines.detect_seconds, self._noticed, name)
 
     def _noticed(self, name: str) -> None:
-        before = set(self._places)
         self._tell(Died(name, "it failed"))
         if self.coordinator.next_start > self.now:
-            self._at(self.coordinator.next_start, self._starts_more)
-        self._starting(before)
-
-    def _starts_more(self) -> None:
-        before = set(self._places)
-        self._tell(Tick())
-        self._starting(before)
-
-    def _starting(self, before: set[str]) -> None:
-        """Those that were not there before arrive once they have started."""
-        for new in self._places.keys() - before:
-            self._at(self.now + self.machines.start_seconds, self._arrive, new)
+            self._at(self.coordinator.next_start, self._tell, Tick())
 
     def _load(self, place: _Place) -> None:
         """A worker takes the weights that it waits for, once they are there."""
