@@ -41,6 +41,8 @@ DEVICE_DRAFTERS: dict[str, _Entry] = {
     "quantized": (QuantizedArguments, QuantizedDrafter),
     "small_model": (SmallModelArguments, SmallModelDrafter),
 }
+# Those whose weights are trained in the run, by measured times.
+TRAINED_DRAFTERS = frozenset({"eagle"})
 DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
 
