@@ -101,14 +101,20 @@ class MixedProposal(Proposal):
         # Agreement is judged where the parent was right.
         parent_correct = np.take_along_axis(correct, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
         self.agreement.observe(self.mixture, verified & parent_correct, correct)
-        for part, part_verified, part_correct in self.by_drafter(verified, correct):
+        for part, part_verified, part_correct in self._fates(verified, correct):
             part.credit(part_verified, part_correct)
 
     def by_drafter(
         self, verified: np.ndarray, correct: np.ndarray
     ) -> list[tuple[Proposal, np.ndarray, np.ndarray]]:
-        width, fates = self.tokens.shape[1], []
-        verified, correct = _widen(verified, width), _widen(correct, width)
+        width = self.tokens.shape[1]
+        return self._fates(_widen(verified, width), _widen(correct, width))
+
+    def _fates(
+        self, verified: np.ndarray, correct: np.ndarray
+    ) -> list[tuple[Proposal, np.ndarray, np.ndarray]]:
+        """Each part with the fate of its nodes; arguments are bool [n, nodes of the mixture]."""
+        fates = []
         for number, part in self.parts.items():
             places = self.mixture.places[number]  # of its own nodes in the mixture, [n, N]
             kept, places = places >= 0, np.maximum(places, 0)

@@ -76,11 +76,16 @@ class Races:
         Returns:
           Sentences about them, for the log.
         """
+        over = [
+            (slot, request)
+            for slot, request in enumerate(field.requests)
+            if request in self._races and not self._races[request].left
+        ]
+        if not over:
+            return []
         ended, alone = [], self.alone(field)
-        for slot, request in enumerate(field.requests):
-            race = self._races.get(request)
-            if race is None or race.left:
-                continue
+        for slot, request in over:
+            race = self._races[request]
             best = max(race.drafters, key=lambda name, slot=slot: _worth(slot, name, alone, field))
             self._found[request] = best
             del self._races[request]
