@@ -32,6 +32,7 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.managers.selection import strategy_choice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
+from rollout_benchmarks.equality import check_equal
 
 _POLICY = qwen3(vocab=320, hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
 _SLOTS, _PROMPT, _RESPONSE, _MOST_DRAFTS = 8, 16, 96, 7
@@ -82,7 +83,7 @@ def decoupled_rows() -> list[Row]:
                     scheduler = Scheduler(engine, _SLOTS, None, each)
                     done, statistics, seconds = _timed(scheduler, loaded, requests)
                     metrics = each.metrics(statistics)
-                _check_equal(done, expected)
+                check_equal(done, expected)
                 counts = ("windows", "ready_share", "wasted", "most_wasted")
                 rows.append(
                     Row(
@@ -128,12 +129,6 @@ def _timed(
     start = time.perf_counter()
     completions, statistics = scheduler.run(params, requests)
     return completions, statistics, time.perf_counter() - start
-
-
-def _check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    for one, other in zip(done, expected, strict=True):
-        np.testing.assert_array_equal(one.response_ids, other.response_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def _prepare(sections: Sequence[str]) -> None:

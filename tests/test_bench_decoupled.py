@@ -21,7 +21,7 @@ def test_one_device_is_too_few(monkeypatch, capsys):
 
 def test_a_token_or_logprob_that_differs_ends_it():
     one = Completion(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), "length")
-    bench_decoupled._check_equal([one], [one])
+    bench_decoupled.check_equal([one], [one])
     for changes in ({"response_ids": one.response_ids + 1}, {"logprobs": one.logprobs - 1}):
         with pytest.raises(AssertionError):
-            bench_decoupled._check_equal([dataclasses.replace(one, **changes)], [one])
+            bench_decoupled.check_equal([dataclasses.replace(one, **changes)], [one])

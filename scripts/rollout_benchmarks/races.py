@@ -18,6 +18,7 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
+from rollout_benchmarks.equality import check_equal
 from rollout_benchmarks.variants import open_run, step_requests
 
 _SHARES = {"first": 0.6, "second": 0.25, "third": 0.15}  # of the requests that each drafter is good for
@@ -96,7 +97,7 @@ def race_rows(config: ExperimentConfig, seeds: int = _SEEDS) -> list[Row]:
                 scheduler = _scheduler(run, drafters, choice)
                 scheduler.run(params, requests)
                 again, statistics = scheduler.run(params, requests)
-                _check_same(completions, again)
+                check_equal(completions, again)
                 accumulate(total, statistics)
             progress.step(seed + 1, {"tokens_per_second": 0.0})
     alone = totals.pop("first alone")
@@ -119,13 +120,6 @@ def _scheduler(run: TrainingRun, drafters: dict[str, HostDrafter], choice: Strat
     engine, slots = run.engine.handing_out(None), run.config.engine.max_slots
     speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=choice)
     return Scheduler(engine, slots, None, speculator)
-
-
-def _check_same(expected: Sequence[Completion], found: Sequence[Completion]) -> None:
-    """Raises an AssertionError for a token or a logprob that differs."""
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_array_equal(one.response_ids, other.response_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def _row(name: str, total: DecodeStatistics, alone: DecodeStatistics, seeds: int) -> Row:
