@@ -12,8 +12,6 @@ Results are JSON, one file a script, with the command, commit and machine that m
 """
 
 import dataclasses
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -30,8 +28,7 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from rljax.errors import UserError
-from rljax.provenance import git_commit, machine_facts, num_cores
+from rljax.provenance import num_cores, write_figures
 
 # --- timing ----------------------------------------------------------------------------------------------
 
@@ -229,7 +226,7 @@ class Row:
 def write_results(
     path: str | os.PathLike[str], rows: Sequence[Row], command: str, packages: Sequence[str] = ()
 ) -> None:
-    """Writes rows with the command, commit, date and machine that made them; replaces the file in one step.
+    """Writes rows with the command, commit, date and machine that made them; see `write_figures`.
 
     Args:
       path: the JSON file; its directory is made if need be.
@@ -239,22 +236,7 @@ def write_results(
     """
     if not rows:
         raise ValueError("no rows to write")
-    content = {
-        "command": command,
-        "commit": git_commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(packages),
-        "rows": [row.as_json() for row in rows],
-    }
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: results cannot be written there: {error.strerror}") from error
+    write_figures(path, {"rows": [row.as_json() for row in rows]}, command, packages)
 
 
 def results_console() -> Console:

@@ -1,18 +1,22 @@
 """Provenance of figures: the machine, the commit and the command that made them."""
 
+import datetime
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from rljax.errors import UserError
 
 _PACKAGES = ("rljax", "drafters")
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -118,3 +122,37 @@ def command_line(argv: Sequence[str] | None = None) -> str:
         return shlex.join(["python", "-m", "rljax", *arguments])
     name = path.relative_to(_REPOSITORY).as_posix() if path.is_relative_to(_REPOSITORY) else path.name
     return shlex.join(["python", name, *arguments])
+
+
+def write_figures(
+    path: str | os.PathLike[str], figures: Mapping[str, Any], command: str, packages: Sequence[str] = ()
+) -> None:
+    """Writes figures as JSON behind the command, commit, date and machine that made them.
+
+    The file is replaced in one step.
+
+    Args:
+      path: the JSON file; its directory is made if need be.
+      figures: what was measured, planned or simulated; without NaN.
+      command: from `command_line`.
+      packages: see `machine_facts`.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    content = {
+        "command": command,
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine_facts(packages),
+        **figures,
+    }
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error

@@ -138,7 +138,7 @@ def test_results_that_say_nothing_or_two_things_are_refused(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="results cannot be written there"):
+    with pytest.raises(UserError, match=r"engine\.json: cannot be written"):
         write_results(tmp_path / "file" / "engine.json", [_row()], "command")
 
 

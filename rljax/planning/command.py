@@ -1,10 +1,8 @@
 """The command line of a plan, for `rljax plan` and `rljax train --plan`."""
 
 import argparse
-import json
 import os
 import re
-from pathlib import Path
 
 from rljax.config import ExperimentConfig
 from rljax.errors import ConfigError
@@ -26,7 +24,9 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         default="auto",
         help="compile all layers, or 2 and 4 and extrapolate; auto extrapolates above 8 layers",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the plan, its command and machine, as JSON"
+    )
 
 
 def force_cpu_devices(topology: str) -> None:
@@ -75,6 +75,7 @@ def print_plan(config: ExperimentConfig, topology: str, arguments: argparse.Name
     from rljax.planning.planner import default_lengths, make_plan
     from rljax.planning.table import as_json, as_text
     from rljax.planning.topologies import parse_topology
+    from rljax.provenance import command_line, write_figures
 
     if not 0.0 <= arguments.acceptance <= 1.0:
         raise ConfigError(f"--acceptance: {arguments.acceptance} should be between 0 and 1")
@@ -91,7 +92,4 @@ def print_plan(config: ExperimentConfig, topology: str, arguments: argparse.Name
     )
     print(as_text(plan), end="")
     if arguments.json is not None:
-        try:
-            Path(arguments.json).write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror})") from error
+        write_figures(arguments.json, as_json(plan), command_line())

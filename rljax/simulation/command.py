@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rljax.errors import ConfigError, UserError
+from rljax.provenance import command_line, write_figures
 from rljax.simulation.calibration import compared, read_run, seconds_of
 from rljax.simulation.calibration import table as calibration_table
 from rljax.simulation.outcome import as_json, draw_timeline, outcome_of, table
@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="key=value[,key=value]",
         help="also with these keys; may be repeated. Speed-ups are over the first simulation",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write keys and figures as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write keys, figures, command and machine as JSON"
+    )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw when each worker decoded, as PNG")
     parser.add_argument(
         "--figure", metavar="NAME", help="a paper's figure by simulation, or all; see docs/simulation.md"
@@ -93,14 +95,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
             for path, figures in rows.items()
         }
         content = {"seconds": dataclasses.asdict(seconds_of(base)), "runs": runs}
-        _write_json(arguments.json, content)
-
-
-def _write_json(path: Path, content: object) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written ({error.strerror})") from error
+        write_figures(arguments.json, content, command_line())
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -130,7 +125,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
             }
             for name in scenarios
         ]
-        _write_json(arguments.json, rows)
+        write_figures(arguments.json, {"rows": rows}, command_line())
     if arguments.timeline is not None:
         last = min(first.steps, first.warm_up + 4)
         draw_timeline(clusters, arguments.timeline, first.warm_up + 1, last)

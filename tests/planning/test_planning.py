@@ -182,6 +182,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     assert "most at a time, update" in capsys.readouterr().out
     plan = json.loads(out.read_text())
     assert plan["topology"] == f"cpu:{jax.device_count()}"
+    assert plan["command"] and plan["machine"]["jax"] == jax.__version__
     assert plan["step"]["rollout"]["drafted"]["tokens_per_second"] > 0
     assert not (tmp_path / "run").exists()
 

@@ -312,7 +312,9 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, caps
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["step", "s"]
     assert "order=pipe" in lines[2]
-    rows = json.loads((tmp_path / "out.json").read_text())
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["command"] and content["machine"]["cpu"]
+    rows = content["rows"]
     assert [row["scenario"]["order"] for row in rows] == ["on-policy", "pipe"]
     assert len(rows[0]["steps"]) == 3
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
