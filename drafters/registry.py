@@ -5,7 +5,7 @@ from typing import Any
 
 from drafters.arguments import Arguments, checked
 from drafters.base import Drafter
-from drafters.decoupled import DecoupledDrafter
+from drafters.decoupled import DecoupledEagle, DecoupledSmallModel
 from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter
@@ -43,6 +43,11 @@ DEVICE_DRAFTERS: dict[str, _Entry] = {
 }
 # Those whose weights are trained in the run, by measured times.
 TRAINED_DRAFTERS = frozenset({"eagle"})
+# Those that can draft ahead of the policy, on devices of their own (`speculation.decoupled`).
+_AHEAD: dict[str, tuple[type[Arguments], Callable[..., Drafter]]] = {
+    "eagle": (EagleArguments, DecoupledEagle),
+    "small_model": (SmallModelArguments, DecoupledSmallModel),
+}
 DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
 
@@ -69,8 +74,9 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     if config.drafter is None:
         return {}
     if config.decoupled.window:
-        arguments = checked("speculation.args", config.drafter, SmallModelArguments, config.args)
-        return {config.drafter: DecoupledDrafter(arguments, config.decoupled)}
+        arguments, ahead = _AHEAD[config.drafter]
+        given = checked("speculation.args", config.drafter, arguments, config.args)
+        return {config.drafter: ahead(given, config.decoupled)}
     drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
     kinds, arguments = config.kinds, config.arguments
     for name, given in config.others.items():

@@ -1,8 +1,11 @@
-"""Coupled and decoupled speculation of a small model: `python scripts/bench_decoupled.py`.
+"""Coupled and decoupled speculation: `python scripts/bench_decoupled.py [--only SECTIONS]`.
+
+`model`: a small model, which is the policy with noise on its weights.
+`head`: an EAGLE head, trained behind four rollouts before.
 
 On a CPU it needs two devices, one that verifies and one that drafts:
-XLA_FLAGS=--xla_force_host_platform_device_count=2. The small model is the policy with noise on its weights.
-Tokens and logprobs must be those of plain decoding. `docs/small-model.md` explains the rows.
+XLA_FLAGS=--xla_force_host_platform_device_count=2. Tokens and logprobs must be those of plain decoding.
+`docs/small-model.md` explains the rows.
 """
 
 import sys
@@ -10,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from drafters.registry import make_drafters
+from drafters.registry import make_drafters, states_read
 from engine_benchmarks.policies import qwen3
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
@@ -38,6 +42,8 @@ _POLICY = qwen3(vocab=320, hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
 _SLOTS, _PROMPT, _RESPONSE, _MOST_DRAFTS = 8, 16, 96, 7
 _NOISE = (0.0, 0.01, 0.02)
 _WAYS = (("coupled", 3), ("decoupled", 3), ("decoupled", 4))
+_HEAD = {"variant": "eagle3", "train_below": 0, "slices": 64, "pack_length": 128, "rows": 8}
+_ROLLOUTS = 4  # behind which the head is trained
 
 
 class _AlwaysWorthIt(PassTimes):
@@ -56,60 +62,80 @@ class _AlwaysWorthIt(PassTimes):
         return 1e-3
 
 
-def decoupled_rows() -> list[Row]:
+def model_rows() -> list[Row]:
     """Returns a row for every noise and way, against plain decoding in the same process."""
-    params = jax.tree.map(lambda leaf: 2 * leaf if leaf.ndim > 1 else leaf, init_params(_POLICY, seed=0))
-    buckets = Buckets((_SLOTS,), (128,), (_SLOTS * 4, _SLOTS * (_MOST_DRAFTS + 1)), _MOST_DRAFTS)
-    engine = DecodeEngine(_POLICY, Numerics(), SamplingParams(), buckets, (), 4)
-    requests = list(_requests())
-    loaded = engine.load_params(params)
-    expected, plain, plain_seconds = _timed(Scheduler(engine, _SLOTS), loaded, requests)
-    rows = []
+    params, rows = _params(), []
     for noise in _NOISE:
         with tempfile.TemporaryDirectory() as directory:
             _save(params, noise, Path(directory) / "model")
             for mode, window in _WAYS:
-                config = SpeculationConfig.model_validate(
-                    {
-                        "drafter": "small_model",
-                        "args": {"path": str(Path(directory) / "model")},
-                        "decoupled": {"window": window, "modes": [mode]},
-                        "max_drafts": _MOST_DRAFTS,
-                    }
-                )
-                choice = strategy_choice(config, 0)
-                drafters = make_drafters(config)
-                with Speculator(engine, drafters, _SLOTS, times=_AlwaysWorthIt(), strategies=choice) as each:
-                    scheduler = Scheduler(engine, _SLOTS, None, each)
-                    done, statistics, seconds = _timed(scheduler, loaded, requests)
-                    metrics = each.metrics(statistics)
-                check_equal(done, expected)
-                counts = ("windows", "ready_share", "wasted", "most_wasted")
-                rows.append(
-                    Row(
-                        name=f"{mode}/window {window}/noise {noise:g}",
-                        value=statistics.tokens / statistics.steps / _SLOTS,
-                        unit="tokens of a slot in a pass",
-                        baseline="plain decoding",
-                        baseline_value=plain.tokens / plain.steps / _SLOTS,
-                        ratio=plain.steps / statistics.steps,
-                        details={
-                            "tokens": statistics.tokens,
-                            "seconds": seconds,
-                            "plain_seconds": plain_seconds,
-                            "acceptance": metrics["speculation/acceptance"],
-                            **{name: metrics[f"speculation/decoupled_{name}"] for name in counts},
-                        },
-                    )
-                )
+                name = f"{mode}/window {window}/noise {noise:g}"
+                given = {"drafter": "small_model", "args": {"path": str(Path(directory) / "model")}}
+                rows.append(_row(name, given, mode, window, rollouts=0))
     return rows
 
 
-def _requests() -> Iterator[Request]:
-    rng = np.random.default_rng(0)
+def head_rows() -> list[Row]:
+    """Returns a row for every way, against plain decoding in the same process."""
+    given = {"drafter": "eagle", "args": _HEAD}
+    return [
+        _row(f"{mode}/window {window}/head", given, mode, window, rollouts=_ROLLOUTS)
+        for mode, window in _WAYS
+    ]
+
+
+def _params() -> Params:
+    """The policy's: twice as large as fresh ones, so that some tokens are much likelier than others."""
+    return jax.tree.map(lambda leaf: 2 * leaf if leaf.ndim > 1 else leaf, init_params(_POLICY, seed=0))
+
+
+def _row(name: str, given: dict[str, Any], mode: str, window: int, rollouts: int) -> Row:
+    """Returns the row of a way to decode with a drafter.
+
+    Args:
+      given: the drafter, in the config's section `speculation`.
+      rollouts: behind so many of other prompts the drafter learns before.
+    """
+    speculation = {"decoupled": {"window": window, "modes": [mode]}, "max_drafts": _MOST_DRAFTS}
+    config = SpeculationConfig.model_validate(given | speculation)
+    choice, drafters = strategy_choice(config, 0), make_drafters(config)
+    buckets = Buckets((_SLOTS,), (128,), (_SLOTS * 4, _SLOTS * (_MOST_DRAFTS + 1)), _MOST_DRAFTS)
+    engine = DecodeEngine(
+        _POLICY, Numerics(), SamplingParams(), buckets, (), 4, hidden_layers=states_read(drafters, _POLICY)
+    )
+    loaded, requests = engine.load_params(_params()), list(_requests(0))
+    expected, plain, plain_seconds = _timed(Scheduler(engine, _SLOTS), loaded, requests)
+    with Speculator(engine, drafters, _SLOTS, times=_AlwaysWorthIt(), strategies=choice) as speculator:
+        scheduler = Scheduler(engine, _SLOTS, None, speculator)
+        for rollout in range(rollouts):
+            scheduler.run(loaded, list(_requests(1 + rollout)))
+            speculator.learn([])
+        done, statistics, seconds = _timed(scheduler, loaded, requests)
+        metrics = speculator.metrics(statistics)
+    check_equal(done, expected)
+    counts = ("windows", "ready_share", "wasted", "most_wasted")
+    return Row(
+        name=name,
+        value=statistics.tokens / statistics.steps / _SLOTS,
+        unit="tokens of a slot in a pass",
+        baseline="plain decoding",
+        baseline_value=plain.tokens / plain.steps / _SLOTS,
+        ratio=plain.steps / statistics.steps,
+        details={
+            "tokens": statistics.tokens,
+            "seconds": seconds,
+            "plain_seconds": plain_seconds,
+            "acceptance": metrics["speculation/acceptance"],
+            **{name: metrics[f"speculation/decoupled_{name}"] for name in counts},
+        },
+    )
+
+
+def _requests(seed: int) -> Iterator[Request]:
+    rng = np.random.default_rng(seed)
     for i in range(2 * _SLOTS):
         prompt = tuple(rng.integers(0, _POLICY.vocab_size, _PROMPT).tolist())
-        yield Request(prompt, request_key(0, 0, 0, i, 0), _RESPONSE)
+        yield Request(prompt, request_key(seed, 0, 0, i, 0), _RESPONSE)
 
 
 def _save(params: Params, noise: float, path: Path) -> None:
@@ -142,7 +168,10 @@ def _prepare(sections: Sequence[str]) -> None:
 BENCHMARK = Benchmark(
     "decoupled",
     __doc__.splitlines()[0],
-    (Measurement("decoupled", "2 layers, 16 responses of 96 tokens", decoupled_rows),),
+    (
+        Measurement("model", "2 layers, 16 responses of 96 tokens", model_rows),
+        Measurement("head", "2 layers, 16 responses of 96 tokens", head_rows),
+    ),
     prepare=_prepare,
 )
 

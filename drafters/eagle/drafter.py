@@ -23,7 +23,7 @@ from drafters.eagle.head_session import HeadSession
 from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
-from drafters.eagle.slots import HeadSlots
+from drafters.eagle.slots import HeadSlots, head_numerics
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.time_budget import TimeBudget
@@ -144,7 +144,7 @@ class EagleDrafter:
             training,
             head_optimizer(arguments.learning_rate),
             rope_table(self._engine.config, arguments.pack_length + training.steps),
-            self.slots.numerics,
+            head_numerics(self._engine, self._engine.mesh),
             BufferSettings(arguments.buffer_bytes, previous_share=arguments.previous_share),
             arguments.pack_length,
             arguments.rows,
@@ -200,7 +200,7 @@ class EagleDrafter:
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> "PrefilledHead":
         states = to_host(prefix.states) if self._collects else None
-        return PrefilledHead(self.slots.prefill(prefix, prompts), states)
+        return PrefilledHead(self.slots.prefill(prefix, prompts), states, tuple(map(len, prompts)))
 
     def insert(
         self, prefilled: "PrefilledHead", assignments: Sequence[Assignment], requests: Sequence[int]
@@ -468,7 +468,9 @@ class PrefilledHead:
     Attributes:
       state: one slot for each prompt.
       states: [N, T, S, d], the policy's features, on the host; None if nothing is trained on them.
+      sizes: tokens of each prompt.
     """
 
     state: DrafterState
     states: np.ndarray | None
+    sizes: tuple[int, ...]

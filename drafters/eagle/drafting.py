@@ -90,7 +90,7 @@ def forget(state: DrafterState, slots: Array) -> DrafterState:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Attention:
+class HeadAttention:
     """Attention of T new entries per slot against the cache and P + T entries outside of it.
 
     Attributes:
@@ -186,7 +186,7 @@ def compute_pairs(
     cached = state.cache.values[0]
     none = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
     causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
-    attention = _Attention(state.cache, state.lengths, none, none, causal, numerics, attended)
+    attention = HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended)
     angles = rope[state.lengths[:, None] + order[None]]
     hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
     outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
@@ -210,7 +210,7 @@ def append_pairs(state: DrafterState, pairs: Pairs, numerics: Numerics) -> Draft
     )
 
 
-def _children(
+def likeliest_children(
     logits: Array,
     positions: Array,
     noise_keys: Array | None,
@@ -298,7 +298,7 @@ def draft(
 
     def children(outputs: Array, level: int) -> tuple[Array, Array]:
         logits = head_logits(params, config, shared, outputs, numerics)
-        return _children(
+        return likeliest_children(
             logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary, parts
         )
 
@@ -315,7 +315,7 @@ def draft(
     keys = values = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
     for level in range(1, strategy.depth):
         visible = jnp.concatenate([ancestors, itself], axis=2)
-        attention = _Attention(state.cache, state.lengths, keys, values, visible, numerics, attended)
+        attention = HeadAttention(state.cache, state.lengths, keys, values, visible, numerics, attended)
         # The pair of a node at this level: the output above it, and its own token.
         angles = jnp.broadcast_to(rope[state.lengths + level - 1][:, None], (batch, top_k, *rope.shape[1:]))
         outputs, (k, v) = apply_head(

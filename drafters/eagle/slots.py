@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from drafters.eagle.drafting import (
     DrafterState,
@@ -75,6 +75,14 @@ def attended_lengths(cache_buckets: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({*lengths, cache_buckets[-1]}))
 
 
+def head_numerics(engine: DecodeEngine, mesh: Mesh | None) -> Numerics:
+    """Returns an engine's numerics on a mesh, or on one device, without row invariance, which drafts do not
+    need.
+    """
+    kernels = KernelChoice() if mesh is None or mesh.size == 1 else KernelChoice().on_mesh(mesh)
+    return Numerics(False, engine.numerics.compute_dtype, kernels)
+
+
 class HeadSlots:
     """A head beside the slots of an engine's decode state.
 
@@ -83,17 +91,25 @@ class HeadSlots:
       engine: the engine; its shapes, sampling distribution, verification rule and pool are used, too.
       deepest: depth of the deepest tree that will be drafted.
       unread_bytes: limit for the unread features, on the device.
+      mesh: devices of its own, to which the policy's features and weights are copied; None for the engine's.
 
     Attributes:
       numerics: the policy's, without row invariance, which drafts do not need.
       unread_bytes: see the arguments.
     """
 
-    def __init__(self, config: HeadConfig, engine: DecodeEngine, deepest: int, unread_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        config: HeadConfig,
+        engine: DecodeEngine,
+        deepest: int,
+        unread_bytes: int = 0,
+        mesh: Mesh | None = None,
+    ) -> None:
         self.unread_bytes = unread_bytes
-        self._engine, self._mesh = engine, engine.mesh
-        kernels = KernelChoice() if self._mesh is None else KernelChoice().on_mesh(self._mesh)
-        self.config, self.numerics = config, Numerics(False, engine.numerics.compute_dtype, kernels)
+        self._engine, self._apart = engine, mesh is not None
+        self._mesh = engine.mesh if mesh is None else mesh
+        self.config, self.numerics = config, head_numerics(engine, self._mesh)
         self._length = engine.buckets.cache[-1]
         self._attended_lengths = attended_lengths(engine.buckets.cache)
         self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
@@ -108,6 +124,8 @@ class HeadSlots:
         """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
         if self._mesh is not None:
             params = target.put(params, head_shardings(params, self.config, self._mesh, decoding=True))
+        if self._apart:
+            shared = target.put(shared, shared_shardings(shared, self._mesh))
         self._params, self._shared = params, shared
 
     def state_shapes(self, batch: int, length: int | None = None) -> DrafterState:
@@ -133,7 +151,7 @@ class HeadSlots:
             tokens[row, : len(prompt) - 1] = prompt[1:]
             counts[row] = len(prompt) - 1
         empty = self._empty(rows, prefix.cache.length)
-        return self._absorb(empty, prefix.states, tokens, counts, KEY_BLOCK)
+        return self._absorb(empty, self._here(prefix.states), tokens, counts, KEY_BLOCK)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Empties `slots` until they sample again."""
@@ -156,7 +174,7 @@ class HeadSlots:
     def advance(self, result: DecodeResult) -> np.ndarray:
         """Keeps the features of sampled tokens; returns their number in every slot, int32 [B]."""
         counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
-        self._unread.append((result.states, np.maximum(result.tokens, 0), counts.copy()))
+        self._unread.append((self._here(result.states), np.maximum(result.tokens, 0), counts.copy()))
         self._unread_size += result.states.nbytes
         return counts
 
@@ -281,7 +299,7 @@ class HeadSlots:
         """
         shapes = copy.copy(self)  # the same, with shapes in the place of arrays
         shapes._should_stop, shapes._unread = should_stop, collections.deque()
-        shapes.use(*jax.tree.map(_shape_of, (self._params, self._shared)))
+        shapes._params, shapes._shared = jax.tree.map(_shape_of, (self._params, self._shared))
         prefilled = [shapes.prefill(prefix, []) for prefix in prefixes]
         for larger in self._engine.buckets.batch:
             if batch < larger <= largest:
@@ -301,13 +319,19 @@ class HeadSlots:
     ) -> Any:
         """Runs a program from the pool. It may overwrite the arguments at `donate`."""
         args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
-        key, placed = (f"head_{name}", *shapes, *self._key), self._placed(function)
+        program = self._program(name, shapes, function, *args, donate=donate)
         if self._should_stop is None:
-            return self._engine.pool.get(key, placed, args, donate_argnums=donate)(*args)
-        if self._should_stop():
-            raise InterruptedError("compiling has ended")
-        self._engine.pool.get(key, placed, args, donate_argnums=donate)
+            return program(*args)
         return self._with_shardings(jax.eval_shape(function, *args))
+
+    def _program(
+        self, name: str, shapes: tuple, function: Callable[..., Any], *args: Any, donate: tuple = (0,)
+    ) -> Callable[..., Any]:
+        """Returns a program from the pool, which compiles it if need be."""
+        if self._should_stop is not None and self._should_stop():
+            raise InterruptedError("compiling has ended")
+        key = (f"head_{name}", *shapes, *self._key)
+        return self._engine.pool.get(key, self._placed(function), args, donate_argnums=donate)
 
     def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with its result laid out on the mesh, so that every program takes the results of
@@ -331,6 +355,14 @@ class HeadSlots:
             shapes,
             result_shardings(shapes, self.config, self._mesh),
         )
+
+    def _here(self, states: Array) -> Array:
+        """Returns the policy's features on the head's devices."""
+        if not self._apart:
+            return states
+        if self._should_stop is not None:
+            return self._feature_shapes(states.shape)
+        return target.put(states, feature_sharding(self._mesh))
 
     def _feature_shapes(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return self._with_shardings(jax.ShapeDtypeStruct(shape, self._engine.numerics.dtype))

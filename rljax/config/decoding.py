@@ -272,20 +272,20 @@ DecodingMode = Literal["plain", "coupled", "decoupled"]
 
 
 class DecoupledConfig(Section):
-    """Decoupled speculation: a small model on devices of its own drafts the next window while the policy
-    verifies the last one (SpecActor, section 4.1)."""
+    """Decoupled speculation: a small model or an EAGLE head on devices of its own drafts the next window
+    while the policy verifies the last one (SpecActor, section 4.1)."""
 
     window: CountOrOff = Field(
         0,
         description="Most tokens that are drafted ahead at a time, 2 or more; 0 is off. Set it where devices"
-        " are left over and the small model's drafts are nearly always accepted; a rejection throws up to"
+        " are left over and the drafts are nearly always accepted; a rejection throws up to"
         " twice as many drafts away.",
     )
     devices: Annotated[tuple[CountOrOff, ...], Field(strict=False, min_length=1)] | None = Field(
         None,
         description="Numbers of the devices that draft, from 0 on; several split the model by its heads."
-        " null is the first behind those of the mesh. Set others where the small model should be near, or 0"
-        " to share the policy's, without drafting and verifying at once.",
+        " null is the first behind those of the mesh. Set others that are nearer to the policy's, or 0 to"
+        " share the policy's, without drafting and verifying at once.",
     )
     modes: Annotated[tuple[DecodingMode, ...], Field(strict=False, min_length=1)] = Field(
         ("plain", "coupled", "decoupled"),
@@ -469,10 +469,10 @@ class SpeculationConfig(Section):
         window, key = self.decoupled.window, "speculation.decoupled.window"
         if not window:
             return
-        if self.drafter != "small_model" or self.others:
+        if self.drafter not in ("small_model", "eagle") or self.others:
             raise ValueError(
-                f"{key}: needs speculation.drafter: small_model alone; other drafters read what the policy"
-                " computes, or take no time that could be hidden"
+                f"{key}: needs speculation.drafter: small_model or eagle alone; others draft on the policy's"
+                " devices, or take no time that could be hidden"
             )
         if self.choice != "expected":
             raise ValueError(

@@ -1,4 +1,5 @@
-"""A small model on a device of its own drafts while the policy verifies: the tokens of plain decoding.
+"""A small model, or a head, on a device of its own drafts while the policy verifies: the tokens of plain
+decoding.
 
 The devices are forced on the host platform, in a process of their own.
 """
@@ -8,8 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from drafters.registry import make_drafters
+from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
+from rljax.errors import ConfigError
 from rljax.speculation.managers.papers.decoupled_manager import DecoupledManager
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots
@@ -21,7 +25,7 @@ WINDOW = 3
 CHECKS = """
 import json, sys
 import jax, numpy as np
-from drafters.registry import make_drafters
+from drafters.registry import make_drafters, states_read
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -66,6 +70,33 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
         "plain steps": plain.steps,
         **speculator.metrics(statistics),
     }
+
+# A head that begins with the run: three rollouts, trained behind each.
+head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
+head |= {"learning_rate": 3e-3}
+for mode in ("decoupled", "coupled"):
+    decoupled = {"window": window, "modes": [mode]}
+    config = SpeculationConfig(drafter="eagle", args=head, decoupled=decoupled, max_drafts=7)
+    drafters = make_drafters(config)
+    reading = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool,
+        hidden_layers=states_read(drafters, CONFIG),
+    )
+    choice = strategy_choice(config, 0)
+    speculator = Speculator(reading, drafters, 4, times=CheapTimes(), strategies=choice)
+    for rollout in range(3):
+        completions, statistics = Scheduler(reading, 4, None, speculator).run(params, requests)
+        speculator.learn([])
+        found[f"head {rollout}, {mode}"] = {
+            "same": all(
+                np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
+                for a, b in zip(completions, expected, strict=True)
+            ),
+            "devices": [device.id for device in drafters["eagle"].slots._params["fc"].devices()],
+            "steps": statistics.steps,
+            "plain steps": plain.steps,
+            **speculator.metrics(statistics),
+        }
 print("FOUND" + json.dumps(found))
 """
 
@@ -97,6 +128,24 @@ def test_a_rejection_wastes_two_windows_less_one_at_most(found):
     assert between["speculation/decoupled_windows"] == 0
     assert 0 < between["speculation/decoupled_most_wasted"] <= WINDOW
     assert between["speculation/decoupled_wasted"] < ahead["speculation/decoupled_wasted"]
+
+
+def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
+    first, last = found["head 0, decoupled"], found["head 2, decoupled"]
+    assert last["speculation/decoupled_windows"] > 50
+    assert last["speculation/head/loss"] < first["speculation/head/loss"]
+    assert last["speculation/accept_length"] > first["speculation/accept_length"]
+    assert first["speculation/decoupled_most_wasted"] == 2 * WINDOW - 1
+    between = found["head 2, coupled"]
+    assert between["speculation/decoupled_windows"] == 0
+    assert between["speculation/decoupled_most_wasted"] <= WINDOW
+
+
+@pytest.mark.parametrize("name", ["depths", "top_k", "nodes"])
+def test_arguments_of_trees_are_refused(name):
+    args = {name: [2] if name == "depths" else 2}
+    with pytest.raises(ConfigError, match=f"speculation.args.{name}: is of draft trees"):
+        make_drafters(SpeculationConfig(drafter="eagle", args=args, decoupled={"window": 3}))
 
 
 # -- the choice ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from drafters.eagle.drafting import (
     empty_state,
     forget,
 )
+from drafters.eagle.drafting_behind import draft_behind
 from drafters.eagle.model import VARIANTS, HeadConfig, head_logits, init_head
 from drafters.eagle.objective import published_training
 from drafters.eagle.training import head_loss
@@ -180,6 +181,33 @@ def test_a_chain_is_what_training_unrolls(variant, noise):
             assert token == expected.argmax()
             total += expected[token]
             np.testing.assert_allclose(tree.log_probability[slot, depth], total, atol=2e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_behind_an_unanswered_chain_the_draft_goes_on(variant):
+    """Each slot has another number of unanswered drafts, one of them none."""
+    config, params = head(variant)
+    whole = drafted(variant, absorbed(variant), DraftStrategy(depth=6, top_k=1, nodes=6), KEYS)
+    counts, given, steps = (3, 0), 4, 3
+    chains = np.full((2, given), -1, np.int32)
+    chains[0, given - counts[0] :] = np.asarray(whole.tree.tokens)[0, : counts[0]]
+    behind = draft_behind(
+        params, config, shared(), absorbed(variant), jnp.asarray(chains), jnp.asarray(COMMITTED, jnp.int32),
+        KEYS, ROPE, steps, PLAIN, NUMERICS,
+    )  # fmt: skip
+    empty = forget(absorbed(variant), jnp.asarray([False, True]))
+    nothing = draft_behind(
+        params, config, shared(), empty, jnp.asarray(chains), jnp.asarray(COMMITTED, jnp.int32),
+        KEYS, ROPE, steps, PLAIN, NUMERICS,
+    )  # fmt: skip
+    for slot, count in enumerate(counts):
+        expected = np.asarray(whole.tree.tokens)[slot, count : count + steps]
+        np.testing.assert_array_equal(behind.tree.tokens[slot], expected)
+        scores = np.asarray(whole.log_probability)[slot]
+        expected = scores[count : count + steps] - (scores[count - 1] if count else 0.0)
+        np.testing.assert_allclose(behind.log_probability[slot], expected, atol=2e-4)
+    np.testing.assert_array_equal(nothing.tree.tokens[0], behind.tree.tokens[0])
+    assert not nothing.tree.valid[1].any() and (nothing.tree.tokens[1] == -1).all()
 
 
 @pytest.mark.parametrize("noise", [False, True])
