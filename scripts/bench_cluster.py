@@ -19,7 +19,8 @@ or by the training process behind every rollout, against one that is not trained
 take. Three workers take turns in this process: one that decodes goes on to a host sync, one that trains
 does an update or a forward pass. So all of it are counts.
 
-`weights`: seconds to publish weights and to fetch them in another process, against one copy in memory.
+`weights`: seconds to publish weights by each channel of `cluster.weights` and to fetch them in another
+process, against one copy in memory.
 
 `coordinator`, `sharing` and `spot` need no Ray and no quiet machine; the others need both.
 """
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from cluster_benchmarks.runs import experiment
@@ -41,16 +43,16 @@ from rljax.benchmarking import Row
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
-from rljax.cluster.weights import WeightChannel
-from rljax.cluster.weights.files import Files, FileWeights, read_file
-from rljax.cluster.weights.object_store import ObjectStore
-from rljax.errors import UserError
+from rljax.cluster.weights import WeightChannel, fetch_parts, make_channel
+from rljax.config.cluster import ClusterConfig
+from rljax.errors import ClusterError, UserError
 from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
 
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
 _TOKENS = 8  # of a piece
 _LENGTH = 64  # of a simulated response
+_PATIENCE = 60.0  # seconds that weights may take
 
 # --- the coordinator -------------------------------------------------------------------------------------
 
@@ -219,26 +221,33 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     class Other:
         def fetch(self, weights: Any) -> tuple[float, float]:
             start = time.perf_counter()
-            where = weights.where
-            parts = read_file(where) if isinstance(where, FileWeights) else ray.get(where.reference)
+            parts = fetch_parts(weights.where, ray.get, _PATIENCE)
             got = time.perf_counter() - start
             assert digest_of(parts) == weights.digest
             return got, time.perf_counter() - start
 
     rows = []
-    channels: dict[str, WeightChannel] = {"object store": ObjectStore(ray.put), "files": Files(None)}
+    channels: dict[str, WeightChannel] = {
+        name: make_channel(ClusterConfig(weights=name), ray.put) for name in ("object_store", "files")
+    }
+    try:
+        channels["jax_transfer"] = make_channel(ClusterConfig(weights="jax_transfer"), ray.put)
+    except ClusterError as error:
+        print(f"left out: {error}")
     try:
         other = Other.remote()
         for size in megabytes:
             data = np.random.default_rng(0).integers(0, 256, size * 2**20 // 8, np.uint8)
             parts: list[Part] = [(f"layer {i}", "uint8", data.shape, data) for i in range(8)]
+            params = {f"layer {i}": jnp.asarray(data) for i in range(8)}
             start = time.perf_counter()
             copies = [part[3].copy() for part in parts]
             copy = time.perf_counter() - start
             del copies
+            digest = digest_of(parts)
             for channel_name, channel in channels.items():
                 start = time.perf_counter()
-                published = channel.publish(0, {}, parts, digest_of(parts))
+                published = channel.publish(0, params, parts, digest)
                 publish = time.perf_counter() - start
                 got, fetched = ray.get(other.fetch.remote(channel.deliver(published)))
                 channel.remove(published)
@@ -267,7 +276,7 @@ def plan(
         Measurement("recovery", "the quickstart's policy", recovery_rows),
         Measurement("sharing", "32 problems, epoch after epoch", lambda: sharing_rows(workers, steps)),
         Measurement("spot", "three workers, a head that begins with the run", lambda: spot_rows(*spot)),
-        Measurement("weights", "through the object store", lambda: weights_rows(megabytes)),
+        Measurement("weights", "by every channel", lambda: weights_rows(megabytes)),
     ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rljax.cluster.publisher import Publisher
-from rljax.cluster.weights import WeightsError, fetch, files, make_channel
+from rljax.cluster.weights import WeightsError, fetch, fetch_parts, files, make_channel
 from rljax.cluster.weights.object_store import ObjectStore, StoredWeights
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
@@ -60,6 +60,22 @@ def test_a_channel_brings_the_same_bits(params, name, dtype, tmp_path):
     channel.remove(version)
     channel.close()
     assert not os.listdir(tmp_path)
+
+
+def test_a_file_in_shared_memory_is_read_where_it_is_and_outlives_its_name(params):
+    channel = make_channel(ClusterConfig(weights="files"), None)
+    version = published(channel, params)
+    where = channel.deliver(version).where
+    if not where.path.startswith("/dev/shm"):
+        pytest.skip("no shared memory here")
+    parts = fetch_parts(where, None, 1.0)
+    channel.remove(version)
+    channel.close()
+    assert not os.path.exists(where.path)
+    assert digest_of(parts) == version.digest
+    for *_, data in parts:
+        assert isinstance(data.base, np.memmap) and not data.flags.writeable
+    assert parts[0][3].ctypes.data % 64 == 0
 
 
 def test_damaged_weights_are_never_used(params):

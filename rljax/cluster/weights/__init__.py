@@ -25,7 +25,16 @@ from rljax.models.config import ModelConfig
 from rljax.models.host_params import Part, digest_of, params_of, parts_of
 from rljax.models.transformer import Params
 
-__all__ = ["Published", "WeightChannel", "WeightsError", "digest_of", "fetch", "make_channel", "parts_of"]
+__all__ = [
+    "Published",
+    "WeightChannel",
+    "WeightsError",
+    "digest_of",
+    "fetch",
+    "fetch_parts",
+    "make_channel",
+    "parts_of",
+]
 
 
 def make_channel(config: ClusterConfig, put: Callable[[Any], Any]) -> WeightChannel:
@@ -58,7 +67,7 @@ def fetch(weights: Weights, get: Callable[[Any], Any], policy: ModelConfig, seco
       WeightsError: they did not come, or are not those that were published.
     """
     try:
-        parts = _parts(weights.where, get, seconds)
+        parts = fetch_parts(weights.where, get, seconds)
     except Exception as error:  # whatever a channel raises for what it lost
         reason = str(error).strip().splitlines()
         raise WeightsError(
@@ -73,7 +82,10 @@ def fetch(weights: Weights, get: Callable[[Any], Any], policy: ModelConfig, seco
     return params
 
 
-def _parts(where: Any, get: Callable[[Any], Any], seconds: float) -> list[Part]:
+def fetch_parts(where: Any, get: Callable[[Any], Any], seconds: float) -> list[Part]:
+    """Returns the arrays of a published version on the host; arguments as of `fetch`, whose checks are not
+    made.
+    """
     match where:
         case StoredWeights():
             return get(where.reference)

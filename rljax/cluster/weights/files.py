@@ -1,7 +1,9 @@
 """Weights through files: in shared memory for workers on this machine, or on a disk that all machines see.
 
-A file is a line of JSON (name, type, shape and size of each array) and the arrays' bytes. It is written whole
-or not at all, and has another name for each version.
+A file is a line of JSON (name, type, shape and size of each array), filled up with blanks, and the arrays'
+bytes. It is written whole or not at all, and has another name for each version. Workers map one in shared
+memory, so that they read it without a copy, also once its name is gone; one on a disk that other machines
+see could be lost under them, so they copy it.
 """
 
 import contextlib
@@ -22,6 +24,8 @@ from rljax.models.host_params import Part
 from rljax.models.transformer import Params
 
 _PREFIX = "rljax-weights-"
+_SHARED_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 64  # bytes: a processor's arrays begin there, or are copied once more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Files:
 
     def __init__(self, directory: str | None) -> None:
         if directory is None:
-            parent = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
+            parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
             _remove_orphans(parent)
         else:
             parent = Path(directory).absolute()
@@ -57,9 +61,10 @@ class Files:
 
     def publish(self, version: int, params: Params, parts: list[Part], digest: str) -> Published:
         path = self._directory / str(version)
-        head = json.dumps([(name, dtype, shape, data.nbytes) for name, dtype, shape, data in parts])
+        head = json.dumps([(name, dtype, shape, data.nbytes) for name, dtype, shape, data in parts]).encode()
+        blanks = b" " * (-(len(head) + 1) % _ALIGNMENT)
         try:
-            write_durably(path, [head.encode() + b"\n", *(data for *_, data in parts)])
+            write_durably(path, [head + blanks + b"\n", *(data for *_, data in parts)])
         except OSError as error:
             raise ClusterError(
                 f"cluster.weights_dir: {path} cannot be written ({error.strerror}); make room there, or use"
@@ -87,8 +92,13 @@ def read_file(weights: FileWeights) -> list[Part]:
     """
     parts: list[Part] = []
     with open(weights.path, "rb") as file:
-        for name, dtype, shape, nbytes in json.loads(file.readline()):
-            data = np.fromfile(file, np.uint8, nbytes)
+        head = file.readline()
+        if Path(weights.path).is_relative_to(_SHARED_MEMORY):
+            content, begin = np.memmap(file, np.uint8, "r"), len(head)
+        else:
+            content, begin = np.fromfile(file, np.uint8), 0
+        for name, dtype, shape, nbytes in json.loads(head):
+            data, begin = content[begin : begin + nbytes], begin + nbytes
             if len(data) != nbytes:
                 raise ValueError(f"{weights.path} ends early")
             parts.append((name, dtype, tuple(shape), data))
