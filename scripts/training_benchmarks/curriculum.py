@@ -14,8 +14,16 @@ PROBLEMS = 128
 RULES = ("none", "failures", "uncertain")
 """Values of `task.curriculum`; the first is the baseline."""
 
-# Without a KL penalty, groups that are all right or all wrong have no gradient: the update leaves them out.
-_KEYS = (f"task.problems={PROBLEMS}", "algorithm.kl_coefficient=0", "tracking.report=false")
+# Chains of 2 to 12 terms, as many of each length, and a reward of 0 or 1: some problems are nearly always
+# solved, some nearly never. Without a KL penalty, groups that are all right or all wrong have no gradient,
+# and are left out of the update.
+_KEYS = (
+    f"task.problems={PROBLEMS}",
+    "task.args={max_terms: 12, max_number: 3, tail_exponent: 0}",
+    "task.rewards=[{name: exact, args: {answer_in: marker, marker: '#'}}]",
+    "algorithm.kl_coefficient=0",
+    "tracking.report=false",
+)
 
 
 def curriculum_rows(steps: int, seeds: int, overrides: Sequence[str] = ()) -> list[Row]:

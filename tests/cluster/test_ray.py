@@ -9,7 +9,8 @@ import time
 import pytest
 
 from rljax.cluster import ray_fabric
-from rljax.cluster.messages import Delivery, Pieces
+from rljax.cluster.coordinator import Coordinator
+from rljax.cluster.messages import Decode, Delivery, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -64,6 +65,24 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
     clustered = run(world, "ray_stale", *overrides, steps=3)
     assert not differences(stale_alone, clustered)
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monkeypatch):
+    """The worker that has nothing left gets copies of the other's last responses, with another drafter."""
+    copies, honest = [], Coordinator.on
+
+    def on(self, event, now):
+        commands = honest(self, event, now)
+        copies.extend(each for each in commands if isinstance(each, Decode) and each.drafter is not None)
+        return commands
+
+    monkeypatch.setattr(Coordinator, "on", on)
+    race = (*DRAFTS, "speculation.others={prompt_lookup: {}}", "cluster.workers=2", "cluster.race=2")
+    clustered = run(world, "ray_race", *race)
+    assert not differences(alone, clustered)
+    assert {each.drafter for each in copies} <= {"prompt_lookup"}  # when one worker is free, time says
 
 
 @pytest.mark.ray
