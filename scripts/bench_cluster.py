@@ -4,7 +4,8 @@
 a piece of every slot at a host sync. Time is counted, not waited for, and only the processor's is measured,
 so that other processes disturb it little.
 
-`overhead`: tokens per second of one worker on Ray, against decoding in the process itself.
+`overhead`: tokens per second of one worker on Ray, against decoding in the process itself. Both runs have the
+same tokens, so that each rollout is compared with itself.
 
 `cores`: two workers with one core each, against one process with two.
 
@@ -29,7 +30,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from cluster_benchmarks.runs import experiment
 from cluster_benchmarks.sharing import sharing_rows
 from cluster_benchmarks.spot import spot_rows
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, compare
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
@@ -52,6 +53,7 @@ from rljax.requests import DecodeStatistics, Request
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
 _TOKENS = 8  # of a piece
 _LENGTH = 64  # of a simulated response
+_ROLLOUTS = 9  # of a run that are timed
 _PATIENCE = 60.0  # seconds that weights may take
 
 # --- the coordinator -------------------------------------------------------------------------------------
@@ -132,8 +134,8 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-def rate_of(*overrides: str, cores: int | None = None) -> float:
-    """Tokens per second of the rollouts but the first, in this process on so many cores."""
+def rollouts_of(*overrides: str, cores: int | None = None) -> tuple[list[int], list[float]]:
+    """Tokens and seconds of the rollouts but the first, in this process on so many cores."""
     from rljax.run_directory import RunDirectory
     from rljax.training.session import run
 
@@ -141,32 +143,43 @@ def rate_of(*overrides: str, cores: int | None = None) -> float:
     if cores is not None:
         os.sched_setaffinity(0, sorted(before)[:cores])
     try:
-        with experiment(*overrides) as config:
+        with experiment(f"training.steps={1 + _ROLLOUTS}", *overrides) as config:
             run(config)
             lines = [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
     finally:
         os.sched_setaffinity(0, before)
-    return sum(line["rollout/tokens"] for line in lines[1:]) / sum(line["time/rollout"] for line in lines[1:])
+    tokens, seconds = ([line[name] for line in lines[1:]] for name in ("rollout/tokens", "time/rollout"))
+    return tokens, seconds
 
 
-def compared(name: str, ours: Callable[[], float], baseline: str, theirs: Callable[[], float]) -> list[Row]:
-    value, other = ours(), theirs()
-    return [Row(name, value, "tokens/s", baseline, other, value / other)]
+def compared(
+    name: str,
+    ours: tuple[Sequence[int], Sequence[float]],
+    baseline: str,
+    theirs: tuple[Sequence[int], Sequence[float]],
+) -> list[Row]:
+    """The row of two runs with the same tokens: their rollouts are compared one by one."""
+    (tokens, seconds), (their_tokens, their_seconds) = ours, theirs
+    if list(tokens) != list(their_tokens):
+        raise UserError(f"{name}: {list(tokens)} tokens in its rollouts, and {list(their_tokens)} without")
+    comparison = compare(seconds, their_seconds)
+    details = {
+        "ratio_low": comparison.ratio_low,
+        "ratio_high": comparison.ratio_high,
+        "rounds": len(seconds),
+    }
+    rate, their_rate = sum(tokens) / sum(seconds), sum(tokens) / sum(their_seconds)
+    return [Row(name, rate, "tokens/s", baseline, their_rate, comparison.ratio, details)]
 
 
 def overhead_rows() -> list[Row]:
-    return compared(
-        "overhead/one worker", lambda: rate_of("cluster.workers=1"), "no worker", lambda: rate_of()
-    )
+    one, none = rollouts_of("cluster.workers=1"), rollouts_of()
+    return compared("overhead/one worker", one, "no worker", none)
 
 
 def core_rows() -> list[Row]:
-    return compared(
-        "cores/two workers, a core each",
-        lambda: rate_of("cluster.workers=2"),
-        "one process, two cores",
-        lambda: rate_of(cores=2),
-    )
+    two, none = rollouts_of("cluster.workers=2"), rollouts_of(cores=2)
+    return compared("cores/two workers, a core each", two, "one process, two cores", none)
 
 
 def recovery_rows() -> list[Row]:

@@ -49,6 +49,26 @@ stirred = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(keys), x.shap
 save_model(f"{directory}/another", CONFIG, stirred, "float32")
 
 found = {}
+
+
+def decode(engine, config, drafters, name, devices, rollouts=1):
+    choice = strategy_choice(config, 0)
+    speculator = Speculator(engine, drafters, 4, times=CheapTimes(), strategies=choice)
+    for rollout in range(rollouts):
+        completions, statistics = Scheduler(engine, 4, None, speculator).run(params, requests)
+        speculator.learn([])
+        found[name.format(rollout)] = {
+            "same": all(
+                np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
+                for a, b in zip(completions, expected, strict=True)
+            ),
+            "devices": [device.id for device in devices()],
+            "steps": statistics.steps,
+            "plain steps": plain.steps,
+            **speculator.metrics(statistics),
+        }
+
+
 for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("another", "coupled")):
     config = SpeculationConfig(
         drafter="small_model",
@@ -57,19 +77,8 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
         max_drafts=7,
     )
     drafters = make_drafters(config)
-    choice = strategy_choice(config, 0)
-    speculator = Speculator(engine, drafters, 4, times=CheapTimes(), strategies=choice)
-    completions, statistics = Scheduler(engine, 4, None, speculator).run(params, requests)
-    found[f"{name}, {mode}"] = {
-        "same": all(
-            np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
-            for a, b in zip(completions, expected, strict=True)
-        ),
-        "devices": [device.id for device in drafters["small_model"]._companion.params["embed"].devices()],
-        "steps": statistics.steps,
-        "plain steps": plain.steps,
-        **speculator.metrics(statistics),
-    }
+    where = lambda: drafters["small_model"]._companion.params["embed"].devices()
+    decode(engine, config, drafters, f"{name}, {mode}", where)
 
 # A head that begins with the run: three rollouts, trained behind each.
 head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
@@ -82,21 +91,8 @@ for mode in ("decoupled", "coupled"):
         CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool,
         hidden_layers=states_read(drafters, CONFIG),
     )
-    choice = strategy_choice(config, 0)
-    speculator = Speculator(reading, drafters, 4, times=CheapTimes(), strategies=choice)
-    for rollout in range(3):
-        completions, statistics = Scheduler(reading, 4, None, speculator).run(params, requests)
-        speculator.learn([])
-        found[f"head {rollout}, {mode}"] = {
-            "same": all(
-                np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
-                for a, b in zip(completions, expected, strict=True)
-            ),
-            "devices": [device.id for device in drafters["eagle"].slots._params["fc"].devices()],
-            "steps": statistics.steps,
-            "plain steps": plain.steps,
-            **speculator.metrics(statistics),
-        }
+    where = lambda: drafters["eagle"].slots._params["fc"].devices()
+    decode(reading, config, drafters, "head {}, " + mode, where, rollouts=3)
 print("FOUND" + json.dumps(found))
 """
 
