@@ -26,5 +26,5 @@ def test_rollouts_with_the_same_tokens_are_compared_one_by_one():
     assert (row.value, row.baseline_value, row.ratio) == (400 / 3, 80.0, 1.75)
     details = row.as_json()
     assert (details["ratio_low"], details["ratio_high"], details["rounds"]) == (1.5, 2.0, 2)
-    with pytest.raises(UserError, match="two: .* tokens in its rollouts"):
+    with pytest.raises(UserError, match=r"two: .* tokens in its rollouts"):
         bench.compared("two", ([100, 301], [1.0, 2.0]), "none", ([100, 300], [2.0, 3.0]))
