@@ -13,6 +13,7 @@ from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter, PrefilledHead
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError, DrafterError
+from rljax.numerics.rows import Numerics
 
 TOKEN = 3 * 2 * 4  # bytes of its states here: float32 [3, 2]
 
@@ -134,7 +135,7 @@ def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     monkeypatch.setattr(module, "HeadTrainer", lambda *args, **_: settings.append(args[5]))
     monkeypatch.setattr(module, "rope_table", lambda *args: None)
     drafter = EagleDrafter(EagleArguments(previous_share=0.25))
-    nothing = types.SimpleNamespace(config=None, numerics=None, mesh=None)
+    nothing = types.SimpleNamespace(config=None, numerics=Numerics(), mesh=None)
     drafter.config = drafter._engine = drafter.slots = nothing
     drafter._loaded = {}
     drafter._make_trainer({})
@@ -150,7 +151,7 @@ def test_responses_that_run_count_against_the_buffer(clock):
     """Of room for 24 tokens, half may be theirs; the shortest is given up for it."""
     drafter = make(clock, buffer_bytes=24 * TOKEN)
     drafter.begin([DraftRequest((1, 2, 3), None)] * 3)
-    prompts = PrefilledHead(None, np.zeros((3, 2, 3, 2), np.float32))
+    prompts = PrefilledHead(None, np.zeros((3, 2, 3, 2), np.float32), (3, 3, 3))
     drafter.insert(prompts, [Assignment(row, row, None, 9) for row in range(3)], range(3))
     assert drafter._trainer.reserved == 6 * TOKEN
     drafter.advance(visit([4, 1, 1]))
