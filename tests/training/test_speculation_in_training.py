@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from drafters.registry import DRAFTERS
+from rljax.engine.background import CompilerThread
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
@@ -241,11 +242,19 @@ def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypa
 
 
 def test_an_interrupted_run_leaves_no_thread_behind(world, monkeypatch):
+    begun, compile_next = threading.Event(), CompilerThread._compile_next
+
+    def compile_once_begun(thread):  # whatever is in JAX's cache, there is something left to compile
+        assert begun.wait(300)
+        return compile_next(thread)
+
     def interrupt(run):
         assert not run.speculator.decoder.compiler.is_ready((4, 128))
         assert run.compiling and compiling_threads()
+        begun.set()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(CompilerThread, "_compile_next", compile_once_begun)
     monkeypatch.setattr(loop, "training_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(world, "interrupted", "engine.compile=behind", "engine.compilation_cache=null", drafter="srt")
