@@ -111,10 +111,10 @@ class OnOwnDevices:
           width: most drafts of a slot.
         """
         ahead = self._ahead
-        tokens, scores = ahead.ready(slots, width)
+        tokens, scores = ahead.ready(slots, length, width)
         if not self.goes_on or not (tokens >= 0).any():
-            ahead.fill(slots, length)
-            tokens, scores = ahead.ready(slots, width)
+            ahead.fill(slots)
+            tokens, scores = ahead.ready(slots, length, width)
         return tokens, scores
 
     def go_on(self, slots: np.ndarray) -> None:

@@ -4,10 +4,10 @@ A drafter that drafts ahead shares no array with the target, so that neither wai
 positions, limits and noise keys that it drafts with are kept on the host, where they are known before the
 target's next pass. `DraftWindows` says how far it may go on behind drafts that are not answered yet.
 
-    ahead.fill(slots)                           # drafts where nothing is ready, and waits for it
-    tokens, scores = ahead.ready(slots, width)  # what to verify now
-    ahead.go_on(slots)                          # while the target verifies: as if all were accepted
-    ahead.answered(slots, tokens, counts)       # the answer, taken over with what was drafted meanwhile
+    tokens, scores = ahead.ready(slots, length, width)  # what to verify now
+    ahead.fill(slots)                      # drafts where nothing is ready, and waits for it
+    ahead.go_on(slots)                     # while the target verifies: as if all were accepted
+    ahead.answered(slots, tokens, counts)  # the answer, taken over with what was drafted meanwhile
 
 `DraftingAhead` is the protocol; a small model (`decoupled_companion.py`) and an EAGLE head
 (`drafters/eagle/slots_ahead.py`) add how they draft.
@@ -87,22 +87,21 @@ class DraftingAhead:
 
     # -- drafting --------------------------------------------------------------------------------------------
 
-    def fill(self, slots: np.ndarray, length: int) -> None:
-        """Drafts a window for those of `slots` that have no drafts, and waits for it.
-
-        Args:
-          length: positions of the target's cache.
-        """
+    def fill(self, slots: np.ndarray) -> None:
+        """Drafts a window for those of `slots` that have no drafts, and waits for it."""
         self._settle()
-        self._grow(length)
         self._begin_to_draft(slots[self.windows.unanswered[slots] == 0])
         self._settle()
 
-    def ready(self, slots: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `width` drafts of each of n slots: tokens, int32 [n, width], -1 behind the last, and how
         sure the drafter is of them and of all before, float32 [n, width].
+
+        Args:
+          length: positions of the target's cache, for what is drafted from now on.
         """
         self._settle()
+        self._grow(length)
         tokens, scores = self.windows.chains[slots, :width], self.windows.scores[slots, :width]
         missing = [(0, 0), (0, width - tokens.shape[1])]
         tokens = np.pad(tokens, missing, constant_values=-1)
