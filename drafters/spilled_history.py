@@ -64,7 +64,7 @@ class SpilledHistory:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
+            temporary = file.with_suffix(f".{secrets.token_hex(4)}.tmp")  # others may write the same file
             temporary.write_bytes(stream.getvalue())
             temporary.replace(file)
         except OSError as error:

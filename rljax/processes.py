@@ -151,6 +151,17 @@ def _from_first(
     return answer["result"]
 
 
+def agree(*seconds: float) -> tuple[float, ...]:
+    """Returns, in every process, the times that process 0 has measured: what they decide is decided alike.
+
+    Args:
+      seconds: this process's measurements, as many in every process. The result has as many.
+    """
+    if not several():
+        return seconds
+    return tuple(np.frombuffer(_broadcast(np.float64(seconds).tobytes()), np.float64).tolist())
+
+
 def largest(number: int) -> int:
     """Returns the largest of the numbers that the processes give."""
     if not several():

@@ -89,45 +89,42 @@ def test_other_processes_are_the_same_experiment(tmp_path):
     ("overrides", "message"),
     [
         (["mesh.data=2"], "the product must be 4"),
-        (["mesh.data=4", "speculation.drafter=srt"], "speculation.choice: expected decides by measured"),
-        (["mesh.data=4", "speculation.overlap=true", "speculation.drafter=srt"], "speculation.overlap: "),
         (
             [
                 "mesh.data=4",
-                "speculation.drafter=quantized",
-                "speculation.choice=fixed",
-                "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]",
+                "speculation.drafter=eagle",
+                "speculation.others={}",
+                "speculation.decoupled.window=3",
             ],
-            "speculation.drafter: quantized drafts on the device",
+            "speculation.decoupled.window: decides by the clock of one process",
         ),
     ],
 )
 def test_what_processes_cannot_share_is_named(tmp_path, overrides, message):
     config = load_config(write_config(tmp_path), overrides)
     with pytest.raises(ConfigError, match=message):
-        check_over_processes(config, 4, 2, {"srt"})
+        check_over_processes(config, 4, 2, {"eagle"})
 
 
 def test_workers_draft_by_clocks_of_their_own(tmp_path):
     keys = ["mesh.data=4", "cluster.workers=2", "distributed.enabled=on", "speculation.drafter=srt"]
     config = load_config(write_config(tmp_path), [*keys, "speculation.others={quantized: {}}"])
     check_with_workers(config)
-    check_over_processes(config, 4, 2, {"srt", "quantized"})
+    check_over_processes(config, 4, 2, {"eagle"})
     trained = load_config(write_config(tmp_path), [*keys, "speculation.drafter=eagle"])
-    with pytest.raises(ConfigError, match=r"^speculation.drafter: eagle is trained by measured times"):
-        check_over_processes(trained, 4, 2, {"srt", "quantized"})
+    with pytest.raises(ConfigError, match=r"^speculation.drafter: eagle is trained in the processes that decode"):
+        check_over_processes(trained, 4, 2, {"eagle"})
     sent = load_config(write_config(tmp_path), [*keys, "cluster.weights=jax_transfer"])
     with pytest.raises(ConfigError, match=r"^cluster.weights=jax_transfer: .*several train"):
         check_with_workers(sent)
 
 
-def test_a_fixed_strategy_on_the_host_is_shared(tmp_path):
-    keys = ["mesh.data=4", "speculation.drafter=srt", "speculation.choice=fixed"]
-    config = load_config(
-        write_config(tmp_path),
-        [*keys, "speculation.strategies=[{drafter: srt, depth: 4, top_k: 1, nodes: 4}]"],
-    )
-    check_over_processes(config, 4, 2, {"srt"})
+@pytest.mark.parametrize("choice", ["expected", "bandit", "ladder"])
+def test_processes_draft_by_the_clock_of_the_first(tmp_path, choice):
+    keys = ["mesh.data=4", "speculation.drafter=eagle", f"speculation.choice={choice}"]
+    more = ["speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true"]
+    config = load_config(write_config(tmp_path), [*keys, *more, "speculation.run_ahead_below=2"])
+    check_over_processes(config, 4, 2, {"eagle"})
 
 
 # -- meeting -----------------------------------------------------------------------------------------------

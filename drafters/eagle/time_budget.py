@@ -2,6 +2,8 @@
 
 import time
 
+from rljax.processes import agree
+
 
 class TimeBudget:
     """A budget of seconds for training: a share of the time that passes otherwise. Unspent time is kept.
@@ -29,7 +31,8 @@ class TimeBudget:
         now = time.perf_counter()
         self._left += self._share * (now - self._since)
         self._since = now
-        return self._left >= self._last
+        left, last = agree(self._left, self._last)
+        return left >= last
 
     def expect(self, seconds: float) -> None:
         """Sets the expected seconds of the next slice, before the first one."""

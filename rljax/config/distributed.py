@@ -91,7 +91,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_over_processes(
-    config: "ExperimentConfig", num_devices: int, num_processes: int, drafters: Collection[str]
+    config: "ExperimentConfig", num_devices: int, num_processes: int, trained: Collection[str]
 ) -> None:
     """Checks that an experiment can run in several processes with so many devices in all.
 
@@ -99,7 +99,7 @@ def check_over_processes(
       config: the experiment.
       num_devices: number of devices of all processes.
       num_processes: number of processes.
-      drafters: kinds of drafters about which no clock of these processes decides.
+      trained: kinds of drafters that are trained.
 
     Raises:
       ConfigError: the mesh leaves devices out, or a mechanism is not supported over processes.
@@ -111,10 +111,10 @@ def check_over_processes(
             f" but the {num_processes} processes have {num_devices}, and each must take part; the product"
             f" must be {num_devices}"
         )
+    speculates = speculation.drafter is not None
     for key, used, instead in (
         ("tools", config.tools is not None, "leave the section out"),
-        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "set 0"),
-        ("speculation.overlap", speculation.overlap, "set false"),
+        ("speculation.decoupled.window", speculates and bool(speculation.decoupled.window), "set 0"),
     ):
         if used:
             raise ConfigError(
@@ -124,17 +124,11 @@ def check_over_processes(
     if config.rollout.staleness or config.rollout.max_staleness:
         key = "staleness" if config.rollout.staleness else "max_staleness"
         raise ConfigError(f"rollout.{key}: is for one process that trains, not for {num_processes}; set 0")
-    if speculation.drafter is None:
+    if not speculates or not config.cluster.workers:
         return
-    if speculation.choice != "fixed" and not config.cluster.workers:
-        raise ConfigError(
-            f"speculation.choice: {speculation.choice} decides by measured times, which differ between"
-            f" {num_processes} processes; use fixed, with one strategy in speculation.strategies"
-        )
     for name, kind in speculation.kinds.items():
-        if kind not in drafters:
-            does = "is trained" if config.cluster.workers else "drafts on the device"
+        if kind in trained:
             raise ConfigError(
-                f"speculation.drafter: {name} {does} by measured times, which differ between"
-                f" {num_processes} processes; use one of {', '.join(sorted(drafters))}"
+                f"speculation.drafter: {name} is trained in the processes that decode, and with cluster.workers"
+                f" {num_processes} processes decode nothing; use another drafter, or cluster.workers: 0"
             )

@@ -28,6 +28,7 @@ from rljax.engine.state import DecodeState
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import PolicyError
 from rljax.models.transformer import Params
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.environment_turns import EnvironmentTurns
@@ -467,8 +468,8 @@ class DecodeLoop:
         ahead, statistics = self._run_ahead, self.statistics
         if ahead is None or self.waiting or not self._upcoming or len(self.running) > ahead.below:
             return False
-        spent = statistics.host_seconds + statistics.device_seconds
-        return statistics.ahead_seconds <= ahead.max_share * spent
+        spent, decoding = agree(statistics.ahead_seconds, statistics.host_seconds + statistics.device_seconds)
+        return spent <= ahead.max_share * decoding
 
     def _saved_per_token(self) -> float:
         """Returns the seconds that a token saves once it is accepted as a draft (`saved_per_token`)."""

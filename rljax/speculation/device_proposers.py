@@ -18,6 +18,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
@@ -166,8 +167,8 @@ class SelfProposer(_OnDevice):
         state, drafted = self._engine.draft(params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
         end = time.perf_counter()
-        self._add_draft(state.batch, state.cache.length, (end - ready) / length)
-        seconds = end - start
+        seconds, steps = agree(end - start, end - ready)
+        self._add_draft(state.batch, state.cache.length, steps / length)
         statistics.draft_seconds += seconds
         # A margin tells how likely its token is, given the tokens before; along a chain these multiply.
         usable = tokens >= 0
@@ -274,7 +275,7 @@ class DeviceProposer(_OnDevice):
         drafted = ask(self.name, self.drafter, "draft", state, tree)
         arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
         tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
-        seconds = time.perf_counter() - start
+        (seconds,) = agree(time.perf_counter() - start)
         self._add_draft(state.batch, state.cache.length, seconds, tree)
         statistics.draft_seconds += seconds
         # Pad to the widest pass, as trees from the host are.

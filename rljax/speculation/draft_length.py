@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
+from rljax.processes import agree
 from rljax.speculation.pass_times import PassTimes
 
 MARGIN = 0.05
@@ -45,7 +46,8 @@ class WorthStarting:
           saving: share of the time from now on that drafting is expected to save.
         """
         now = time.perf_counter()
-        self._saved += self._saving * (now - self._since)
+        passed, seconds = agree(now - self._since, seconds)
+        self._saved += self._saving * passed
         self._saving, self._since = saving, now
         return self._saved >= seconds
 

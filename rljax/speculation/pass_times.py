@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from rljax.engine.draft_tree import DraftStrategy
+from rljax.processes import copied_from_first
 from rljax.requests import DecodeStatistics
 
 _TIMES_KEPT = 9
@@ -90,6 +91,10 @@ class PassTimes:
         """
         kept = {key: seconds for key, seconds in self._seconds.items() if key[0] == "draft"}
         self._seconds = {} if drafts else kept
+
+    def agree(self) -> None:
+        """Takes, in every process of the run, the times that process 0 has measured."""
+        self._seconds = copied_from_first(lambda: self._seconds)
 
     def _nearest(self, kind: str, batch: int, length: int, *rest) -> tuple[int, int] | None:
         """The measured batch and cache length that are nearest in ratio; None if there are none.

@@ -28,6 +28,7 @@ import numpy as np
 
 from drafters.aligned import AlignedDrafter
 from rljax.engine.buckets import Buckets
+from rljax.processes import agree
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.pass_times import PassTimes
@@ -293,7 +294,8 @@ def saved_per_token(
 
 def decoding_seconds(statistics: DecodeStatistics) -> float:
     """Returns the time that a rollout has decoded, drafting and choosing included."""
-    return statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds
+    (seconds,) = agree(statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds)
+    return seconds
 
 
 def _room(buckets: Buckets, batch: int, running: int) -> float:

@@ -21,6 +21,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult, Pending
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.drafter_group import DrafterGroup
 from rljax.speculation.managers.manager import Manager
@@ -187,14 +188,15 @@ class SpeculativeDecoder:
         was_over = under_way.pending.is_ready()
         result = under_way.pending.result()
         self._under_way.remove(under_way)
-        seconds = self.times.verify(*under_way.shape)
+        seconds, timed = self.times.verify(*under_way.shape), False
         if not was_over:
             last_end = self.clock.last_end
             now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
-            seconds = now - max(under_way.dispatched, last_end)
-            # The first run of a program takes longer, and an untried pass would seem too slow for good.
-            if under_way.timed and (under_way.shape in self._used or self.times.has_verify(*under_way.shape)):
-                self.times.add_verify(*under_way.shape, seconds)
+            seconds, timed = now - max(under_way.dispatched, last_end), under_way.timed
+        seconds, timed = agree(seconds, timed)
+        # The first run of a program takes longer, and an untried pass would seem too slow for good.
+        if timed and (under_way.shape in self._used or self.times.has_verify(*under_way.shape)):
+            self.times.add_verify(*under_way.shape, seconds)
         self._used.add(under_way.shape)
         self._statistics.device_seconds += seconds
         return result, seconds
@@ -263,7 +265,7 @@ class SpeculativeDecoder:
         if may_verify:
             steps = min(_STEPS_WHILE_COMPILING if waits else self._patience, most)
         state, result = self.engine.generate(params, state, steps, until_active)
-        seconds = self.clock.finished() - start
+        seconds, timed = agree(self.clock.finished() - start, timed)
         # Tell.
         if timed:
             self.times.add_plain(state.batch, state.cache.length, seconds / max(result.steps, 1))

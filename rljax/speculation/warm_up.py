@@ -69,6 +69,7 @@ def warm_up(
                             times.add_plain(batch, length, seconds)
             for proposer in proposers:
                 proposer.warm_up(params, batch, length, _REPEATS)
+    times.agree()
 
 
 def warm_up_behind(

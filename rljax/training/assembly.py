@@ -276,7 +276,7 @@ def _roofline(
         return None
     fmt = draft_format(drafters)
     key = calibration_key(engine.config, engine.numerics, fmt, config.mesh.num_devices)
-    calibration = load_calibration(speculation.calibration_dir, key)
+    calibration = processes.copied_from_first(lambda: load_calibration(speculation.calibration_dir, key))
     if calibration is None:
         raise ConfigError(
             f"speculation.choice: roofline finds no constants of this policy and device in"

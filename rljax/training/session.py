@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from drafters.registry import DRAFTERS, HOST_DRAFTERS, TRAINED_DRAFTERS
+from drafters.registry import TRAINED_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
 from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
@@ -44,9 +44,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     check_devices(config.mesh, jax.device_count())
     check_with_workers(config)
     if processes.several():
-        # Workers draft by clocks of their own, but what is trained is trained here.
-        drafters = DRAFTERS.keys() - TRAINED_DRAFTERS if config.cluster.workers else HOST_DRAFTERS.keys()
-        check_over_processes(config, jax.device_count(), jax.process_count(), drafters)
+        check_over_processes(config, jax.device_count(), jax.process_count(), TRAINED_DRAFTERS)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     start = time.perf_counter()

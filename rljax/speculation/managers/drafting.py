@@ -8,6 +8,7 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_times import PassTimes
@@ -64,7 +65,8 @@ def draft(
     """Drafts by a strategy, whatever that promises. Consumes `state`."""
     start = time.perf_counter()
     state, proposal = proposer.propose(state, active, statistics, strategy)
-    usable, seconds = proposal.within(strategy), time.perf_counter() - start
+    usable = proposal.within(strategy)
+    (seconds,) = agree(time.perf_counter() - start)
     return state, Drafted.of(proposal, usable, seconds, state.batch, active, buckets)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers.drafting import Drafted
@@ -52,7 +53,7 @@ def draft_plan(
             kept &= np.cumsum(kept, axis=1) <= windows[:, None]
             proposals.append(dataclasses.replace(proposal, usable=kept))
     proposal = proposals[0] if len(proposals) == 1 else mixer.mix(proposals, len(plan))
-    seconds = time.perf_counter() - start
+    (seconds,) = agree(time.perf_counter() - start)
     drafted = Drafted.of(proposal, proposal.usable, seconds, state.batch, active, buckets)
     return state, drafted, {each.name: each.usable.any(axis=1) for each in proposals}
 
