@@ -33,6 +33,7 @@ from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.processes import to_host
 from rljax.sharding import mesh_of_a_drafter
 
 _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
@@ -162,7 +163,7 @@ class SmallModelDrafter:
         self._companion.begin(batch, self._companion.engine.buckets.cache[0])
 
     def pretend(self, state: DecodeState) -> None:
-        self._companion.pretend(np.asarray(state.lengths))
+        self._companion.pretend(to_host(state.lengths))
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Returns the prompts: the companion prefills those that are inserted."""

@@ -112,7 +112,9 @@ def test_workers_draft_by_clocks_of_their_own(tmp_path):
     check_with_workers(config)
     check_over_processes(config, 4, 2, {"eagle"})
     trained = load_config(write_config(tmp_path), [*keys, "speculation.drafter=eagle"])
-    with pytest.raises(ConfigError, match=r"^speculation.drafter: eagle is trained in the processes that decode"):
+    with pytest.raises(
+        ConfigError, match=r"^speculation.drafter: eagle is trained in the processes that decode"
+    ):
         check_over_processes(trained, 4, 2, {"eagle"})
     sent = load_config(write_config(tmp_path), [*keys, "cluster.weights=jax_transfer"])
     with pytest.raises(ConfigError, match=r"^cluster.weights=jax_transfer: .*several train"):

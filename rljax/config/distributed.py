@@ -129,6 +129,7 @@ def check_over_processes(
     for name, kind in speculation.kinds.items():
         if kind in trained:
             raise ConfigError(
-                f"speculation.drafter: {name} is trained in the processes that decode, and with cluster.workers"
-                f" {num_processes} processes decode nothing; use another drafter, or cluster.workers: 0"
+                f"speculation.drafter: {name} is trained in the processes that decode, and with"
+                f" cluster.workers {num_processes} processes decode nothing; use another drafter, or"
+                " cluster.workers: 0"
             )

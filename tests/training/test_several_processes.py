@@ -125,7 +125,7 @@ def test_four_processes_go_on_with_the_run_of_two(one, two, tmp_path):
                 "speculation.run_ahead_share=1.0",
             ),
         ),
-        # Every pass asks another drafter, and what it took decides which is asked next. Two halves take turns.
+        # Every pass asks another drafter, and what it took decides which is next. Two halves take turns.
         "bandit": (
             "mesh.tensor=2",
             (
