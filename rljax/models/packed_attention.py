@@ -7,6 +7,10 @@ only with the blocks up to their own. The scores of a whole row never exist, and
 for the backward pass, which computes them again (Dao et al., "FlashAttention", arXiv 2205.14135, algorithm
 4). Unlike there, the forward pass finds a query's largest score before it sums, since the sums must have the
 bits of the decoder's sums (`rljax/engine/kv_cache.py`).
+
+On a TPU or GPU, bfloat16 is multiplied as the kernels of the decoder multiply it
+(`rljax/kernels/tree_attention`): queries as they are, their scores scaled; terms rounded, their sum not. All
+products then take one pass of bfloat16 with sums in float32, where exact float32 takes six on a TPU.
 """
 
 import dataclasses
@@ -19,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rljax import target
 from rljax.numerics.attention import scale_queries, weigh_chunk
 from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max
 
@@ -64,19 +69,22 @@ class PackedAttention:
             active = active.reshape(-1, chunk // block, block).any(axis=2)
             batch, num_chunks = 1, rows * num_chunks
         segment_ids = segment_ids.reshape(batch, num_chunks, chunk).swapaxes(0, 1)
-        queries = jnp.pad(scale_queries(q), ((0, 0), (0, padding), (0, 0), (0, 0)))
+        rounds = q.dtype == jnp.bfloat16 and target.platform() != "cpu"
+        scale = head_dim**-0.5 if rounds else 1.0
+        queries = q if rounds else scale_queries(q)
+        queries = jnp.pad(queries, ((0, 0), (0, padding), (0, 0), (0, 0)))
         queries = queries.reshape(batch, num_chunks, chunk // block, block, num_kv_heads, -1, head_dim)
         queries = queries.transpose(1, 0, 4, 2, 5, 3, 6)  # [chunks, N, Hk, blocks, H / Hk, block, D]
 
         def chunked(x: Array) -> Array:
-            x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, padding), (0, 0), (0, 0)))
+            x = jnp.pad(x.astype(queries.dtype), ((0, 0), (0, padding), (0, 0), (0, 0)))
             return x.reshape(batch, num_chunks, chunk, num_kv_heads, head_dim).transpose(1, 0, 3, 2, 4)
 
         # Built here, not in the loops: there it would be fused into everything that reads the scores, which
         # would then compile to scalar code (three times slower on a CPU).
         own_mask = segment_ids[:, :, :, None] == segment_ids[:, :, None, :]
         own_mask &= np.tri(chunk, dtype=bool)[None, None]
-        out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, active, self.numerics)
+        out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, active, self.numerics, scale)
         out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(rows, -1, num_heads, head_dim)
         return out[:, :tokens].astype(q.dtype), ((k, v) if self.keep_kv else None)
 
@@ -99,23 +107,27 @@ def _own_blocks(chunk: int, block: int) -> Iterator[tuple[int, slice, slice]]:
         yield number, slice(number * block, (number + 1) * block), slice(0, (number + 1) * block)
 
 
-def _scores(queries: Array, keys: Array) -> Array:
-    """Multiplies queries [N, Hk, ..., block, D] by keys [N, Hk, C, D]: float32 [N, Hk, ..., block, C]."""
+def _scores(queries: Array, keys: Array, scale: float = 1.0) -> Array:
+    """Multiplies queries [N, Hk, ..., block, D] by keys [N, Hk, C, D], and scales the result: float32
+    [N, Hk, ..., block, C].
+    """
     batch, heads, *rest, head_dim = queries.shape
     rows = queries.reshape(batch, heads, -1, head_dim)
-    scores = jnp.einsum("nhrd,nhsd->nhrs", rows, keys, precision=exact_products())
-    return scores.reshape(batch, heads, *rest, -1)
+    exact = exact_products() if rows.dtype == jnp.float32 else None  # a product of bfloat16 is exact
+    scores = jnp.einsum("nhrd,nhsd->nhrs", rows, keys, precision=exact, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, heads, *rest, -1)
+    return scores if scale == 1.0 else scores * scale
 
 
-def _own_scores(queries: Array, keys: Array, mask: Array) -> Array:
+def _own_scores(queries: Array, keys: Array, mask: Array, scale: float) -> Array:
     """Returns scores of a block of queries [N, Hk, g, block, D] and keys [N, Hk, C, D] of the same chunk,
     masked by [N, block, C].
     """
-    return jnp.where(mask[:, None, None], _scores(queries, keys), -jnp.inf)
+    return jnp.where(mask[:, None, None], _scores(queries, keys, scale), -jnp.inf)
 
 
 def _earlier_scores(
-    queries: Array, rows: slice, keys: Array, query_segments: Array, key_segments: Array
+    queries: Array, rows: slice, keys: Array, query_segments: Array, key_segments: Array, scale: float
 ) -> Array:
     """Returns scores of queries [N, Hk, blocks, g, block, D] against an earlier chunk of keys. They are the
     queries at positions `rows` of their chunk.
@@ -127,17 +139,26 @@ def _earlier_scores(
     hide_queries = jnp.where(query_segments[:, rows] == shared, 0.0, -jnp.inf)
     hide_queries = hide_queries.reshape(-1, 1, blocks, 1, block, 1)
     hide_keys = jnp.where((key_segments == shared) & (shared > 0), 0.0, -jnp.inf)
-    return _scores(queries, keys) + hide_keys[:, None, None, None, None, :] + hide_queries
+    return _scores(queries, keys, scale) + hide_keys[:, None, None, None, None, :] + hide_queries
 
 
 def _weigh(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:
     """As `weigh_chunk`: terms [N, Hk, ..., C], values [N, Hk, C, D] -> [N, Hk, ..., 1], [N, Hk, ..., D]."""
     batch, heads, *rest, chunk = terms.shape
-    sums = weigh_chunk(terms.reshape(batch, heads, -1, chunk), values, numerics)
+    terms = terms.reshape(batch, heads, -1, chunk)
+    if values.dtype == jnp.float32:
+        sums = weigh_chunk(terms, values, numerics)
+    else:
+        sums = jnp.sum(terms, axis=-1, keepdims=True), _rounded_product("nhrs,nhsd->nhrd", terms, values)
     return jax.tree.map(lambda x: x.reshape(batch, heads, *rest, -1), sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _rounded_product(equation: str, a: Array, b: Array) -> Array:
+    """Returns an einsum of a, rounded to the type of b, and b, with sums in float32."""
+    return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attend(
     queries: Array,
     keys: Array,
@@ -146,21 +167,23 @@ def _attend(
     own_mask: Array,
     active: Array | None,
     numerics: Numerics,
+    scale: float,
 ) -> Array:
     """Computes attention of every chunk of queries.
 
     Args:
-      queries: scaled queries, float32 [chunks, N, Hk, blocks, g, block, D] (g query heads per key head).
-      keys, values: float32 [chunks, N, Hk, C, D].
+      queries: [chunks, N, Hk, blocks, g, block, D] (g query heads per key head), scaled float32, or bfloat16.
+      keys, values: [chunks, N, Hk, C, D], in the type of the queries.
       segment_ids: int32 [chunks, N, C].
       own_mask: bool [chunks, N, C, C], keys visible to each query in its chunk; at least itself.
       active: bool [chunks, blocks], blocks of queries to compute; the others give 0. None: all of them.
       numerics: see `Numerics`.
+      scale: factor of the scores.
 
     Returns:
       float32, in the shape of the queries.
     """
-    return _forward(queries, keys, values, segment_ids, own_mask, active, numerics)[0]
+    return _forward(queries, keys, values, segment_ids, own_mask, active, numerics, scale)[0]
 
 
 def _block_groups(blocks: int, active: Array | None) -> list[slice]:
@@ -189,6 +212,7 @@ def _forward(
     own_mask: Array,
     active: Array | None,
     numerics: Numerics,
+    scale: float,
 ) -> tuple[Array, tuple[Array | None, ...]]:
     first = _first_chunks(segment_ids)
     own_blocks = list(_own_blocks(keys.shape[3], queries.shape[5]))
@@ -200,7 +224,9 @@ def _forward(
         group_rows = slice(group_blocks[0][1].start, group_blocks[-1][1].stop)
 
         def scores(chunk: Array) -> Array:
-            return _earlier_scores(own_queries, group_rows, keys[chunk], own_segments, segment_ids[chunk])
+            return _earlier_scores(
+                own_queries, group_rows, keys[chunk], own_segments, segment_ids[chunk], scale
+            )
 
         def find_top(chunk: Array, top: Array) -> Array:
             return jnp.maximum(top, row_max(scores(chunk)))
@@ -211,14 +237,17 @@ def _forward(
 
         own_scores = [
             _own_scores(
-                queries[number][:, :, block], keys[number][:, :, visible], own_mask[number][:, rows, visible]
+                queries[number][:, :, block],
+                keys[number][:, :, visible],
+                own_mask[number][:, rows, visible],
+                scale,
             )
             for block, rows, visible in group_blocks
         ]
         top = jnp.stack([row_max(block_scores) for block_scores in own_scores], axis=2)
         top = lax.fori_loop(first[number], number, find_top, top)
         # Chunks are added in the order of the decoder, the chunk of the queries last.
-        earlier = (jnp.zeros_like(top), jnp.zeros_like(own_queries))
+        earlier = (jnp.zeros_like(top), jnp.zeros(own_queries.shape, jnp.float32))
         earlier = lax.fori_loop(first[number], number, add, earlier)
         last = [
             _weigh(jnp.exp(block_scores - top[:, :, index]), values[number][:, :, visible], numerics)
@@ -248,6 +277,7 @@ def _pair_gradients(
     normalizer: Array,
     gradient: Array,
     offset: Array,
+    scale: float,
 ) -> tuple[Array, Array, Array]:
     """Returns the contributions of a pair to the gradients of queries, keys and values.
 
@@ -256,20 +286,24 @@ def _pair_gradients(
       keys, values: [N, Hk, C, D].
       scores: [N, Hk, ..., C].
       normalizer, offset: [N, Hk, ..., 1], log-sum-exp of the scores; sum of gradient times output.
+      scale: factor of the scores.
     """
     batch, heads, chunk = scores.shape[0], scores.shape[1], scores.shape[-1]
     flat = (batch, heads, -1, queries.shape[-1])
+    # The output is rounded to the type of the queries, so in bfloat16 its gradient has no more digits.
+    gradient = gradient.astype(queries.dtype)
     shares = jnp.exp(scores - normalizer)
     to_scores = (shares * (_scores(gradient, values) - offset)).reshape(batch, heads, -1, chunk)
+    to_scores = to_scores if scale == 1.0 else to_scores * scale
     return (
-        jnp.einsum("nhrs,nhsd->nhrd", to_scores, keys).reshape(queries.shape),
-        jnp.einsum("nhrs,nhrd->nhsd", to_scores, queries.reshape(flat)),
-        jnp.einsum("nhrs,nhrd->nhsd", shares.reshape(to_scores.shape), gradient.reshape(flat)),
+        _rounded_product("nhrs,nhsd->nhrd", to_scores, keys).reshape(queries.shape),
+        _rounded_product("nhrs,nhrd->nhsd", to_scores, queries.reshape(flat)),
+        _rounded_product("nhrs,nhrd->nhsd", shares.reshape(to_scores.shape), gradient.reshape(flat)),
     )
 
 
 def _backward(
-    numerics: Numerics, kept: tuple[Array | None, ...], gradient: Array
+    numerics: Numerics, scale: float, kept: tuple[Array | None, ...], gradient: Array
 ) -> tuple[Array | None, ...]:
     del numerics
     queries, keys, values, segment_ids, own_mask, active, first, out, normalizer = kept
@@ -288,10 +322,11 @@ def _backward(
                 block_queries,
                 visible_keys,
                 values[number][:, :, visible],
-                _own_scores(block_queries, visible_keys, own_mask[number][:, rows, visible]),
+                _own_scores(block_queries, visible_keys, own_mask[number][:, rows, visible], scale),
                 normalizer[number][:, :, block],
                 gradient[number][:, :, block],
                 offset[number][:, :, block],
+                scale,
             )
             behind = [(0, 0), (0, 0), (0, keys.shape[3] - visible.stop), (0, 0)]
             to_blocks.append(to_block)
@@ -321,11 +356,12 @@ def _backward(
                 keys[chunk],
                 values[chunk],
                 _earlier_scores(
-                    group_queries, group_rows, keys[chunk], segment_ids[number], segment_ids[chunk]
+                    group_queries, group_rows, keys[chunk], segment_ids[number], segment_ids[chunk], scale
                 ),
                 normalizer[number][:, :, group],
                 gradient[number][:, :, group],
                 offset[number][:, :, group],
+                scale,
             )
             return (
                 sums[0].at[number, :, :, group].add(to_queries),
@@ -341,7 +377,7 @@ def _backward(
     # Two passes: sums carried through the first would be copied at every chunk.
     sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
     sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
-    return *sums, None, None, None
+    return *(total.astype(queries.dtype) for total in sums), None, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax import target
 from rljax.models.packed_attention import PackedAttention
 from rljax.numerics.rows import Numerics
 
@@ -90,3 +91,38 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(4096) < 2.2 * temporaries(2048)
+
+
+@pytest.mark.parametrize("case", ["one chunk", "a sequence over several chunks beside short ones"])
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
+    """Every product takes bfloat16 as it is, gradients included; only the shares are rounded."""
+    segment_ids = CASES[case]
+    q, k, v, weights = (
+        jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in random_inputs(segment_ids, 4, 2, 128)
+    )
+    weights *= jnp.asarray(segment_ids > 0, jnp.float32)[:, :, None, None]
+
+    def ours(q, k, v):
+        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(compute_dtype="bfloat16"))(None, q, k, v)
+        assert out.dtype == jnp.bfloat16
+        return jnp.sum(weights * out.astype(jnp.float32)), out
+
+    def reference(q, k, v):
+        out = plain(q, k, v, segment_ids)
+        return jnp.sum(weights * out), out
+
+    gradient = jax.grad(ours, argnums=(0, 1, 2), has_aux=True)
+    rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with target.tracing_for(jax.devices()[0], 1, platform):
+        products = [
+            line for line in str(jax.make_jaxpr(gradient)(*rounded)).splitlines() if "dot_general" in line
+        ]
+        gradients, out = jax.jit(gradient)(*rounded)
+    assert products and not any("HIGHEST" in line for line in products)
+    expected, expected_out = jax.grad(reference, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    real = segment_ids > 0
+    np.testing.assert_allclose(out[real].astype(np.float32), expected_out[real], rtol=0.02, atol=0.02)
+    for its, other in zip(gradients, expected, strict=True):
+        error = np.abs(its.astype(np.float32) - other)
+        assert error.max() < 0.03 * np.abs(other).max() and error.mean() < 0.01 * np.abs(other).mean()
