@@ -30,6 +30,7 @@ KEY_CHUNK = 256
 
 # A product with a single row of ones would use a matrix-vector kernel, which is not row-invariant.
 _ONES_ROWS = 8
+_TPU_LANES = 128
 _ORDERED_ROWS = 64  # a product with fewer rows uses a kernel that adds in pairs
 
 
@@ -94,16 +95,17 @@ def _sum_of_parts(x: Array) -> Array:
     """Sums float32 x [..., n] over the last axis by three products of bfloat16 with ones: [..., 1].
 
     A TPU's exact product of float32 splits both factors in three, and takes six products and several times
-    as long to compile. Ones need no splitting.
+    as long to compile. Ones need no splitting. All their rows are kept until the parts are added: for one of
+    them the compiler would choose its kernel by the number of rows of x.
     """
     high = lax.reduce_precision(x, 8, 7)  # a conversion there and back would be left out by the compiler
     middle = lax.reduce_precision(x - high, 8, 7)
-    ones = jnp.ones((_ONES_ROWS, x.shape[-1]), jnp.bfloat16)
+    ones = jnp.ones((_TPU_LANES, x.shape[-1]), jnp.bfloat16)
     last = (((x.ndim - 1,), (1,)), ((), ()))
     total = 0.0
     for part in (x - high - middle, middle, high):  # the smallest first
         total += lax.dot_general(part.astype(ones.dtype), ones, last, preferred_element_type=jnp.float32)
-    return total[..., :1]
+    return lax.optimization_barrier(total)[..., :1]
 
 
 def _sum_of_parts_forward(x: Array) -> tuple[Array, tuple[int, ...]]:
