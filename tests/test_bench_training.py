@@ -13,6 +13,7 @@ loading = load_script("training_benchmarks.loading")
 memory = load_script("training_benchmarks.memory")
 padding = load_script("training_benchmarks.padding")
 policies = load_script("training_benchmarks.policies")
+process_memory = load_script("process_memory")
 
 
 @pytest.fixture
@@ -85,7 +86,9 @@ def test_what_is_written_plainly_is_read_again(tiny, tmp_path):
         assert ours.dtype == theirs.dtype and bool((ours == theirs).all())
 
 
-@pytest.mark.skipif(loading.memory_kilobytes("VmHWM") is None, reason="needs Linux's count of peak memory")
+@pytest.mark.skipif(
+    process_memory.memory_kilobytes("VmHWM") is None, reason="needs Linux's count of peak memory"
+)
 def test_loading_rows(tiny, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS.parent))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from process_memory import memory_kilobytes
 from rljax.benchmarking import Row
 from rljax.errors import UserError
 from rljax.models import huggingface
@@ -18,20 +19,10 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
 
 _SCRIPT = Path(__file__).resolve().parent.parent / "bench_training.py"  # its `--load` is a fresh process
-_STATUS = Path("/proc/self/status")
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 # The threshold of glibc adapts, and keeps a varying amount of freed memory of small tensors.
 _MALLOCS = {"mmap from 1 MB on": {_MMAP_THRESHOLD: "1000000"}, "glibc's defaults": {"GLIBC_TUNABLES": ""}}
 CASES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32"))
-
-
-def memory_kilobytes(key: str) -> int | None:
-    """Returns a value from Linux's status of this process; None on other systems."""
-    if _STATUS.exists():
-        for line in _STATUS.read_text(encoding="utf-8").splitlines():
-            if line.startswith(key):
-                return int(line.split()[1])
-    return None
 
 
 def peak_of_loading(checkpoint: Path, dtype: str) -> int:

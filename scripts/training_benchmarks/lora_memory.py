@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from process_memory import forget_peak, memory_kilobytes
 from rljax.benchmarking import Row
 from rljax.config import AlgorithmConfig, LoraConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
@@ -23,7 +24,6 @@ from rljax.models.transformer import init_params, num_params
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.update import Trainer
-from training_benchmarks.loading import memory_kilobytes
 
 _SCRIPT = Path(__file__).resolve().parent.parent / "bench_lora.py"  # its `--updates` is a fresh process
 _TRAINING = TrainingConfig(pack_length=512, rows_per_microbatch=2)
@@ -97,16 +97,11 @@ def peak_of_updates(config: ModelConfig, kind: Kind) -> int:
     state = trainer.init(params)
     del params  # a run without a reference keeps no other copy
     trainer.warm_up(state)
-    _forget_peak()
+    forget_peak()
     for _ in range(_REPEATED):
         state, _ = trainer.update(state, [batch])
     jax.block_until_ready(state.params)
     return 1024 * (memory_kilobytes("VmHWM") - before)
-
-
-def _forget_peak() -> None:
-    """Lets the kernel count the peak anew: what compiling took is not the update's."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def memory_rows(name: str, config: ModelConfig) -> list[Row]:

@@ -1,0 +1,1 @@
+"""What a plan predicts, against what is measured."""
