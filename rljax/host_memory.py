@@ -3,6 +3,9 @@
 A program's buffers are allocated when it begins and freed when it ends. By default the C library gives large
 ones back to the system, which hands out new, zeroed pages at the next program: tens of megabytes for a
 verifying pass, and a third of its time (`docs/engine.md`).
+
+The buffers of a rollout are no use to an update, nor the other way round, and of a large policy they are
+gigabytes: `give_back` is for the moments in between.
 """
 
 import ctypes
@@ -13,6 +16,8 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _LARGEST_KEPT = 1 << 30  # bytes; larger buffers are weights and moments, which are allocated once
+_MUCH = 256 << 20  # bytes of freed memory that are worth the new pages
+_keeps = False  # whether this process keeps freed memory
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
@@ -34,7 +39,38 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = {_ARENA_MAX: 1, _MMAP_THRESHOLD: _LARGEST_KEPT, _TRIM_THRESHOLD: 2**31 - 1}
-    return sum(mallopt(option, value) for option, value in settings.items()) == len(settings)
+    global _keeps
+    _keeps = sum(mallopt(option, value) for option, value in settings.items()) == len(settings)
+    return _keeps
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def give_back() -> int:
+    """Gives memory that was kept back to the system, if it is much.
+
+    Returns:
+      Bytes that were free, those given back before among them; 0 where they stay, because they are few, or
+      because nothing is kept here.
+    """
+    if not _keeps:
+        return 0
+    library = ctypes.CDLL(None)
+    if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
+        return 0
+    library.mallinfo2.restype = _Mallinfo
+    free = int(library.mallinfo2().fordblks)
+    if free < _MUCH:
+        return 0
+    library.malloc_trim(ctypes.c_size_t(0))
+    return free
 
 
 def _computes_on_cpu() -> bool:

@@ -44,6 +44,32 @@ def test_buffers_are_not_new_pages():
     assert _faults(MALLOC_ARENA_MAX="8") > 0.9 * _PAGES  # the user's settings stay as they are
 
 
+_GIVES_BACK = """
+import rljax
+from rljax.host_memory import give_back
+import jax, jax.numpy as jnp
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+arrays = [jnp.ones(16 << 20).block_until_ready() for _ in range(8)]  # 512 MB
+del arrays
+before = resident()
+free = give_back()
+print((before - resident()) / 1024, free / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+def test_much_of_it_is_given_back_between_phases():
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    command = [sys.executable, "-c", _GIVES_BACK]
+    output = subprocess.check_output(command, env={**inherited, "JAX_PLATFORMS": "cpu"}, text=True)
+    megabytes, free = map(float, output.split())
+    assert megabytes > 450 and free > 450
+
+
 @pytest.mark.parametrize(
     ("environment", "is_cpu"),
     [

@@ -17,6 +17,7 @@ import numpy as np
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics, pass_shares
+from rljax.host_memory import give_back
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.episodes import environment_metrics
@@ -31,6 +32,7 @@ from rljax.training.training_run import TrainingRun
 def training_step(run: TrainingRun) -> dict[str, Any]:
     """One RL step: `run.state` is replaced by the updated one. Returns the metrics of the step."""
     start, run.passed_over = time.perf_counter(), 0
+    give_back()
 
     # ROLL OUT AND REWARD
     with failures.during_rollout(run):
@@ -38,6 +40,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         rollout = take_arrived(run) if in_order_of_arrival else roll_out(run)
 
     # LEARN: advantages, losses, updates, while workers decode what was begun for the next step
+    give_back()
     with run.meanwhile():
         update_metrics = learn(run, rollout.groups)
     if run.curriculum is not None:  # it learns pass rates
