@@ -288,6 +288,11 @@ class ClusterDecoder:
         keys = tuple(range(first, first + len(requests)))
         return BegunRollout(number, keys, requests, params, time.perf_counter(), RunningRequests())
 
+    @property
+    def decoding(self) -> int:
+        """Number of responses that workers decode."""
+        return self.coordinator.decoding
+
     def renew(self, params: Params, version: int) -> None:
         """There are newer weights: what was begun as `renewed` goes on under them."""
         self._publisher.publish(version, params)
@@ -338,7 +343,7 @@ class ClusterDecoder:
         self._decodes = True
         while not self.ended(begun):
             self.listen()
-            begun.running.add(self.coordinator.decoding)
+            begun.running.add(self.decoding)
             self._tell(begun, on_finished)
             if on_progress is not None:
                 on_progress(rollout.tokens, len(rollout.ended))

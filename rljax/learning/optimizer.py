@@ -42,6 +42,8 @@ def learning_rate_schedule(
     return rate
 
 
+_LEAST_NORM = 1e-30  # of gradients that are all 0
+
 # The fraction of the rate that remains after a fraction of the updates after warm-up.
 _FALL = {
     "constant": jnp.ones_like,
@@ -87,7 +89,7 @@ def make_optimizer(
         section=section,
     )
     inner = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
+        _clip_by_global_norm(clip_norm),
         optax.adamw(rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=_is_matrix),
     )
 
@@ -97,6 +99,19 @@ def make_optimizer(
             return inner.update(gradients, state, params)
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def _clip_by_global_norm(clip_norm: float) -> optax.GradientTransformation:
+    """As `optax.clip_by_global_norm`, with one factor for all gradients. Optax divides every entry, which the
+    compiler does once and keeps: the update of a policy then takes memory for its weights once more.
+    """
+
+    def update(gradients, state, params=None):
+        del params
+        factor = jnp.minimum(1.0, clip_norm / jnp.maximum(optax.tree.norm(gradients), _LEAST_NORM))
+        return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _is_matrix(params):

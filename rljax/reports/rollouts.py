@@ -127,6 +127,8 @@ def _curve(line: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         times += [began + until for until, _ in points]
         counts += [running for _, running in points]
         began = times[-1]
+    if not counts:  # the step's groups had all ended before it
+        return np.zeros(2), np.zeros(2)
     return np.asarray([*times, times[-1]]), np.asarray([*counts[:1], *counts, 0.0])
 
 

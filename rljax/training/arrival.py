@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.collector import TRAINING, BegunGroups, Group, Timing, WantedGroups
+from rljax.rollout.running import RunningRequests
 from rljax.rollout.scheduler import OnProgress
 from rljax.training.schedule import ScheduledGroup
 from rljax.training.staleness import hold_weights
@@ -230,11 +231,14 @@ def arrived_groups(
         under_way = run.under_way
         under_way.renew()
         under_way.begin()
+        running = RunningRequests()
         while (batch := under_way.batch()) is None:
             run.cluster.listen()
+            running.add(run.cluster.decoding)
             on_arrival(len(under_way.arrived()))
         opened = [under_way.arrivals.open[number] for number in batch]
         begun, completions, statistics = under_way.take(batch)
+        statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
         problems = [problem for each in begun for problem in each.problems]
         requests = [request for each in begun for request in each.requests]
         created = [

@@ -6,6 +6,7 @@ import pytest
 
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.migration import OutlierRule
+from rljax.run_directory import RunDirectory
 from rljax.training import loop
 from rljax.training.learner import Learner
 from rljax.training.saved_policy import _checkpoints, load_saved_policy
@@ -104,6 +105,8 @@ def test_batches_in_the_order_of_arrival_are_repeated_from_their_schedule(world,
     assert len({(group["step"], group["problem"]) for group in groups}) == 6
     assert all(line["step"] - 1 - group["created"] <= 2 for line in lines for group in line["groups"])
     assert any(len(spans) > 1 for group in groups for spans in group["versions"])  # went on under newer ones
+    shown = RunDirectory(world / "arrival" / "run").read_rollouts()
+    assert any(points for line in shown for points in line["running"])  # how many ran while a step waited
 
     replay = (lag, f"cluster.replay={world}/arrival/run")
     again, _ = local_run(world, "replayed", monkeypatch, *replay, "cluster.workers=1", steps=3, versions=4)

@@ -1,11 +1,13 @@
 """The optimiser: its schedule number by number, what decays, and what is clipped."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from rljax.errors import ConfigError
+from rljax.learning.accumulation import TrainState, apply_gradients
 from rljax.learning.optimizer import learning_rate_schedule, make_optimizer
 
 DEFAULTS = {
@@ -107,3 +109,18 @@ def test_warm_up_reaches_the_updates():
 def test_errors_name_the_key(settings, message):
     with pytest.raises(ConfigError, match=message):
         make_optimizer(**{**DEFAULTS, **settings})
+
+
+def test_an_update_needs_no_memory_for_the_weights_once_more():
+    """Beside weights, moments and gradients. Clipping that divides every entry once keeps the quotients."""
+    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcdefgh"}
+    optimizer = make_optimizer(**(DEFAULTS | {"clip_norm": 1.0}))
+
+    def update(state, gradients):
+        return apply_gradients(state, gradients, optimizer)
+
+    state = jax.eval_shape(
+        lambda each: TrainState(each, optimizer.init(each), jnp.zeros((), jnp.int32)), params
+    )
+    compiled = jax.jit(update, donate_argnums=(0,)).lower(state, params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 8 * 256 * 256 * 4

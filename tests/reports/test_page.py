@@ -75,6 +75,16 @@ def test_every_panel_is_there(one_page):
     assert labels == PANELS
 
 
+def test_a_step_that_waited_for_nothing_is_shown(tmp_path):
+    """In the order of arrival a step's groups may all have ended before it."""
+    run = read_run(write_full_run(tmp_path / "run", steps=3))
+    for line in run.rollouts:
+        line["running"] = [[], []]
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Running requests" in [attrs.get("aria-label") for _, attrs in Elements(page).tags]
+
+
 def test_the_page_needs_nothing_and_runs_nothing(one_page):
     elements = Elements(one_page)
     assert "default-src 'none'" in one_page
