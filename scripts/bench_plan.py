@@ -5,6 +5,7 @@
 Figures of the CPU are measured right before (`rljax/planning/hardware.py`).
 """
 
+import functools
 import json
 import os
 import sys
@@ -31,13 +32,18 @@ def _planned(config: ExperimentConfig) -> Plan:
 
 
 def _benchmark(path: str, overrides: Sequence[str]) -> Benchmark:
+    @functools.cache
     def config() -> ExperimentConfig:
         return load_config(path, list(overrides))
 
+    @functools.cache
+    def planned() -> Plan:
+        return _planned(config())
+
     plan = (
-        Measurement("passes", path, lambda: decoding_rows(config(), _planned(config()))),
-        Measurement("update", path, lambda: update_rows(config(), _planned(config()))),
-        Measurement("run", path, lambda: run_rows(path, overrides, _planned(config())), disturbed=False),
+        Measurement("passes", path, lambda: decoding_rows(config(), planned())),
+        Measurement("update", path, lambda: update_rows(config(), planned())),
+        Measurement("run", path, lambda: run_rows(path, overrides, planned()), disturbed=False),
     )
     return Benchmark(
         "plan", __doc__.splitlines()[0], plan, packages=("jax",), prepare=lambda sections: config() and None
