@@ -20,7 +20,9 @@ SMALL_DEVICE = [
     "engine.row_invariant=warn",
     "engine.max_slots=64",
     "engine.batch_buckets=[8,16,32,64]",
+    "engine.cache_buckets=[256,512,768]",
     "speculation.max_batch=32",
+    "speculation.verify_buckets=[16,32,64]",
     "training.rows_per_microbatch=2",
 ]
 V5E_64 = [
@@ -156,7 +158,7 @@ def test_runs_two_steps_with_its_sizes_cut(tmp_path, name):
         "rollout.samples_per_prompt=2",
         "rollout.max_prompt_length=96",
         "rollout.max_response_length=32",
-        "engine={max_slots: 4, batch_buckets: [2, 4], cache_buckets: [128], compilation_cache: null,"
+        "engine={max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_cache: null,"
         " row_invariant: warn, compile: before}",
         "speculation.verify_buckets=[8]",
         "training.steps=2",
