@@ -19,7 +19,8 @@ def test_an_unknown_section_is_one_line(capsys):
 def test_a_plan_is_compared_with_the_run(tmp_path):
     output = tmp_path / "plan.json"
     config = str(write_config(tmp_path))
-    assert bench_plan.main(["--config", config, "--output", str(output), "speculation.drafter=srt"]) == 0
+    drafts = ("speculation.drafter=srt", "speculation.verify_buckets=[8]", "speculation.max_drafts=3")
+    assert bench_plan.main(["--config", config, "--output", str(output), *drafts]) == 0
     rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
     assert {name.split(",")[0] for name in rows} == {
         "plan/decode step",
