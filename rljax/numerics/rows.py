@@ -108,12 +108,12 @@ def _sum_of_parts(x: Array) -> Array:
     return lax.optimization_barrier(total)[..., :1]
 
 
-def _sum_of_parts_forward(x: Array) -> tuple[Array, tuple[int, ...]]:
-    return _sum_of_parts(x), x.shape
+def _sum_of_parts_forward(x: Array) -> tuple[Array, Array]:
+    return _sum_of_parts(x), jnp.zeros((x.shape[-1], 0))  # only to tell the width
 
 
-def _sum_of_parts_backward(shape: tuple[int, ...], gradient: Array) -> tuple[Array]:
-    return (jnp.broadcast_to(gradient, shape),)
+def _sum_of_parts_backward(width: Array, gradient: Array) -> tuple[Array]:
+    return (jnp.broadcast_to(gradient, (*gradient.shape[:-1], width.shape[0])),)
 
 
 _sum_of_parts.defvjp(_sum_of_parts_forward, _sum_of_parts_backward)
