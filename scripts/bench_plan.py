@@ -17,7 +17,6 @@ from planning_benchmarks.comparisons import decoding_rows, update_rows
 from planning_benchmarks.whole_run import run_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig, load_config
-from rljax.errors import UserError
 from rljax.planning.planner import Plan, default_lengths, make_plan
 from rljax.planning.topologies import parse_topology
 
@@ -56,12 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default=CONFIG, metavar="FILE", help=f"default: {CONFIG}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        benchmark = _benchmark(arguments.config, arguments.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return benchmark.run(arguments)
+    return _benchmark(arguments.config, arguments.overrides).run(arguments)
 
 
 if __name__ == "__main__":
