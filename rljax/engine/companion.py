@@ -130,6 +130,56 @@ class CompanionEngine(DecodeEngine):
         cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
         self._drafting_for(params, cache, target, none, 1, vocab_size, False)
 
+    def compile_beside(
+        self,
+        policy: DecodeEngine,
+        params: Params,
+        batch: int,
+        largest: int,
+        lengths: Sequence[int],
+        prefixes: Sequence[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Compiles every program that drafting beside a target of `batch` slots can need, the moves from
+        larger batches included.
+
+        Args:
+          policy: the target.
+          params: the small model's weights, or their shapes.
+          batch: slots of the target.
+          largest: the most that it ever has.
+          lengths: its cache lengths, ascending. The companion begins with the smallest bucket.
+          prefixes: numbers of prompts and padded lengths of the prefills that enter a state of this batch.
+          should_stop: asked before each program whether to stop.
+        """
+        target, vocab_size = policy.state_shapes(batch, lengths[0]), policy.config.vocab_size
+        larger = [bucket for bucket in self.buckets.batch if batch <= bucket <= largest]
+        for prefix in prefixes:
+            if should_stop():
+                return
+            self.compile_prefill(params, *prefix)
+        for length in self.buckets.cache_up_to(lengths[-1]):
+            jobs = [
+                functools.partial(self.compile_insert, prefix, batch, length)
+                for prefix in prefixes
+                if prefix[1] <= length
+            ]
+            jobs += [
+                functools.partial(self.compile_extend, params, batch, length, width)
+                for width in CATCH_UP_WIDTHS
+            ]
+            jobs.append(functools.partial(self.compile_draft_for, params, batch, length, target, vocab_size))
+            jobs += [
+                functools.partial(self.compile_compact, wide, narrow, length)
+                for narrow, wide in itertools.pairwise(larger)
+            ]
+            if length < lengths[-1]:
+                jobs.append(functools.partial(self.compile_grow, batch, length))
+            for job in jobs:
+                if should_stop():
+                    return
+                job()
+
     def _extend(
         self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
     ) -> KVCache:
@@ -365,46 +415,11 @@ class Companion:
         prefixes: Sequence[tuple[int, int]],
         should_stop: Callable[[], bool],
     ) -> None:
-        """Compiles every program that drafting beside a target of `batch` slots can need, the moves from
-        larger batches included, without a decode state: another thread may draft meanwhile.
-
-        Args:
-          batch: slots of the target.
-          largest: the most that it ever has.
-          lengths: its cache lengths, ascending. The companion begins with the smallest bucket.
-          prefixes: numbers of prompts and padded lengths of the prefills that enter a state of this batch.
-          should_stop: asked before each program whether to stop.
+        """Compiles every program that drafting beside a target of `batch` slots can need, without a decode
+        state: another thread may draft meanwhile. Arguments as of `CompanionEngine.compile_beside`.
         """
-        engine = self.engine
-        params, target = engine.param_shapes(self.params), self._target.state_shapes(batch, lengths[0])
-        larger = [bucket for bucket in engine.buckets.batch if batch <= bucket <= largest]
-        for prefix in prefixes:
-            if should_stop():
-                return
-            engine.compile_prefill(params, *prefix)
-        for length in engine.buckets.cache_up_to(lengths[-1]):
-            jobs = [
-                functools.partial(engine.compile_insert, prefix, batch, length)
-                for prefix in prefixes
-                if prefix[1] <= length
-            ]
-            jobs += [
-                functools.partial(engine.compile_extend, params, batch, length, width)
-                for width in CATCH_UP_WIDTHS
-            ]
-            jobs.append(
-                functools.partial(engine.compile_draft_for, params, batch, length, target, self.vocab_size)
-            )
-            jobs += [
-                functools.partial(engine.compile_compact, wide, narrow, length)
-                for narrow, wide in itertools.pairwise(larger)
-            ]
-            if length < lengths[-1]:
-                jobs.append(functools.partial(engine.compile_grow, batch, length))
-            for job in jobs:
-                if should_stop():
-                    return
-                job()
+        params = self.engine.param_shapes(self.params)
+        self.engine.compile_beside(self._target, params, batch, largest, lengths, prefixes, should_stop)
 
     def _settle(self) -> None:
         """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is

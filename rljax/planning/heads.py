@@ -5,7 +5,6 @@ method that compiles them behind a rollout (`HeadSlots.compile`), and the larges
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -24,7 +23,8 @@ from rljax.engine.executables import ExecutablePool
 from rljax.learning.accumulation import TrainState
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
-from rljax.planning.programs import PlannedRun, Planning, Program, device_bytes
+from rljax.planning.programs import PlannedRun, Planning, PlanningPool, device_bytes
+from rljax.planning.recording import Recording
 from rljax.sharding import row_multiple
 
 
@@ -47,27 +47,10 @@ class PlannedHead:
     unread: int
 
 
-class _Recording(ExecutablePool):
-    """A pool that only notes what is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[Hashable, tuple[Callable[..., Any], tuple, tuple[int, ...]]] = {}
-
-    def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
-    ) -> Any:
-        self.asked.setdefault(key, (function, args, donate_argnums))
-
-
 def planned_heads(planning: Planning) -> dict[str, PlannedHead]:
     """Returns the heads among the drafters, by name. Call it under `target.tracing_for`."""
     found = {}
-    engine = planning.engine(_Recording())
+    engine = planning.engine(Recording())
     for name, drafter in planning.drafters.items():
         if not isinstance(drafter, EagleDrafter):
             continue
@@ -100,35 +83,26 @@ def _placed(tree: Any, drafter: EagleDrafter, planning: Planning, decoding: bool
     return target.put(tree, head_shardings(tree, drafter.config, planning.mesh, decoding))
 
 
-def head_programs(planning: Planning, run: PlannedRun) -> tuple[tuple[Program, ...], dict[str, int]]:
-    """Compiles the largest program of every kind that the heads of a run need. Returns them, and how many
-    smaller ones there are of each kind. Call it under `target.tracing_for`.
+def head_programs(planning: Planning, run: PlannedRun, name: str) -> PlanningPool:
+    """Compiles the largest program of every kind that one of a run's heads needs. Returns the pool that has
+    them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
     """
-    pool = planning.pool()
-    skipped: dict[str, int] = {}
-    for head in run.heads.values():
-        recording = _Recording()
-        drafter, engine = head.drafter, planning.engine(recording)
-        drafter.attach(engine)
-        shared = shared_params(run.decode_params, planning.model)
-        drafter.slots.use(head.weights, shared)
-        _record_slots(planning, drafter.slots, drafter)
-        kinds: dict[str, list[Hashable]] = {}
-        for key in recording.asked:
-            kinds.setdefault(key[0], []).append(key)
-        for kind, keys in kinds.items():
-            sizes = {key: sum(map(_size, jax.tree.leaves(recording.asked[key][1]))) for key in keys}
-            largest = max(reversed(keys), key=sizes.__getitem__)  # of equals the last: the deepest tree
-            pool.get(largest, *recording.asked[largest])
-            skipped[kind] = skipped.get(kind, 0) + len(keys) - 1
-        if head.training is not None:
-            _compile_update(planning, pool, head, shared)
-    return tuple(pool.programs_planned), skipped
+    head, recording = run.heads[name], Recording()
+    drafter, engine = head.drafter, planning.engine(recording)
+    drafter.attach(engine)
+    shared = shared_params(run.decode_params, planning.model)
+    drafter.slots.use(head.weights, shared)
+    _record_slots(planning, drafter.slots, drafter)
+    pool = planning.pool(drafter=name)
+    recording.compile_largest(pool)
+    if head.training is not None:
+        _compile_update(planning, pool, head, shared)
+    return pool
 
 
 def _record_slots(planning: Planning, slots: HeadSlots, drafter: EagleDrafter) -> None:
     """Asks for all programs that a run warms up before its first rollout."""
-    engine, buckets = planning.engine(_Recording()), planning.buckets
+    engine, buckets = planning.engine(Recording()), planning.buckets
     padded = engine.prefill_length(planning.config.rollout.max_prompt_length)
     prefixes = [
         engine.prefix_shapes(rows, length)
@@ -159,10 +133,6 @@ def _compile_update(planning: Planning, pool: ExecutablePool, head: PlannedHead,
         (head.training, batch, shared, rope),
         planning.mesh,
     )
-
-
-def _size(leaf: Any) -> int:
-    return int(np.prod(np.shape(leaf))) * jnp.result_type(leaf).itemsize
 
 
 def heads_bytes(heads: dict[str, PlannedHead]) -> tuple[int, int, int]:

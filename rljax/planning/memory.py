@@ -7,9 +7,9 @@ from rljax.learning.accumulation import TrainState
 from rljax.planning.hardware import GIB, Hardware
 from rljax.planning.heads import heads_bytes
 from rljax.planning.programs import PlannedRun, Program, device_bytes, shared_bytes
+from rljax.planning.small_models import small_model_bytes
 
-_DRAFTING = ("draft", "draft_for", "extend")
-_ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", *_DRAFTING)
+_ROLLOUT = ("prefill", "insert", "generate", "verify", "grow", "compact", "draft")
 _UPDATE = ("score", "score without filters", "values", "zeros", "gradients", "apply", "merge")
 PHASES = {"rollout": _ROLLOUT, "update": _UPDATE}
 
@@ -77,8 +77,9 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     decode = device_bytes(run.decode_params)
     shared = shared_bytes(run.decode_params, state.params)
     head_weights, head_training, head_state = heads_bytes(run.heads)
-    draft = sum(map(device_bytes, run.draft_params.values())) + head_weights
-    draft_state = sum(map(device_bytes, run.draft_caches.values())) + head_state
+    small_weights, small_caches = small_model_bytes(run.small_models)
+    draft = sum(map(device_bytes, run.draft_params.values())) + head_weights + small_weights
+    draft_state = small_caches + head_state
     cache = device_bytes(run.state)
     lengths = run.buckets.cache
     growth = 0 if len(lengths) < 2 else int(cache * lengths[-2] / lengths[-1])
@@ -91,11 +92,11 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     peaks: dict[str, tuple[int, str]] = {}
     temporaries = dict.fromkeys(PHASES, 0)
     for program in run.programs:
-        of_head = program.kind.startswith("head_")
-        phase = "rollout" if program.kind in _ROLLOUT or of_head else "update"
-        if of_head:  # the largest, whose arguments are all among what is held
+        of_drafter = program.drafter is not None
+        phase = "rollout" if program.kind in _ROLLOUT or of_drafter else "update"
+        if of_drafter:  # the largest, whose arguments are all among what is held
             beside = held + decode - shared + draft + draft_state + cache - program.arguments
-        elif program.kind in _DRAFTING:
+        elif program.kind == "draft":
             beside = drafting - program.arguments
         else:
             beside = _beside(

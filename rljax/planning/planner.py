@@ -29,6 +29,7 @@ from rljax.planning.memory import Memory, check_memory, plan_memory
 from rljax.planning.programs import PlannedRun, Planning, Program
 from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
 from rljax.planning.roofline import Roofline, Work, pass_sizes, seconds
+from rljax.planning.small_models import planned_small_models, small_model_programs
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.sharding import replicated_axes
 from rljax.training.assembly import make_buckets_of, unmeasured_numerics
@@ -199,10 +200,7 @@ def make_plan(
         if full_depth is None:
             full_depth = depth <= _FULL_DEPTH
         run, depths = _compiled(planning, shapes, full_depth or depth <= max(DEPTHS), report)
-        if run.heads:
-            report("compiling the programs of heads")
-            programs, skipped = head_programs(planning, run)
-            run = dataclasses.replace(run, programs=(*run.programs, *programs), skipped=run.skipped | skipped)
+        run = _with_drafters(planning, run, report)
     buckets = planning.buckets
     memory = plan_memory(run, hardware)
     check_memory(memory, run, where)
@@ -256,7 +254,10 @@ def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
 
 def _shapes(planning: Planning) -> PlannedRun:
     """Returns the shapes of a run, of which nothing is compiled yet."""
-    return dataclasses.replace(planning.plan(compile_all=False), heads=planned_heads(planning))
+    run = planning.plan(compile_all=False)
+    return dataclasses.replace(
+        run, heads=planned_heads(planning), small_models=planned_small_models(planning)
+    )
 
 
 def make_planning(
@@ -321,7 +322,8 @@ def _compiled(
     depth = planning.model.num_layers
     if full_depth:
         report(f"compiling all {depth} layers")
-        return dataclasses.replace(planning.plan(), heads=shapes.heads), None
+        run = planning.plan()
+        return dataclasses.replace(run, heads=shapes.heads, small_models=shapes.small_models), None
     runs = []
     for layers in DEPTHS:
         report(f"compiling {layers} of {depth} layers")
@@ -334,7 +336,6 @@ def _compiled(
         shapes,
         programs=programs,
         draft_params=weights,
-        draft_caches=second.draft_caches,
         skipped=second.skipped,
         notes=second.notes,
     )
@@ -342,9 +343,20 @@ def _compiled(
 
 
 def _deeper(params: dict, depth: int) -> dict:
-    """Drafters' weights at the policy's depth; a small model keeps its own."""
-    layers = params["layers"]
-    return params | {"layers": [layers[-1]] * depth} if len(layers) == DEPTHS[1] else params
+    """Returns a quantized copy of the weights at the policy's depth."""
+    return params | {"layers": [params["layers"][-1]] * depth}
+
+
+def _with_drafters(planning: Planning, run: PlannedRun, report: Callable[[str], None]) -> PlannedRun:
+    """Returns the run with the programs of heads and small models, which have depths of their own."""
+    programs, skipped = list(run.programs), dict(run.skipped)
+    for models, compiled in ((run.heads, head_programs), (run.small_models, small_model_programs)):
+        for name in models:
+            report(f"compiling the programs of {name}")
+            pool = compiled(planning, run, name)
+            programs += pool.programs_planned
+            skipped |= pool.skipped
+    return dataclasses.replace(run, programs=tuple(programs), skipped=skipped)
 
 
 def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) -> dict[str, int]:
@@ -368,7 +380,7 @@ def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) 
     verified = len(buckets.verified_batches(config.speculation.max_batch))
     for program in run.programs:
         kind = program.kind
-        if kind in ("draft", "draft_for", "extend"):
+        if kind == "draft":
             counts[kind] = counts.get(kind, 0) + verified * lengths
         elif kind not in counts or kind in run.skipped:
             planned = sum(other.kind == kind for other in run.programs)

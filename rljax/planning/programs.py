@@ -16,10 +16,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter
-from drafters.small_model import SmallModelDrafter
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
-from rljax.engine.companion import CATCH_UP_WIDTHS, CompanionEngine
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
@@ -47,6 +45,7 @@ from rljax.training.update import Trainer
 
 if TYPE_CHECKING:
     from rljax.planning.heads import PlannedHead
+    from rljax.planning.small_models import PlannedSmallModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,8 @@ class Program:
     Attributes:
       name: what it computes, such as "verify", with its sizes.
       kind: "prefill", "insert", "generate", "verify", "draft", "grow", "compact", "score", "gradients",
-        "apply" or another name of the pool.
+        "apply" or another name of the pool; of a drafter with its name in front.
+      drafter: the head or the small model whose program it is; None for those of the policy.
       arguments: bytes of its arguments.
       outputs: bytes of its results that take the place of no argument.
       temporaries: bytes that it needs beside these.
@@ -67,6 +67,7 @@ class Program:
 
     name: str
     kind: str
+    drafter: str | None
     arguments: int
     outputs: int
     temporaries: int
@@ -99,7 +100,8 @@ class PlanningPool(ExecutablePool):
       row_invariant: see `ExecutablePool`.
       place: gives a result's shapes the shardings that the run's arrays have.
       default: the sharding of arguments that have none.
-      skip: whether a program with these arguments is only counted.
+      skips: whether a program with these arguments is only counted.
+      drafter: whose programs they are; None for the policy's.
 
     Attributes:
       programs_planned: the compiled programs.
@@ -111,18 +113,28 @@ class PlanningPool(ExecutablePool):
         row_invariant: bool,
         place: Callable[[Any], Any],
         default: Any,
-        skip: Callable[[tuple], bool],
+        skips: Callable[[tuple], bool],
+        drafter: str | None = None,
     ) -> None:
         super().__init__(row_invariant)
         self._place = place
         self._default = default
-        self._skip = skip
+        self._skips = skips
+        self._drafter = drafter
         self._by_key: dict[Hashable, _Planned] = {}
         self.programs_planned: list[Program] = []
         self.skipped: dict[str, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._by_key
+
+    def skip(self, kind: str, count: int) -> None:
+        """Counts programs of a kind that are not compiled."""
+        kind = self._named(kind)
+        self.skipped[kind] = self.skipped.get(kind, 0) + count
+
+    def _named(self, kind: str) -> str:
+        return kind if self._drafter is None else f"{self._drafter} {kind}"
 
     def get(
         self,
@@ -134,17 +146,34 @@ class PlanningPool(ExecutablePool):
         """Compiles the program of `key`; see `ExecutablePool.get`. A skipped program cannot be called."""
         if key in self._by_key:
             return self._by_key[key]
-        if self._skip(args):
-            self.skipped[key[0]] = self.skipped.get(key[0], 0) + 1
+        if self._skips(args):
+            self.skip(key[0], 1)
             return None
         start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
         compiled = lowered.compile(compiler_options=self._options)
         seconds = time.perf_counter() - start
-        self.programs_planned.append(_described(key, compiled, seconds))
+        self.programs_planned.append(self._described(key, compiled, seconds))
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         self._by_key[key] = _Planned(compiled, self._place(results))
         return self._by_key[key]
+
+    def _described(self, key: Any, compiled: Any, seconds: float) -> Program:
+        """Returns the figures of a compiled program."""
+        memory = compiled.memory_analysis()
+        cost = compiled.cost_analysis() or {}
+        cost = cost[0] if isinstance(cost, list) else cost
+        return Program(
+            name=self._named(program_name(key)),
+            kind=self._named(key[0]),
+            drafter=self._drafter,
+            arguments=int(memory.argument_size_in_bytes),
+            outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+            temporaries=int(memory.temp_size_in_bytes),
+            seconds=seconds,
+            flops=float(cost.get("flops", 0.0)),
+            accessed=float(cost.get("bytes accessed", 0.0)),
+        )
 
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
@@ -165,23 +194,6 @@ def program_name(key: Any) -> str:
         elif not isinstance(part, bool):
             break
     return " ".join([key[0], *(size for size in sizes if len(size) < 40)])
-
-
-def _described(key: Any, compiled: Any, seconds: float) -> Program:
-    """Returns the figures of a compiled program."""
-    memory = compiled.memory_analysis()
-    cost = compiled.cost_analysis() or {}
-    cost = cost[0] if isinstance(cost, list) else cost
-    return Program(
-        name=program_name(key),
-        kind=key[0],
-        arguments=int(memory.argument_size_in_bytes),
-        outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
-        temporaries=int(memory.temp_size_in_bytes),
-        seconds=seconds,
-        flops=float(cost.get("flops", 0.0)),
-        accessed=float(cost.get("bytes accessed", 0.0)),
-    )
 
 
 class PlannedEngine(DecodeEngine):
@@ -207,9 +219,9 @@ class PlannedRun:
       train_state: weights, moments and, with a critic, its state.
       reference: weights of the reference, or None; under LoRA they may be the base.
       decode_params: the engine's copy of the weights.
-      draft_params: weights of drafters on the device, by name, without those of heads.
-      draft_caches: KV caches of small models, by name, for the largest decode state.
+      draft_params: quantized copies of the weights, by the drafter's name.
       heads: EAGLE heads, by name.
+      small_models: small models that draft, by name.
       prefill_state: the decode state that prompts are first inserted into.
       state: the largest decode state.
       programs: compiled programs.
@@ -226,8 +238,8 @@ class PlannedRun:
     draft_params: dict[str, Params]
     prefill_state: DecodeState
     state: DecodeState
-    draft_caches: dict[str, KVCache] = dataclasses.field(default_factory=dict)
     heads: dict[str, "PlannedHead"] = dataclasses.field(default_factory=dict)
+    small_models: dict[str, "PlannedSmallModel"] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -315,9 +327,12 @@ class Planning:
 
     # -- the parts of a run ----------------------------------------------------------------------------------
 
-    def pool(self, skip: Callable[[tuple], bool] = lambda args: False) -> PlanningPool:
-        """Returns a pool for the devices; `skip` as of `PlanningPool`."""
-        return PlanningPool(bool(self.config.engine.row_invariant), self.place, self._default, skip)
+    def pool(
+        self, skips: Callable[[tuple], bool] = lambda args: False, drafter: str | None = None
+    ) -> PlanningPool:
+        """Returns a pool for the devices; arguments as of `PlanningPool`."""
+        exact = bool(self.config.engine.row_invariant)
+        return PlanningPool(exact, self.place, self._default, skips, drafter)
 
     def _params(self, dtype: str) -> Params:
         shapes = jax.tree.map(
@@ -327,8 +342,8 @@ class Planning:
         )
         return jax.eval_shape(lambda params: params, shapes)
 
-    def _decode_params(self, weights: Weights = "replicated") -> Params:
-        """As `DecodeEngine.load_params`."""
+    def decode_params(self, weights: Weights = "replicated") -> Params:
+        """Returns shapes of the engine's copy of the weights, as from `DecodeEngine.load_params`."""
         cast = jax.eval_shape(
             lambda params: cast_matrices(params, self.numerics.dtype), self._params("float32")
         )
@@ -377,7 +392,7 @@ class Planning:
         engine, trainer = self.engine(pool), self._trainer(pool)
         critic = make_critic(config, self.model, self.numerics, pool, self.mesh)
         state = self._train_state(trainer, critic)
-        decode_params = self._decode_params(config.engine.weights)
+        decode_params = self.decode_params(config.engine.weights)
         batch, longest = buckets.batch[-1], buckets.cache[-1]
         prefill_length = engine.prefill_length(config.rollout.max_prompt_length)
         run = PlannedRun(
@@ -395,11 +410,10 @@ class Planning:
             return run
         self._compile_training(run, trainer, critic)
         self._compile_decoding(run, engine, prefill_length)
-        draft_params, draft_caches = self._compile_drafting(run, engine, pool)
+        draft_params = self._compile_drafting(run, engine)
         return dataclasses.replace(
             run,
             draft_params=draft_params,
-            draft_caches=draft_caches,
             programs=tuple(pool.programs_planned),
             skipped=pool.skipped,
         )
@@ -471,44 +485,18 @@ class Planning:
         for rows, nodes in buckets.passes(batches[-1]) if batches else []:
             engine.compile_verify(params, batches[-1], buckets.cache[-1], rows, nodes)
 
-    def _compile_drafting(
-        self, run: PlannedRun, engine: PlannedEngine, pool: PlanningPool
-    ) -> tuple[dict[str, Params], dict[str, KVCache]]:
-        """Compiles the programs of drafters on the device, but for heads (`rljax/planning/heads.py`). Returns
-        their weights, and their caches.
+    def _compile_drafting(self, run: PlannedRun, engine: PlannedEngine) -> dict[str, Params]:
+        """Compiles drafting with quantized copies of the weights, and returns these. Heads and small models
+        have programs of their own (`rljax/planning/heads.py`, `small_models.py`).
         """
-        buckets, weights, caches = self.buckets, {}, {}
+        buckets, weights = self.buckets, {}
         batches = buckets.verified_batches(self.config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
-            batch, length = batches[-1], buckets.cache[-1]
-            state = engine.init_state(batch, length)
             if isinstance(drafter, QuantizedDrafter):
                 drafter.attach(engine)
                 weights[name] = self._quantized(drafter, run.decode_params)
-                engine.draft(weights[name], state, 1)
-            elif isinstance(drafter, SmallModelDrafter):
-                mesh = drafter.mesh(self.mesh)
-                numerics = drafter.numerics(self.numerics, mesh)
-                small = dataclasses.replace(self, model=drafter.config, numerics=numerics, mesh=mesh)
-                weights[name] = small._decode_params()
-                companion = CompanionEngine(
-                    drafter.config,
-                    small.numerics,
-                    engine.sampling,
-                    buckets,
-                    engine.eos_token_ids,
-                    pool=small.pool(),
-                    mesh=mesh,
-                    verification=engine.verification,
-                )
-                caches[name] = small.place(companion.state_shapes(buckets.batch[-1], length).cache)
-                cache, zeros = companion.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
-                for width in CATCH_UP_WIDTHS:
-                    tokens = np.zeros((batch, width), np.int32)
-                    companion.extend(weights[name], cache, tokens, zeros, zeros)
-                companion.draft_for(weights[name], cache, state, zeros, 1, self.model.vocab_size)
-                pool.programs_planned += companion.pool.programs_planned
-        return weights, caches
+                engine.draft(weights[name], engine.init_state(batches[-1], buckets.cache[-1]), 1)
+        return weights
 
     def _quantized(self, drafter: QuantizedDrafter, params: Params) -> Params:
         """Returns shapes of the weights from `QuantizedPolicy.refresh`, placed as its program places them."""

@@ -15,11 +15,14 @@ import pytest
 from rljax.config import load_config
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError, UserError
+from rljax.models.huggingface import load_model_config, load_params, save_model
+from rljax.models.transformer import init_params
 from rljax.planning.hardware import GIB, Hardware
 from rljax.planning.planner import default_lengths, make_plan
 from rljax.planning.programs import PlanningPool, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
+from rljax.training.policy import TOKENIZER_VOCAB, shape_config
 from rljax.training.session import run
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -54,9 +57,19 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "engine.batch_buckets=[2,4]",
         ],
         ["policy.lora={rank: 4}", "algorithm.kl_coefficient=0.1"],
+        [
+            "speculation.drafter=small_model",
+            "speculation.args={path: SMALL_MODEL}",
+            "speculation.verify_buckets=[8]",
+            "engine.batch_buckets=[2,4]",
+            "engine.cache_buckets=[64,128]",
+        ],
     ],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
+    if any("SMALL_MODEL" in override for override in overrides):
+        model = _small_model(tmp_path, layers=2)
+        overrides = [override.replace("SMALL_MODEL", model) for override in overrides]
     config = _config(tmp_path, *overrides, "training.steps=1", "tracking.report=false")
     run_keys, get = set(), ExecutablePool.get
 
@@ -69,12 +82,48 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
         run(config)
     names = {program_name(key) for key in run_keys}
     plan = _plan(config)
-    planned = {program.name for program in plan.programs}
+    # The pool of a run knows a program's architecture, and not whose it is.
+    owners = {program.drafter for program in plan.programs} - {None}
+    planned = {_without(owners, program.name) for program in plan.programs}
     assert planned <= names
     kinds = Counter(key[0] for key in run_keys)
     for uncounted in ("train_init",):
         kinds.pop(uncounted, None)
-    assert plan.counts == kinds
+    counts = Counter()
+    for kind, count in plan.counts.items():
+        counts[_without(owners, kind)] += count
+    assert counts == kinds
+
+
+def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path):
+    """Also with as many layers as the deeper of the two depths at which the policy is compiled."""
+    model = _small_model(tmp_path, layers=4)
+    drafting = ["speculation.drafter=small_model", f"speculation.args={{path: {model}}}"]
+    overrides = ["policy.shape.num_layers=12", "engine.batch_buckets=[4]", "speculation.verify_buckets=[8]"]
+    plan = _plan(_config(tmp_path, *overrides, *drafting))
+    assert plan.depths == (2, 4)
+    assert len(plan.run.small_models["small_model"].weights["layers"]) == 4
+    assert plan.memory.draft_weights == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(load_params(model, load_model_config(model), "float32"))
+    )
+    kinds = {program.kind.split()[1]: program for program in plan.programs if program.drafter}
+    assert set(kinds) == {"prefill", "insert", "extend", "draft_for"}
+    assert kinds["draft_for"].total > plan.memory.draft_weights  # an argument
+    assert sum(count for kind, count in plan.counts.items() if kind == "small_model extend") == 2
+
+
+def _small_model(directory, layers):
+    """A directory with a model of the tiny run's vocabulary."""
+    shape = load_config(write_config(directory)).policy.shape
+    model = dataclasses.replace(shape_config(shape, TOKENIZER_VOCAB), num_layers=layers)
+    path = directory / "small_model"
+    save_model(path, model, init_params(model, 1), "float32")
+    return str(path)
+
+
+def _without(owners, name):
+    """A program's name or kind without the drafter in front of it."""
+    return next((name.removeprefix(f"{owner} ") for owner in owners if name.startswith(f"{owner} ")), name)
 
 
 def test_bytes_are_those_of_the_arrays(tmp_path):
