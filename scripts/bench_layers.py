@@ -54,8 +54,8 @@ def _programs(config: ExperimentConfig, topology: str, depth: int, outline: bool
         numerics=dataclasses.replace(planning.numerics, outline_layers=outline),
     )
     with tracing(planning, parse_topology(topology)):
-        programs = planning.plan().programs
-    return {program.kind: program for program in programs}  # the last verifying pass is the largest
+        _, pool = planning.begin()
+    return {program.kind: program for program in pool.programs()}  # the last verifying pass is the largest
 
 
 def compile_rows(

@@ -84,8 +84,8 @@ def _placed(tree: Any, drafter: EagleDrafter, planning: Planning, decoding: bool
 
 
 def head_programs(planning: Planning, run: PlannedRun, name: str) -> PlanningPool:
-    """Compiles the largest program of every kind that one of a run's heads needs. Returns the pool that has
-    them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
+    """Begins to compile the largest program of every kind that one of a run's heads needs. Returns the pool
+    that will have them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
     """
     head, recording = run.heads[name], Recording()
     drafter, engine = head.drafter, planning.engine(recording)

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -26,7 +28,7 @@ from rljax.planning.depth import DEPTHS, extrapolated
 from rljax.planning.hardware import Hardware
 from rljax.planning.heads import head_programs, planned_heads
 from rljax.planning.memory import Memory, check_memory, plan_memory
-from rljax.planning.programs import PlannedRun, Planning, Program
+from rljax.planning.programs import PlannedRun, Planning, PlanningPool, Program
 from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
 from rljax.planning.roofline import Roofline, Work, pass_sizes, seconds
 from rljax.planning.small_models import planned_small_models, small_model_programs
@@ -191,10 +193,11 @@ def make_plan(
     Raises:
       UserError: the run does not fit the devices. Where shapes tell so, nothing is compiled before.
     """
-    planning, hardware = make_planning(config, topology, hardware)
+    compilers = ThreadPoolExecutor(os.cpu_count() or 1)
+    planning, hardware = make_planning(config, topology, hardware, compilers)
     where = f"one of {topology.name} ({hardware.kind})"
     depth = planning.model.num_layers
-    with tracing(planning, topology):
+    with tracing(planning, topology), _ended(compilers):
         shapes = _shapes(planning)
         check_memory(plan_memory(shapes, hardware), shapes, where)
         if full_depth is None:
@@ -244,7 +247,7 @@ def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
     Raises:
       UserError: already these do not fit the devices.
     """
-    planning, hardware = make_planning(config, topology, None)
+    planning, hardware = make_planning(config, topology)
     with tracing(planning, topology):
         shapes = _shapes(planning)
     memory = plan_memory(shapes, hardware)
@@ -254,16 +257,19 @@ def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
 
 def _shapes(planning: Planning) -> PlannedRun:
     """Returns the shapes of a run, of which nothing is compiled yet."""
-    run = planning.plan(compile_all=False)
+    run = planning.shapes()
     return dataclasses.replace(
         run, heads=planned_heads(planning), small_models=planned_small_models(planning)
     )
 
 
 def make_planning(
-    config: ExperimentConfig, topology: Topology, hardware: Hardware | None = None
+    config: ExperimentConfig,
+    topology: Topology,
+    hardware: Hardware | None = None,
+    compilers: Executor | None = None,
 ) -> tuple[Planning, Hardware]:
-    """Returns what a run is planned from, and the figures of a device."""
+    """Returns what a run is planned from, and the figures of a device; `compilers` as of `PlanningPool`."""
     if config.speculation.decoupled.window:
         raise ConfigError(
             "speculation.decoupled.window: the devices that draft are not planned; set 0, which plans those"
@@ -283,7 +289,9 @@ def make_planning(
         numerics = unmeasured_numerics(config, model, mesh)
         read = states_read(drafters, model)
     return (
-        Planning(config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0], read),
+        Planning(
+            config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0], read, compilers
+        ),
         hardware,
     )
 
@@ -322,14 +330,15 @@ def _compiled(
     depth = planning.model.num_layers
     if full_depth:
         report(f"compiling all {depth} layers")
-        run = planning.plan()
-        return dataclasses.replace(run, heads=shapes.heads, small_models=shapes.small_models), None
-    runs = []
+        run, pool = planning.begin()
+        whole = dataclasses.replace(run, heads=shapes.heads, small_models=shapes.small_models)
+        return _with_programs(whole, pool, report), None
+    begun = []
     for layers in DEPTHS:
         report(f"compiling {layers} of {depth} layers")
         model = dataclasses.replace(planning.model, num_layers=layers)
-        runs.append(dataclasses.replace(planning, model=model).plan())
-    first, second = runs
+        begun.append(dataclasses.replace(planning, model=model).begin())
+    first, second = (_with_programs(run, pool, report) for run, pool in begun)
     programs = extrapolated(first.programs, second.programs, DEPTHS, depth)
     weights = {name: _deeper(params, depth) for name, params in second.draft_params.items()}
     run = dataclasses.replace(
@@ -342,6 +351,24 @@ def _compiled(
     return run, DEPTHS
 
 
+def _with_programs(run: PlannedRun, pool: PlanningPool, report: Callable[[str], None]) -> PlannedRun:
+    """Returns the run with the programs of `pool` behind its own, which it waits for."""
+    programs = list(run.programs)
+    for program in pool.programs():
+        report(f"  {program.name} in {program.seconds:.1f} s")
+        programs.append(program)
+    return dataclasses.replace(run, programs=tuple(programs), skipped=run.skipped | pool.skipped)
+
+
+@contextlib.contextmanager
+def _ended(compilers: Executor) -> Iterator[None]:
+    """Context that leaves no compilation behind, also where one fails."""
+    try:
+        yield
+    finally:
+        compilers.shutdown(cancel_futures=True)
+
+
 def _deeper(params: dict, depth: int) -> dict:
     """Returns a quantized copy of the weights at the policy's depth."""
     return params | {"layers": [params["layers"][-1]] * depth}
@@ -349,14 +376,11 @@ def _deeper(params: dict, depth: int) -> dict:
 
 def _with_drafters(planning: Planning, run: PlannedRun, report: Callable[[str], None]) -> PlannedRun:
     """Returns the run with the programs of heads and small models, which have depths of their own."""
-    programs, skipped = list(run.programs), dict(run.skipped)
     for models, compiled in ((run.heads, head_programs), (run.small_models, small_model_programs)):
         for name in models:
             report(f"compiling the programs of {name}")
-            pool = compiled(planning, run, name)
-            programs += pool.programs_planned
-            skipped |= pool.skipped
-    return dataclasses.replace(run, programs=tuple(programs), skipped=skipped)
+            run = _with_programs(run, compiled(planning, run, name), report)
+    return run
 
 
 def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) -> dict[str, int]:

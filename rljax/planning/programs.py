@@ -6,7 +6,8 @@ Only their pool differs: it compiles and does not run. A plan can therefore not 
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,7 @@ from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftTree, NodeRows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
@@ -84,8 +86,7 @@ class Program:
 class _Planned:
     """Stands for a compiled program in the run's code: a call returns the shapes of its results."""
 
-    def __init__(self, compiled: Any, results: Any) -> None:
-        self.memory_analysis = compiled.memory_analysis
+    def __init__(self, results: Any) -> None:
         self._results = results
 
     def __call__(self, *args: Any) -> Any:
@@ -96,7 +97,10 @@ class _Planned:
 class PlanningPool(ExecutablePool):
     """A pool that compiles programs for the shapes of their arguments and runs none.
 
+    Programs are traced by the thread that asks for them, and may be compiled by others meanwhile.
+
     Args:
+      compilers: threads that compile; None for the one that asks.
       row_invariant: see `ExecutablePool`.
       place: gives a result's shapes the shardings that the run's arrays have.
       default: the sharding of arguments that have none.
@@ -104,12 +108,12 @@ class PlanningPool(ExecutablePool):
       drafter: whose programs they are; None for the policy's.
 
     Attributes:
-      programs_planned: the compiled programs.
       skipped: number of programs that were only counted, by kind.
     """
 
     def __init__(
         self,
+        compilers: Executor | None,
         row_invariant: bool,
         place: Callable[[Any], Any],
         default: Any,
@@ -117,12 +121,13 @@ class PlanningPool(ExecutablePool):
         drafter: str | None = None,
     ) -> None:
         super().__init__(row_invariant)
+        self._compilers = compilers
         self._place = place
         self._default = default
         self._skips = skips
         self._drafter = drafter
         self._by_key: dict[Hashable, _Planned] = {}
-        self.programs_planned: list[Program] = []
+        self._under_way: list[Future[Program]] = []
         self.skipped: dict[str, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -143,7 +148,7 @@ class PlanningPool(ExecutablePool):
         args: tuple,
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
-        """Compiles the program of `key`; see `ExecutablePool.get`. A skipped program cannot be called."""
+        """Begins to compile the program of `key`; see `ExecutablePool.get`. A skipped one has no results."""
         if key in self._by_key:
             return self._by_key[key]
         if self._skips(args):
@@ -151,15 +156,29 @@ class PlanningPool(ExecutablePool):
             return None
         start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
-        compiled = lowered.compile(compiler_options=self._options)
-        seconds = time.perf_counter() - start
-        self.programs_planned.append(self._described(key, compiled, seconds))
+        tracing = time.perf_counter() - start
+        self._under_way.append(self._submit(key, lowered, tracing))
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
-        self._by_key[key] = _Planned(compiled, self._place(results))
+        self._by_key[key] = _Planned(self._place(results))
         return self._by_key[key]
 
-    def _described(self, key: Any, compiled: Any, seconds: float) -> Program:
-        """Returns the figures of a compiled program."""
+    def _submit(self, key: Any, lowered: Any, tracing: float) -> Future[Program]:
+        if self._compilers is not None:
+            return self._compilers.submit(self._compiled, key, lowered, tracing)
+        compiled: Future[Program] = Future()
+        compiled.set_result(self._compiled(key, lowered, tracing))
+        return compiled
+
+    def programs(self) -> Iterator[Program]:
+        """Yields the programs, in the order in which they were asked for; waits for each."""
+        for program in self._under_way:
+            yield program.result()
+
+    def _compiled(self, key: Any, lowered: Any, tracing: float) -> Program:
+        """Compiles a program, of which tracing took so many seconds, and returns its figures."""
+        start = time.perf_counter()
+        compiled = lowered.compile(compiler_options=self._options)
+        seconds = tracing + time.perf_counter() - start
         memory = compiled.memory_analysis()
         cost = compiled.cost_analysis() or {}
         cost = cost[0] if isinstance(cost, list) else cost
@@ -202,6 +221,11 @@ class PlannedEngine(DecodeEngine):
     def init_state(self, slots: int, length: int) -> DecodeState:
         """Returns the shapes of `DecodeEngine.init_state`."""
         return self.state_shapes(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+
+    def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
+        """Compiles a verifying pass, and does not wait for what it needs."""
+        self._verifying(params, state, tree, rows, None)
+        return 0
 
     def compile_generate(self, params: Params, state: DecodeState) -> None:
         """Compiles plain decoding of a state."""
@@ -259,6 +283,7 @@ class Planning:
       mesh: devices; None for one.
       device: the first device.
       hidden_layers: see `DecodeEngine`.
+      compilers: see `PlanningPool`.
     """
 
     config: ExperimentConfig
@@ -270,6 +295,7 @@ class Planning:
     mesh: Mesh | None
     device: Any
     hidden_layers: tuple[int, ...] | None = None
+    compilers: Executor | None = None
 
     @property
     def _default(self) -> Any:
@@ -332,7 +358,7 @@ class Planning:
     ) -> PlanningPool:
         """Returns a pool for the devices; arguments as of `PlanningPool`."""
         exact = bool(self.config.engine.row_invariant)
-        return PlanningPool(exact, self.place, self._default, skips, drafter)
+        return PlanningPool(self.compilers, exact, self.place, self._default, skips, drafter)
 
     def _params(self, dtype: str) -> Params:
         shapes = jax.tree.map(
@@ -383,10 +409,17 @@ class Planning:
         arguments = (config.algorithm, config.training, optimizer, pool, self.mesh, adapter)
         return Trainer(self.model, self.numerics, sampling, *arguments)
 
-    def plan(self, compile_all: bool = True) -> PlannedRun:
-        """Returns the shapes of a run and, with `compile_all`, its programs. Call it under
-        `target.tracing_for`.
+    def shapes(self) -> PlannedRun:
+        """Returns the shapes of a run, without its programs. Call it under `target.tracing_for`."""
+        return self._begun(compile_all=False)[0]
+
+    def begin(self) -> tuple[PlannedRun, PlanningPool]:
+        """Begins to compile the programs of a run. Returns its shapes, and the pool that will have the
+        programs. Call it under `target.tracing_for`.
         """
+        return self._begun(compile_all=True)
+
+    def _begun(self, compile_all: bool) -> tuple[PlannedRun, PlanningPool]:
         config, buckets = self.config, self.buckets
         pool = self.pool(self._is_smaller_microbatch)
         engine, trainer = self.engine(pool), self._trainer(pool)
@@ -407,16 +440,10 @@ class Planning:
             state=engine.init_state(batch, longest),
         )
         if not compile_all:
-            return run
+            return run, pool
         self._compile_training(run, trainer, critic)
         self._compile_decoding(run, engine, prefill_length)
-        draft_params = self._compile_drafting(run, engine)
-        return dataclasses.replace(
-            run,
-            draft_params=draft_params,
-            programs=tuple(pool.programs_planned),
-            skipped=pool.skipped,
-        )
+        return dataclasses.replace(run, draft_params=self._compile_drafting(run, engine)), pool
 
     def _is_smaller_microbatch(self, args: tuple) -> bool:
         rows = self.config.training.rows_per_microbatch

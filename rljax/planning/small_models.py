@@ -45,8 +45,8 @@ def planned_small_models(planning: Planning) -> dict[str, PlannedSmallModel]:
 
 
 def small_model_programs(planning: Planning, run: PlannedRun, name: str) -> PlanningPool:
-    """Compiles the largest program of every kind that one of a run's small models needs. Returns the pool
-    that has them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
+    """Begins to compile the largest program of every kind that one of a run's small models needs. Returns the
+    pool that will have them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
     """
     planned, buckets = run.small_models[name], planning.buckets
     recording = Recording()
