@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -180,6 +181,20 @@ def test_what_never_fits_is_said_before_anything_compiles(tmp_path, monkeypatch)
     monkeypatch.setattr(PlanningPool, "get", lambda *args, **kwargs: pytest.fail("compiled"))
     with pytest.raises(ConfigError, match="needs at least"):
         _plan(_config(tmp_path), hardware=dataclasses.replace(ROOMY, memory=1e5))
+
+
+def test_programs_compile_in_other_threads_and_the_first_error_ends_the_plan(tmp_path, monkeypatch):
+    seen = set()
+
+    def fails(pool, key, lowered, tracing):
+        seen.add(threading.current_thread())
+        raise RuntimeError(f"{key[0]} does not compile")
+
+    monkeypatch.setattr(PlanningPool, "_compiled", fails)
+    with pytest.raises(RuntimeError, match="zeros does not compile"):
+        _plan(_config(tmp_path))
+    assert seen and threading.current_thread() not in seen
+    assert not any(thread.is_alive() for thread in seen)
 
 
 def test_a_mesh_of_more_devices_than_the_topology(tmp_path):
