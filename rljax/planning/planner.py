@@ -187,7 +187,7 @@ def make_plan(
       lengths: response lengths.
       acceptance: probability that a draft is accepted.
       full_depth: compile all layers; None for policies of up to 8 layers.
-      report: called with a line before every part that takes long.
+      report: called with a line before every part that takes long, and for every program that is compiled.
       hardware: figures to use instead of the topology's.
 
     Raises:
