@@ -12,6 +12,7 @@ from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import UserError
 from rollout_benchmarks.ahead import ahead_rows
+from rollout_benchmarks.first_step import first_step_rows
 from rollout_benchmarks.lossless import lossless_rows
 from rollout_benchmarks.passes import pass_rows
 from rollout_benchmarks.races import race_rows
@@ -59,6 +60,7 @@ def _benchmark(config: ExperimentConfig | None, names: Sequence[str]) -> Benchma
                 "ahead", "tokens a pass", lambda: ahead_rows(config, (1e-6, 1e-5, 1e-4, 1e-3), steps=4), False
             ),
             Measurement("races", "tokens a pass", lambda: race_rows(config), disturbed=False),
+            Measurement("first_step", "seconds until it begins", lambda: first_step_rows(config, repeats=3)),
             Measurement(
                 "lossless", "tokens compared", lambda: lossless_rows(config, steps=12), disturbed=False
             ),

@@ -9,6 +9,7 @@ from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 bench_rollout = load_script("bench_rollout")
+first_step = load_script("rollout_benchmarks.first_step")
 races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
 strategies = load_script("rollout_benchmarks.strategies")
@@ -53,6 +54,18 @@ def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
     assert variants.BESIDE
     with pytest.raises(UserError, match=r"^--variants: .* drafts on a device beside the 1 of the mesh"):
         variants.check_variants(config, ["plain", variants.BESIDE[0]])
+
+
+@pytest.mark.slow
+def test_rows_of_the_first_step(config):
+    """Every run is a fresh process of train.py, with and without the drafter."""
+    (row,) = first_step.first_step_rows(config, repeats=1)
+    assert row.name == "first step/begins/srt"
+    assert row.value > 0 and row.baseline_value > 0
+    assert row.details["later"] == row.value - row.baseline_value
+    with pytest.raises(UserError, match=r"^speculation\.drafter: set one"):
+        none = config.speculation.model_copy(update={"drafter": None})
+        first_step.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
 _CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
 _ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
 _CALIBRATION_ROUNDS = 3
-_SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False, "decoupled": DecoupledConfig()}
+SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False, "decoupled": DecoupledConfig()}
+"""Keys of the config's section `speculation` with which nothing drafts."""
 _WINDOW = 4
 
 # By name: keys of the config's section `speculation`; None decodes plainly.
@@ -166,7 +167,7 @@ def make_variant(
     config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
     if keys is not None:
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
-        update = _SPECULATION_OFF | keys | {"run_ahead_below": below}
+        update = SPECULATION_OFF | keys | {"run_ahead_below": below}
         speculation = config.speculation.model_copy(update=update)
         if speculation.drafter == "small_model":
             speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
