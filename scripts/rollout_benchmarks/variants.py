@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
+    "SRT and a small model": {"drafter": "srt", "others": {"small_model": {}}},
     "all": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}},
     "all and a small model": {
         "drafter": "srt",
