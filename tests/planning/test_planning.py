@@ -63,7 +63,6 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.args={path: SMALL_MODEL}",
             "speculation.verify_buckets=[8]",
             "engine.batch_buckets=[2,4]",
-            "engine.cache_buckets=[64,128]",
         ],
     ],
 )
