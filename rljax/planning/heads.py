@@ -103,13 +103,7 @@ def head_programs(planning: Planning, run: PlannedRun, name: str) -> PlanningPoo
 def _record_slots(planning: Planning, slots: HeadSlots, drafter: EagleDrafter) -> None:
     """Asks for all programs that a run warms up before its first rollout."""
     engine, buckets = planning.engine(Recording()), planning.buckets
-    padded = engine.prefill_length(planning.config.rollout.max_prompt_length)
-    prefixes = [
-        engine.prefix_shapes(rows, length)
-        for rows in engine.prefill_rows
-        for length in engine.prefill_lengths
-        if length <= padded
-    ]
+    prefixes = [engine.prefix_shapes(*prefix) for prefix in planning.prefixes]
     verified = buckets.verified_batches(planning.config.speculation.max_batch)
     for batch in buckets.batch:
         trees = drafter.strategies if batch in verified else ()

@@ -335,6 +335,13 @@ class Planning:
         return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
 
     @property
+    def prefixes(self) -> list[tuple[int, int]]:
+        """Number of prompts and padded length of every prefill of the run."""
+        rows, lengths = self.buckets.prefill()
+        longest = next(size for size in lengths if size >= self.config.rollout.max_prompt_length)
+        return [(count, length) for count in rows for length in lengths if length <= longest]
+
+    @property
     def _layers_read(self) -> tuple[int, ...] | None:
         """The layers whose features the drafters read; of a policy that is planned with fewer layers, as many
         layers.

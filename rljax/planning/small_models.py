@@ -52,13 +52,7 @@ def small_model_programs(planning: Planning, run: PlannedRun, name: str) -> Plan
     recording = Recording()
     companion = _engine(planning, planned.planning, recording)
     policy = planning.engine(Recording())
-    padded = policy.prefill_length(planning.config.rollout.max_prompt_length)
-    prefixes = [
-        (rows, length)
-        for rows in policy.prefill_rows
-        for length in policy.prefill_lengths
-        if length <= padded
-    ]
+    prefixes = planning.prefixes
     # As in a run: a few prompts at a time enter small states, too, unless it compiles behind the first
     # rollout and nothing runs ahead.
     config = planning.config
