@@ -1,4 +1,4 @@
-"""Seconds until the first training step begins, with the config's drafter and without, in fresh processes.
+"""Seconds of a run until its first step begins, with the config's drafter and without, in fresh processes.
 
 Nothing is compiled yet; the warm start is kept, so that only programs make a difference.
 """
