@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +269,15 @@ class PlannedRun:
     notes: tuple[str, ...] = ()
 
 
+class _Parts(NamedTuple):
+    """What compiles the programs of a run."""
+
+    pool: PlanningPool
+    engine: PlannedEngine
+    trainer: Trainer
+    critic: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Planning:
     """Everything that a run is planned from.
@@ -418,39 +427,39 @@ class Planning:
 
     def shapes(self) -> PlannedRun:
         """Returns the shapes of a run, without its programs. Call it under `target.tracing_for`."""
-        return self._begun(compile_all=False)[0]
+        return self._shapes(self._parts())
 
     def begin(self) -> tuple[PlannedRun, PlanningPool]:
         """Begins to compile the programs of a run. Returns its shapes, and the pool that will have the
         programs. Call it under `target.tracing_for`.
         """
-        return self._begun(compile_all=True)
+        parts = self._parts()
+        run = self._shapes(parts)
+        self._compile_training(run, parts.trainer, parts.critic)
+        self._compile_decoding(run, parts.engine)
+        return dataclasses.replace(run, draft_params=self._compile_drafting(run, parts.engine)), parts.pool
 
-    def _begun(self, compile_all: bool) -> tuple[PlannedRun, PlanningPool]:
-        config, buckets = self.config, self.buckets
+    def _parts(self) -> _Parts:
         pool = self.pool(self._is_smaller_microbatch)
-        engine, trainer = self.engine(pool), self._trainer(pool)
-        critic = make_critic(config, self.model, self.numerics, pool, self.mesh)
-        state = self._train_state(trainer, critic)
-        decode_params = self.decode_params(config.engine.weights)
+        critic = make_critic(self.config, self.model, self.numerics, pool, self.mesh)
+        return _Parts(pool, self.engine(pool), self._trainer(pool), critic)
+
+    def _shapes(self, parts: _Parts) -> PlannedRun:
+        config, buckets, engine = self.config, self.buckets, parts.engine
+        state = self._train_state(parts.trainer, parts.critic)
         batch, longest = buckets.batch[-1], buckets.cache[-1]
         prefill_length = engine.prefill_length(config.rollout.max_prompt_length)
-        run = PlannedRun(
+        return PlannedRun(
             config=config,
             model=self.model,
             buckets=buckets,
             train_state=state,
             reference=self._reference(state),
-            decode_params=decode_params,
+            decode_params=self.decode_params(config.engine.weights),
             draft_params={},
             prefill_state=engine.init_state(batch, buckets.cache_for(prefill_length)),
             state=engine.init_state(batch, longest),
         )
-        if not compile_all:
-            return run, pool
-        self._compile_training(run, trainer, critic)
-        self._compile_decoding(run, engine, prefill_length)
-        return dataclasses.replace(run, draft_params=self._compile_drafting(run, engine)), pool
 
     def _is_smaller_microbatch(self, args: tuple) -> bool:
         rows = self.config.training.rows_per_microbatch
@@ -502,11 +511,12 @@ class Planning:
         if critic is not None:
             critic.warm_up(run.train_state.critic)
 
-    def _compile_decoding(self, run: PlannedRun, engine: PlannedEngine, prefill_length: int) -> None:
+    def _compile_decoding(self, run: PlannedRun, engine: PlannedEngine) -> None:
         """Compiles the largest shape of every program of `DecodeEngine.warm_up`, and every verifying pass
         over the largest batch that is verified.
         """
         params, state, buckets = run.decode_params, run.state, self.buckets
+        prefill_length = engine.prefill_length(self.config.rollout.max_prompt_length)
         prompts = [[0] * prefill_length] * engine.prefill_rows[-1]
         prefix = engine.prefill(params, prompts)
         engine.bulk_insert(prefix, run.prefill_state, [])
