@@ -53,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="where each library is installed at the first use (default: cache/peers)",
     )
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="sequences that the other libraries update with at a time, where memory does not do for all"
+        " of a step (default: all)",
+    )
     parser.add_argument("--python", metavar="FILE", help="the interpreter to make environments with")
     parser.add_argument(
         "overrides",
@@ -69,13 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = [*_OVERRIDES, *arguments.overrides]
         config = load_config(arguments.config, settings)
         check_config(config)
+        group = config.rollout.samples_per_prompt
+        size = group * config.rollout.prompts_per_step
+        if arguments.micro_batch is None:
+            arguments.micro_batch = size
+        elif arguments.micro_batch < 1 or arguments.micro_batch % group or size % arguments.micro_batch:
+            raise UserError(
+                f"--micro-batch: {arguments.micro_batch} is not a number of whole groups of {group} sequences"
+                f" that divides the {size} of a step"
+            )
         pythons = [interpreter(name, arguments.environments, arguments.python) for name in names]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return _benchmark(config, settings, list(zip(names, pythons, strict=True)), arguments.config).run(
-        arguments
-    )
+    peers = list(zip(names, pythons, strict=True))
+    return _benchmark(config, settings, peers, arguments.config, arguments.micro_batch).run(arguments)
 
 
 def _benchmark(
@@ -83,20 +98,25 @@ def _benchmark(
     settings: Sequence[str],
     peers: Sequence[tuple[str, Path]],
     file: str | Path,
+    micro_batch: int | None = None,
 ) -> Benchmark:
     return Benchmark(
         "peers",
         __doc__.splitlines()[0],
-        (Measurement("step", "a GRPO step", lambda: _rows(config, settings, peers, file)),),
+        (Measurement("step", "a GRPO step", lambda: _rows(config, settings, peers, file, micro_batch)),),
     )
 
 
 def _rows(
-    config: ExperimentConfig, settings: Sequence[str], peers: Sequence[tuple[str, Path]], file: str | Path
+    config: ExperimentConfig,
+    settings: Sequence[str],
+    peers: Sequence[tuple[str, Path]],
+    file: str | Path,
+    micro_batch: int,
 ) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         job = Path(directory)
-        parameters = _write_job(config, job)
+        parameters = _write_job(config, micro_batch, job)
         before = _ours(file, settings, job, "before")
         theirs = [(name, *_peer(name, python, job)) for name, python in peers]
         ours = [*before, *_ours(file, settings, job, "after")]
@@ -109,6 +129,7 @@ def _rows(
             "dtype": config.policy.compute_dtype,
             "speculation": config.speculation.drafter,
             "steps": len(steps),
+            "peer_micro_batch": micro_batch,
             "our_steps": len(ours),
             "our_seconds_before_and_after": [_per_step(before), _per_step(ours[len(before) :])],
             "our_tokens_per_step": sum(step.tokens for step in ours) / len(ours),
@@ -126,7 +147,7 @@ def _rows(
     return rows
 
 
-def _write_job(config: ExperimentConfig, job: Path) -> int:
+def _write_job(config: ExperimentConfig, micro_batch: int, job: Path) -> int:
     """Writes the job; returns the number of the policy's parameters."""
     with open_run(config) as (run, _):
         collector, per_step = run.collector, config.rollout.prompts_per_step
@@ -136,7 +157,7 @@ def _write_job(config: ExperimentConfig, job: Path) -> int:
             (request,) = collector.requests(WantedGroups("train", [index], 1, TRAINING, 0))
             text = collector.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
             prompts.append({"prompt": text, "answer": problem.answer})
-        write_job(run, prompts, job)
+        write_job(run, prompts, micro_batch, job)
         return num_params(run.engine.config)
 
 

@@ -29,6 +29,7 @@ PEER = """
 import json, sys
 job = json.load(open(sys.argv[1]))
 assert (job["steps"], job["samples_per_prompt"], job["dtype"]) == (3, 2, "float32")
+assert job["micro_batch"] == 2
 assert len(job["prompts"]) == 6 and job["prompts"][0]["prompt"].endswith("assistant\\n")
 calls = [{"at": 10.0 * call, "tokens": 8, "reward": 0.5} for call in range(4)]
 json.dump({"calls": calls, "versions": {"peer": "1.0"}}, open(sys.argv[2], "w"))
@@ -50,7 +51,8 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
     settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
     config = load_config("configs/quickstart.yaml", settings)
-    time, tokens = script._rows(config, settings, [("trl", Path(sys.executable))], "configs/quickstart.yaml")
+    peers = [("trl", Path(sys.executable))]
+    time, tokens = script._rows(config, settings, peers, "configs/quickstart.yaml", micro_batch=2)
     assert (time.name, time.baseline_value) == ("step/trl/time", 10.0)
     assert time.ratio == pytest.approx(10.0 / time.value)
     assert (tokens.name, tokens.baseline_value) == ("step/trl/tokens", 0.8)
@@ -58,6 +60,7 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     assert time.details["steps"] == 2  # of four calls, three intervals, the first of which compiles
     assert time.details["our_steps"] == 4  # two before and two after
     assert time.details["versions"] == {"peer": "1.0"}
+    assert time.details["peer_micro_batch"] == 2
 
 
 def test_a_peer_that_fails_is_one_line(script, tmp_path):
@@ -81,6 +84,12 @@ def test_what_peers_cannot_be_given_is_refused(script, capsys, tmp_path, setting
 def test_an_unknown_peer_is_named(script, capsys):
     assert script.main(["--peers", "verl"]) == 2
     assert "--peers: 'verl' is not one; they are trl, tunix" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "4", "24", "128"])  # groups of 8, 64 responses a step
+def test_micro_batches_of_parts_are_refused(script, capsys, size):
+    assert script.main(["--peers", "trl", "--micro-batch", size]) == 2
+    assert f"--micro-batch: {size} is not a number of whole groups of 8" in capsys.readouterr().err
 
 
 def test_an_old_python_is_refused_before_anything_is_installed(script, capsys, tmp_path, monkeypatch):

@@ -38,12 +38,13 @@ def check_config(config: ExperimentConfig) -> None:
         raise UserError("policy.compute_dtype: the comparison knows float32 and bfloat16")
 
 
-def write_job(run: TrainingRun, prompts: list[dict[str, str]], directory: Path) -> None:
+def write_job(run: TrainingRun, prompts: list[dict[str, str]], micro_batch: int, directory: Path) -> None:
     """Writes the job that `trl_grpo.py` and `tunix_grpo.py` read, and the policy that it begins with.
 
     Args:
       run: the experiment, before its first step.
       prompts: for every step and prompt {"prompt": text with the chat template applied, "answer": text}.
+      micro_batch: sequences of an update that are computed at a time: whole groups.
       directory: must exist.
     """
     config, tokenizer = run.config, run.config.policy.path or run.directory.path / "tokenizer"
@@ -53,6 +54,7 @@ def write_job(run: TrainingRun, prompts: list[dict[str, str]], directory: Path) 
         "prompts": prompts,
         "prompts_per_step": config.rollout.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt,
+        "micro_batch": micro_batch,
         "steps": config.training.steps,
         "max_prompt_length": config.rollout.max_prompt_length,
         "max_response_length": config.rollout.max_response_length,

@@ -43,8 +43,8 @@ def main(job_file: str, output: str) -> None:
             output_dir=directory,
             use_cpu=True,
             bf16=job["dtype"] == "bfloat16",
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=job["micro_batch"],
+            gradient_accumulation_steps=size // job["micro_batch"],  # and a rollout makes all of a step
             num_generations=job["samples_per_prompt"],
             max_completion_length=job["max_response_length"],
             temperature=job["temperature"],

@@ -78,7 +78,7 @@ def main(job_file: str, output: str) -> None:
                     eval_every_n_steps=10**9,
                     max_steps=job["steps"],
                     mini_batch_size=job["prompts_per_step"],
-                    train_micro_batch_size=job["prompts_per_step"],
+                    train_micro_batch_size=job["micro_batch"] // job["samples_per_prompt"],
                 ),
                 rollout_config=base_rollout.RolloutConfig(
                     max_tokens_to_generate=job["max_response_length"],
