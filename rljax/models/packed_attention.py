@@ -61,12 +61,14 @@ class PackedAttention:
         padding = num_chunks * chunk - length
         segment_ids = jnp.pad(self.segment_ids, ((0, 0), (0, padding)))
         rows, active = batch, None
-        if self.computed is not None:
-            # Blocks are left out one by one: the rows are joined to one, under ids that differ between rows.
+        if self.computed is not None or (num_chunks > 1 and _is_one_cpu()):
+            # The rows are joined to one, under ids that differ between rows: blocks are left out one by one,
+            # and the chunks of a row are paired with those that this row needs.
             ids_before = np.arange(rows, dtype=np.int32)[:, None] * (length + 1)
             segment_ids = jnp.where(segment_ids > 0, segment_ids + ids_before, 0)
-            active = jnp.pad(self.computed, ((0, 0), (0, padding)))
-            active = active.reshape(-1, chunk // block, block).any(axis=2)
+            if self.computed is not None:
+                active = jnp.pad(self.computed, ((0, 0), (0, padding)))
+                active = active.reshape(-1, chunk // block, block).any(axis=2)
             batch, num_chunks = 1, rows * num_chunks
         segment_ids = segment_ids.reshape(batch, num_chunks, chunk).swapaxes(0, 1)
         rounds = q.dtype == jnp.bfloat16 and target.platform() != "cpu"
@@ -87,6 +89,13 @@ class PackedAttention:
         out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, active, self.numerics, scale)
         out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(rows, -1, num_heads, head_dim)
         return out[:, :tokens].astype(q.dtype), ((k, v) if self.keep_kv else None)
+
+
+def _is_one_cpu() -> bool:
+    """Returns whether a row after another is faster than all at once. An accelerator computes all rows in the
+    time of one, and on a mesh rows lie on several devices.
+    """
+    return target.platform() == "cpu" and target.device_count() == 1
 
 
 def _first_chunks(segment_ids: Array) -> Array:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from rljax import target
+from rljax.engine.executables import row_invariant_compiler_options
+from rljax.models import packed_attention
 from rljax.models.packed_attention import PackedAttention
 from rljax.numerics.rows import Numerics
 
@@ -126,3 +128,35 @@ def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
     for its, other in zip(gradients, expected, strict=True):
         error = np.abs(its.astype(np.float32) - other)
         assert error.max() < 0.03 * np.abs(other).max() and error.mean() < 0.01 * np.abs(other).mean()
+
+
+@pytest.mark.parametrize("case", ["a sequence over several chunks beside short ones", "an empty row"])
+def test_rows_one_after_another_have_the_bits_of_all_at_once(case, monkeypatch):
+    segment_ids = CASES[case]
+    q, k, v, weights = random_inputs(segment_ids, 6, 2, 64)
+    weights *= (segment_ids > 0)[:, :, None, None]
+    shapes, attend = [], packed_attention._attend
+
+    def seen(queries, *rest):
+        shapes.append(queries.shape[:2])
+        return attend(queries, *rest)
+
+    monkeypatch.setattr(packed_attention, "_attend", seen)
+
+    def gradients(one_cpu):
+        monkeypatch.setattr(packed_attention, "_is_one_cpu", lambda: one_cpu)
+
+        def ours(q, k, v):
+            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(None, q, k, v)
+            return jnp.sum(weights * out), out
+
+        options = row_invariant_compiler_options()
+        return jax.jit(jax.grad(ours, (0, 1, 2), has_aux=True), compiler_options=options)(q, k, v)
+
+    joined, at_once = gradients(True), gradients(False)
+    rows, chunks = len(segment_ids), -(-segment_ids.shape[1] // 256)
+    assert shapes == [(rows * chunks, 1), (chunks, rows)]
+    real = segment_ids > 0
+    np.testing.assert_array_equal(joined[1][real], at_once[1][real])
+    for one, other in zip(joined[0], at_once[0], strict=True):
+        np.testing.assert_allclose(one[real], other[real], rtol=1e-5, atol=1e-5)
