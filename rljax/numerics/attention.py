@@ -19,7 +19,7 @@ MASKED = -1e30
 KEY_BLOCK = 64
 """Positions in a block of cached keys; see `block_scores`."""
 _ADDED_AT_ONCE = 8
-"""Values that `add_weighted` adds in one expression."""
+"""Values that `add_weighted` adds in one expression; it adds more of them in a loop."""
 _MIN_VALUE_LANES = 64  # narrower products take a kernel that is not row-invariant
 
 
@@ -116,19 +116,20 @@ def add_weighted(total: Array, terms: Array, values: Array) -> Array:
             term = terms[..., m : m + 1]
             total = jnp.where(term != 0, total + term * values[None, :, :, None, m], total)
         return total
-    # A loop over short pieces takes as long, and compiles in a fraction of the time of one long expression.
-    padding = -count % _ADDED_AT_ONCE
+    # In a loop, which compiles in a fraction of the time of one long expression. A CPU's compiler copies the sums
+    # in every iteration that adds several values, and does not where it adds one.
+    piece = 1 if target.platform() == "cpu" else _ADDED_AT_ONCE
+    padding = -count % piece
     terms = jnp.pad(terms, [(0, 0)] * (terms.ndim - 1) + [(0, padding)])
     values = jnp.pad(values, [(0, 0), (0, 0), (0, padding), (0, 0)])
 
-    def add_piece(piece: Array, total: Array) -> Array:
-        first = piece * _ADDED_AT_ONCE
-        piece_terms = lax.dynamic_slice_in_dim(terms, first, _ADDED_AT_ONCE, axis=-1)
+    def add_piece(number: Array, total: Array) -> Array:
+        piece_terms = lax.dynamic_slice_in_dim(terms, number * piece, piece, axis=-1)
         return add_weighted(
-            total, piece_terms, lax.dynamic_slice_in_dim(values, first, _ADDED_AT_ONCE, axis=2)
+            total, piece_terms, lax.dynamic_slice_in_dim(values, number * piece, piece, axis=2)
         )
 
-    pieces = (count + padding) // _ADDED_AT_ONCE
+    pieces = (count + padding) // piece
     return lax.fori_loop(jnp.int32(0), jnp.int32(pieces), add_piece, total)
 
 
