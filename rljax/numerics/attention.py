@@ -116,8 +116,8 @@ def add_weighted(total: Array, terms: Array, values: Array) -> Array:
             term = terms[..., m : m + 1]
             total = jnp.where(term != 0, total + term * values[None, :, :, None, m], total)
         return total
-    # In a loop, which compiles in a fraction of the time of one long expression. A CPU's compiler copies the sums
-    # in every iteration that adds several values, and does not where it adds one.
+    # In a loop, which compiles in a fraction of the time of one long expression. A CPU's compiler copies the
+    # sums in every iteration that adds several values, and does not where it adds one.
     piece = 1 if target.platform() == "cpu" else _ADDED_AT_ONCE
     padding = -count % piece
     terms = jnp.pad(terms, [(0, 0)] * (terms.ndim - 1) + [(0, padding)])
