@@ -56,15 +56,35 @@ def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
         variants.check_variants(config, ["plain", variants.BESIDE[0]])
 
 
-@pytest.mark.slow
-def test_rows_of_the_first_step(config):
-    """Every run is a fresh process of train.py, with and without the drafter."""
-    (row,) = first_step.first_step_rows(config, repeats=1)
-    assert row.name == "first step/begins/srt"
-    assert row.value > 0 and row.baseline_value > 0
-    assert row.details["later"] == row.value - row.baseline_value
+_TRAIN = """
+import json, sys
+from pathlib import Path
+from rljax.config import load_config
+
+assert sys.argv[1] == "--config"
+config = load_config(sys.argv[2], sys.argv[3:])
+assert config.training.steps == 1 and not Path(config.engine.compilation_cache).exists()
+begins = 4.0 if config.speculation.drafter is None else 6.5
+run_dir = Path(config.run_dir)
+run_dir.mkdir()
+metrics = [{"time/elapsed": 1.0}, {"time/elapsed": begins + 0.5, "time/step": 0.5}]
+(run_dir / "metrics.jsonl").write_text("\\n".join(map(json.dumps, metrics)) + "\\n")
+"""
+
+
+def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
+    """Every run is a fresh process with a compilation cache of its own, with and without the drafter."""
+    train = tmp_path / "train.py"
+    train.write_text(_TRAIN)
+    monkeypatch.setattr(first_step, "_TRAIN", train)
+    (row,) = first_step.first_step_rows(config, repeats=2)
+    assert (row.name, row.value, row.baseline_value) == ("first step/begins/srt", 6.5, 4.0)
+    assert (row.details["later"], row.details["first_step_seconds"]) == (2.5, 0.5)
+
+
+def test_the_first_step_is_that_of_a_drafter(config):
+    none = config.speculation.model_copy(update={"drafter": None})
     with pytest.raises(UserError, match=r"^speculation\.drafter: set one"):
-        none = config.speculation.model_copy(update={"drafter": None})
         first_step.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
 
 
