@@ -37,7 +37,7 @@ _HERE = Path(__file__).parent
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = _benchmark(None, [], [], Path()).parser()
+    parser = _benchmark(None, [], [], Path(), 0).parser()
     parser.add_argument(
         "--config", default=_CONFIG, metavar="FILE", help=f"policy, task and lengths (default: {_CONFIG})"
     )
@@ -76,21 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = [*_OVERRIDES, *arguments.overrides]
         config = load_config(arguments.config, settings)
         check_config(config)
-        group = config.rollout.samples_per_prompt
-        size = group * config.rollout.prompts_per_step
-        if arguments.micro_batch is None:
-            arguments.micro_batch = size
-        elif arguments.micro_batch < 1 or arguments.micro_batch % group or size % arguments.micro_batch:
-            raise UserError(
-                f"--micro-batch: {arguments.micro_batch} is not a number of whole groups of {group} sequences"
-                f" that divides the {size} of a step"
-            )
+        micro_batch = _micro_batch(arguments.micro_batch, config)
         pythons = [interpreter(name, arguments.environments, arguments.python) for name in names]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     peers = list(zip(names, pythons, strict=True))
-    return _benchmark(config, settings, peers, arguments.config, arguments.micro_batch).run(arguments)
+    return _benchmark(config, settings, peers, arguments.config, micro_batch).run(arguments)
+
+
+def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
+    """Returns how many sequences the other libraries update with at a time: all of a step, or `wanted`."""
+    group = config.rollout.samples_per_prompt
+    size = group * config.rollout.prompts_per_step
+    if wanted is None:
+        return size
+    if wanted < 1 or wanted % group or size % wanted:
+        raise UserError(
+            f"--micro-batch: {wanted} is not a number of whole groups of {group} sequences"
+            f" that divides the {size} of a step"
+        )
+    return wanted
 
 
 def _benchmark(
@@ -98,7 +104,7 @@ def _benchmark(
     settings: Sequence[str],
     peers: Sequence[tuple[str, Path]],
     file: str | Path,
-    micro_batch: int | None = None,
+    micro_batch: int,
 ) -> Benchmark:
     return Benchmark(
         "peers",
