@@ -38,6 +38,7 @@ from rljax.kernels.round_to_nearest.grid import grid, nearest
 from rljax.kernels.tuned import is_tuned
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
+from rljax.numerics.blocked_weights import whole
 from rljax.numerics.kernel_choice import Implementation, KernelChoice, require_xla
 from rljax.numerics.quantized import Activations, QuantizedWeight, WeightLayout
 from rljax.sharding import MESH_AXES, param_shardings
@@ -186,7 +187,7 @@ class QuantizedPolicy:
         """
         layers, programs = [], {}
         for layer in params["layers"]:
-            projections = {name: layer[name] for name in PROJECTIONS}
+            projections = {name: whole(layer[name]) for name in PROJECTIONS}
             quantized = jax.eval_shape(self._quantize_layer, projections, None)
             for before in (None, quantized):
                 key = _shapes_of(projections, before)
@@ -206,7 +207,7 @@ class QuantizedPolicy:
         """Returns the drafter's weights for the policy `params`, which are in the engine's form. Consumes the
         weights of the previous refresh.
         """
-        projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
+        projections = [{name: whole(layer[name]) for name in PROJECTIONS} for layer in params["layers"]]
         if not self._layers:  # both programs are compiled before the clock starts
             jax.block_until_ready(self._quantize(projections[0], self._quantize(projections[0], None)))
         start = time.perf_counter()
@@ -219,7 +220,8 @@ class QuantizedPolicy:
         self.bytes = sum(map(_bytes, self._layers))
         # Of an untied input embedding a step reads a row a slot.
         unread = _bytes(params["embed"]) if "lm_head" in params else 0
-        self.read_bytes = _bytes(self.params) - unread
+        weights = {name: leaf for name, leaf in self.params.items() if name != "blocked_head"}  # a copy
+        self.read_bytes = _bytes(weights) - unread
         return self.params
 
     def release(self) -> None:

@@ -26,6 +26,7 @@ _HARMLESS = (
     "agents.time_limit",
     "engine.compilation_cache",
     "engine.compile",
+    "engine.weight_blocks",
     "speculation.calibration_dir",
     "warm_start.cache_dir",
 )

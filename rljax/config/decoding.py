@@ -148,6 +148,12 @@ class EngineConfig(Section):
         " fastest; fsdp keeps a part of every matrix and gathers a layer at a time, in every step: for"
         " policies that do not fit otherwise. The tokens are the same.",
     )
+    weight_blocks: bool = Field(
+        True,
+        description="On a CPU, keep a second copy of the policy's weights in blocks that few rows are"
+        " multiplied with faster, where that was measured to be so. The tokens are the same. Set false to"
+        " save the memory.",
+    )
     compile: Literal["before", "behind"] = Field(
         "behind",
         description="When programs are compiled that the first step does not begin with. behind compiles them"

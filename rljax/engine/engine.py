@@ -35,6 +35,7 @@ from rljax.engine.self_drafting import SelfDrafts
 from rljax.engine.slot_moves import SlotMoves, set_counts
 from rljax.engine.state import DecodeState, Prefix
 from rljax.engine.verification import Rule
+from rljax.engine.weight_blocks import with_blocks
 from rljax.errors import ConfigError, PolicyError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
@@ -157,7 +158,7 @@ class DecodeEngine:
 
     def load_params(self, params: Params, copy: bool = False) -> Params:
         """Returns the policy's weights as decoding reads them: products' in the compute dtype, split over the
-        mesh. Arrays that are so already are shared with `params`.
+        mesh, and on a CPU also in blocks. Arrays that are so already are shared with `params`.
 
         Args:
           params: the policy's weights.
@@ -177,7 +178,10 @@ class DecodeEngine:
                 )
         cast = cast_matrices(params, self.numerics.dtype)
         loaded = shard_params(cast, self.config, self.mesh, decoding=True, split=self.weights == "fsdp")
-        return jax.tree.map(jnp.copy, loaded) if copy else loaded
+        loaded = jax.tree.map(jnp.copy, loaded) if copy else loaded
+        return (
+            loaded if self.mesh is not None else with_blocks(loaded, self.config, self.numerics.product_form)
+        )
 
     # -- the contract ----------------------------------------------------------------------------------------
 

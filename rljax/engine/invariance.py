@@ -3,7 +3,8 @@
 A token's bits must not depend on how many rows are computed beside it (`docs/row-invariance.md`). No compiler
 promises that, and processors differ. So before a policy is used, its products, sums, and attention scores are
 computed over the row counts that its programs use, and compared bit for bit. From that follows the form in
-which its products are computed, or that nothing is exact here.
+which its products are computed, or that nothing is exact here. Which weights are multiplied in blocks, the
+form says, too (`rljax/engine/weight_blocks.py`).
 
 A result is kept in a file, since it depends only on the processor, the library versions, the number type, the
 shapes and the row counts.
@@ -30,6 +31,7 @@ from rljax.engine import appending, kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.stored_programs import processor
+from rljax.engine.weight_blocks import WIDEST_HEAD, measured_blocks
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -43,8 +45,6 @@ from rljax.numerics.rows import KEY_CHUNK, Numerics, cast_matrices, row_sum
 _LARGEST = 512
 """Row counts above this are measured at a smaller one with the same rest."""
 _REST = 256
-_WIDEST = 16_384
-"""Outputs of an LM head that are measured; more belong to the same kernel."""
 _TINY = ModelConfig("qwen3", 256, 64, 1, 4, 2, 16, 192, qk_norm=True, tie_embeddings=True)
 """The policy of the fingerprint."""
 
@@ -119,10 +119,15 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
 
     Args:
       config: the policy's architecture; its widths are measured, not its depth.
-      numerics: compute dtype and kernels; a form in it is ignored.
+      numerics: compute dtype and kernels; a form in it is ignored. Where rows need not be invariant, no bits
+        are compared, and only blocks of weights are measured.
       counts: from `row_counts`.
     """
     start = time.perf_counter()
+    if not numerics.row_invariant:
+        form = ProductForm(smallest=1)
+        form = dataclasses.replace(form, blocks=_blocks(config, numerics, counts, form))
+        return Invariance(form, (), (), "", time.perf_counter() - start)
     rejected: list[str] = []
     shared = [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
     forms = products.forms(numerics.compute_dtype)
@@ -133,6 +138,7 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
         rejected.append(failures[0])
     else:
         form, shared = products.unmeasured_form(numerics.compute_dtype), [rejected[-1], *shared]
+    form = dataclasses.replace(form, blocks=_blocks(config, numerics, counts, form))
     numerics = dataclasses.replace(numerics, measured_form=form)
     crc, same = _tiny_policy(numerics, counts)
     if not same and not shared:
@@ -159,7 +165,8 @@ def measured(
     path = Path(directory) / "numerics" / f"{name}.json"
     try:
         kept = json.loads(path.read_bytes())
-        form = ProductForm(**kept.pop("form"))
+        form = kept.pop("form")
+        form = ProductForm(**form | {"blocks": tuple(map(tuple, form["blocks"]))})
         return Invariance(form, **{n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()})
     except (OSError, ValueError, TypeError, KeyError):
         pass  # Measured anew, whatever was wrong with the file.
@@ -219,8 +226,15 @@ def _product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of the policy's products."""
     shapes = transformer.param_shapes(config)
     matrices = [shape for shape in shapes["layers"][0].values() if len(shape) == 2]
-    head = (min(config.vocab_size, _WIDEST), config.hidden_size)
+    head = (min(config.vocab_size, WIDEST_HEAD), config.hidden_size)
     return sorted({(inputs, outputs) for outputs, inputs in [*matrices, head]})
+
+
+def _blocks(
+    config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
+) -> tuple[tuple[int, int, int], ...]:
+    """`ProductForm.blocks` of a policy."""
+    return measured_blocks(_product_shapes(config), numerics, form, counts.products)
 
 
 def _product_failures(
@@ -250,7 +264,7 @@ def _product_failures(
 
 def _sum_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
     """One phrase per sum over a last axis whose bits depend on the number of rows."""
-    widths = sorted({config.hidden_size, config.head_dim, min(config.vocab_size, _WIDEST)})
+    widths = sorted({config.hidden_size, config.head_dim, min(config.vocab_size, WIDEST_HEAD)})
     sizes = sorted({max(count, 2) for count in counts.products} | {_LARGEST + 64})
     entries = [_normal(3, sizes[-1], width) for width in widths]
     terms = np.exp(_normal(4, sizes[-1], KEY_CHUNK))

@@ -1,4 +1,4 @@
-"""Products of activations with weights: whole, quantized, or merged from a base and an adapter."""
+"""Products of activations with weights: whole, in blocks, quantized, or merged from a base and an adapter."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -7,10 +7,11 @@ from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
 from rljax.numerics.adapted import AdaptedWeight, with_factor_gradients
+from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot
 from rljax.numerics.quantized import QuantizedWeight
 from rljax.numerics.rows import Numerics
 
-Weight = Array | QuantizedWeight | AdaptedWeight
+Weight = Array | QuantizedWeight | AdaptedWeight | BlockedWeight
 
 
 def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = None) -> Array:
@@ -35,7 +36,9 @@ def product(x: Array, weight: Weight, numerics: Numerics, rounded: bool = False)
         y = product(rows, lax.stop_gradient(weight.merged), numerics, rounded)
         y = with_factor_gradients(y, rows, weight.a, weight.b, weight.scale)
         return y.reshape(*x.shape[:-1], weight.shape[0])
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, BlockedWeight):
+        y = _blocked_product(rows, weight, numerics, rounded)
+    elif isinstance(weight, QuantizedWeight):
         multiply = quantized_product if weight.layout is None else product_of_shards
         y = multiply(rows, weight, weight.implementation)
     elif numerics.row_invariant:
@@ -43,3 +46,12 @@ def product(x: Array, weight: Weight, numerics: Numerics, rounded: bool = False)
     else:
         y = products.chosen_dot(rows, weight, rounded)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _blocked_product(rows: Array, weight: BlockedWeight, numerics: Numerics, rounded: bool) -> Array:
+    """Multiplies rows [R, in] by the blocks where they are few, otherwise by the matrix."""
+    count = rows.shape[0]
+    padded = numerics.product_form.padded(count) if numerics.row_invariant else count
+    if not weight.serves(padded):
+        return product(rows, weight.weight, numerics, rounded)
+    return blocked_dot(jnp.pad(rows, ((0, padded - count), (0, 0))), weight)[:count]

@@ -14,7 +14,8 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
     final_norm [d]   lm_head [V, d]   (absent when tied)
 
 Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`) or, where
-gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted.py`).
+gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted.py`). A decoder's may be a
+`BlockedWeight` (`rljax/numerics/blocked_weights.py`); then `blocked_head` may be one of the output embedding.
 """
 
 from collections.abc import Callable, Sequence
@@ -231,4 +232,4 @@ def lm_head(params: Params, config: ModelConfig) -> Array:
 
 def logits(params: Params, config: ModelConfig, hidden: Array, numerics: Numerics) -> Array:
     """Returns float32 logits [..., V] of hidden states [..., d]."""
-    return product(hidden, lm_head(params, config), numerics)
+    return product(hidden, params.get("blocked_head", lm_head(params, config)), numerics)

@@ -24,11 +24,14 @@ class ProductForm:
       smallest: the smallest number of rows to multiply; fewer are padded with rows of zeros.
       multiple: number of rows to pad to a multiple of, with zeros.
       float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
+      blocks: (inputs, outputs, rows) of the weights that a decoder multiplies with up to so many rows in
+        blocks (`rljax/numerics/blocked_weights.py`).
     """
 
     smallest: int = 2
     multiple: int = 1
     float32: bool = False
+    blocks: tuple[tuple[int, int, int], ...] = ()
 
     def padded(self, rows: int) -> int:
         """Returns the number of rows to multiply for `rows` rows."""
@@ -37,8 +40,12 @@ class ProductForm:
     def __str__(self) -> str:
         kind = "float32 products" if self.float32 else "products"
         if self.multiple > 1:
-            return f"{kind} of rows in multiples of {self.multiple}"
-        return f"{kind} of at least {self.smallest} rows"
+            text = f"{kind} of rows in multiples of {self.multiple}"
+        else:
+            text = f"{kind} of at least {self.smallest} rows"
+        if not self.blocks:
+            return text
+        return f"{text}, in blocks of weights up to {max(rows for *_, rows in self.blocks)} rows"
 
 
 def forms(compute_dtype: str) -> tuple[ProductForm, ...]:

@@ -44,7 +44,8 @@ class Numerics:
       compute_dtype: "float32" or "bfloat16", the type of weights and activations in products. Norms, softmax
         and logits are float32 either way.
       kernels: the backend of every operation that has kernels.
-      measured_form: the form of products that was measured to be exact here; None before it is measured.
+      measured_form: the form of products that was measured here to be exact, where rows must be invariant,
+        and fast; None before it is measured.
       outline_layers: compile the decoder layer once, and call it for every layer
         (`rljax/models/outlining.py`).
     """
@@ -61,7 +62,7 @@ class Numerics:
 
     @property
     def product_form(self) -> ProductForm:
-        """The form of products of a row-invariant policy."""
+        """The form of products; only those of a row-invariant policy are padded."""
         return self.measured_form or unmeasured_form(self.compute_dtype)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from rljax.engine.weight_blocks import most_block_bytes
 from rljax.errors import ConfigError
 from rljax.learning.accumulation import TrainState
 from rljax.planning.hardware import GIB, Hardware
@@ -75,6 +76,8 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     moments += 0 if critic is None else device_bytes(critic.optimizer_state)
     reference = _reference_bytes(run)
     decode = device_bytes(run.decode_params)
+    if hardware.platform == "cpu" and run.config.engine.weight_blocks and run.config.mesh.num_devices == 1:
+        decode += most_block_bytes(run.decode_params, run.model)
     shared = shared_bytes(run.decode_params, state.params)
     head_weights, head_training, head_state = heads_bytes(run.heads)
     small_weights, small_caches = small_model_bytes(run.small_models)

@@ -59,10 +59,15 @@ def make_numerics(
       ConfigError: `engine.row_invariant` is true, but row-invariance does not hold on this device.
     """
     engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
-    if not engine.row_invariant or mesh is not None:
+    if mesh is not None:
         return numerics, None
     counts = row_counts(make_buckets_of(config, mesh, speculative=True), _training_rows(config.training))
     invariance = measured(policy, numerics, counts, engine.compilation_cache)
+    if not engine.weight_blocks:
+        form = dataclasses.replace(invariance.form, blocks=())
+        invariance = dataclasses.replace(invariance, form=form)
+    if not engine.row_invariant:
+        return dataclasses.replace(numerics, measured_form=invariance.form), None
     if engine.row_invariant is True and not invariance.exact:
         raise ConfigError(
             f"engine.row_invariant: true does not hold here, {'; '.join(invariance.failures)}; set warn to go"

@@ -1,14 +1,17 @@
 """Shared by the sections: policies of several sizes, their prompts, and the engines of both sides."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rljax.benchmarking import Comparison, Row
-from rljax.engine.buckets import make_buckets
+from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
+from rljax.engine.invariance import measured, row_counts
 from rljax.errors import UserError
 from rljax.models import huggingface
 from rljax.models.config import ModelConfig
@@ -56,6 +59,15 @@ def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
 
 
+def measured_numerics(
+    config: ModelConfig, numerics: Numerics, buckets: Buckets, others: Sequence[int] = ()
+) -> tuple[Numerics, str]:
+    """Returns numerics with the form of products that is measured on this device, and a line about it."""
+    measurement = measured(config, numerics, row_counts(buckets, others), None)
+    line = measurement.summary(numerics.compute_dtype)
+    return dataclasses.replace(numerics, measured_form=measurement.form), line
+
+
 def make_engine(
     config: ModelConfig,
     row_invariant: bool,
@@ -66,13 +78,16 @@ def make_engine(
     numerics: Numerics | None = None,
 ) -> DecodeEngine:
     """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
-    float32 unless `numerics` says otherwise.
+    float32, measured, unless `numerics` says otherwise.
     """
+    buckets = make_buckets(slots, length, row_invariant)
+    if numerics is None:
+        numerics, _ = measured_numerics(config, Numerics(row_invariant, "float32"), buckets)
     return DecodeEngine(
         config,
-        numerics or Numerics(row_invariant, "float32"),
+        numerics,
         SamplingParams() if sampling is None else sampling,
-        make_buckets(slots, length, row_invariant),
+        buckets,
         eos_token_ids=(),
         pool=ExecutablePool(row_invariant, cache),
     )

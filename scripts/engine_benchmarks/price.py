@@ -3,21 +3,19 @@
 Plain decode steps, verifying passes, and updates, with the form of products that is exact here.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine_benchmarks.policies import make_engine
+from engine_benchmarks.policies import make_engine, measured_numerics
 from engine_benchmarks.update import UPDATE, PackedUpdates, long_tailed_sequences
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
-from rljax.engine.invariance import measured, row_counts
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params
 from rljax.numerics.rows import Numerics
@@ -27,12 +25,10 @@ _BATCHES, _NODES, _LENGTH, _STEPS = (1, 2, 8, 64), 7, 256, 12
 _DTYPES = ("float32", "bfloat16")
 
 
-def measured_numerics(config: ModelConfig, dtype: str) -> tuple[Numerics, str]:
-    """Returns row-invariant numerics in the form that is exact on this device, and a line about them."""
-    numerics = Numerics(compute_dtype=dtype)
+def _numerics(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
+    """Returns numerics as a run measures them on this device, and a line about them."""
     buckets = Buckets((2, 8, 64), (_LENGTH,), tuple(batch * (_NODES + 1) for batch in (2, 8, 64)), _NODES)
-    measurement = measured(config, numerics, row_counts(buckets, [UPDATE.pack_length]), None)
-    return dataclasses.replace(numerics, measured_form=measurement.form), measurement.summary(dtype)
+    return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
 
 
 def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
@@ -80,9 +76,10 @@ def price_rows(name: str, config: ModelConfig, repeats: int, num_sequences: int)
     actions: dict[tuple[str, str, bool], Callable[[], object]] = {}
     tokens: dict[str, int] = {}
     for dtype in _DTYPES:
-        numerics, forms[dtype] = measured_numerics(config, dtype)
         for on in (True, False):
-            exactness = numerics if on else Numerics(False, dtype)
+            exactness, form = _numerics(config, dtype, on)
+            if on:
+                forms[dtype] = form
             for batch in _BATCHES:
                 engine = make_engine(config, on, batch, _LENGTH, numerics=exactness)
                 loaded = engine.load_params(params)

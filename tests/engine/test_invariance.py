@@ -95,7 +95,8 @@ def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
 
 
 def test_row_invariance_that_is_off_is_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(invariance, "measure", None)
+    for name in ("_product_failures", "_sum_failures", "_attention_failures", "_tiny_policy"):
+        monkeypatch.setattr(invariance, name, None)
     config = load_config(write_config(tmp_path), ["engine.row_invariant=false"])
     numerics, found = make_numerics(config, POLICY, None)
     assert found is None and not numerics.row_invariant

@@ -1,0 +1,148 @@
+"""A decoder's weights in blocks: the same tokens, measured before use, and seen by everything else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.quantized import QuantizedPolicy, default_format
+from rljax.config import load_config
+from rljax.engine import weight_blocks
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.invariance import measure, measured, row_counts
+from rljax.engine.weight_blocks import measured_blocks, most_block_bytes, with_blocks
+from rljax.models import linear
+from rljax.models.config import ModelConfig
+from rljax.models.linear import product
+from rljax.models.transformer import init_params
+from rljax.numerics.blocked_weights import BlockedWeight, blocked, blocked_dot, whole
+from rljax.numerics.products import ProductForm
+from rljax.numerics.rows import Numerics
+from rljax.provenance import machine_facts
+from rljax.training.assembly import make_numerics
+from tests.engine.test_engine import SAMPLING, ask, decode, lively_params
+from tests.exactness import exact_numerics
+from tests.training.tiny_run import write_config
+
+POLICY = ModelConfig("qwen3", 128, 64, 2, 4, 2, 64, 192, tie_embeddings=True, qk_norm=True)
+SHAPES = ((64, 128), (64, 192), (64, 256), (192, 64), (256, 64))
+ROWS = 16
+BUCKETS = Buckets((2, 4, 8, 32), (64, 128), (8, 16), 3)
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Matrices of any size are measured, and blocks count as faster."""
+    monkeypatch.setattr(weight_blocks, "_LEAST", 0)
+    monkeypatch.setattr(weight_blocks, "_GAIN", 0.0)
+
+
+def numerics_with_blocks(dtype: str) -> tuple[Numerics, Numerics]:
+    """Numerics without and with blocks of all weights."""
+    numerics = exact_numerics(POLICY, dtype, BUCKETS)
+    form = dataclasses.replace(numerics.product_form, blocks=tuple((*shape, ROWS) for shape in SHAPES))
+    return numerics, dataclasses.replace(numerics, measured_form=form)
+
+
+def require_exact_blocks(numerics: Numerics) -> None:
+    """Skips the test where a product with blocks has other bits."""
+    rows = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, 64)), numerics.dtype)
+    weight = jnp.asarray(np.random.default_rng(2).standard_normal((256, 64)), numerics.dtype)
+    multiply = jax.jit(lambda x, weight: product(x, weight, numerics))
+    if not np.array_equal(multiply(rows, weight), multiply(rows, blocked(weight, ROWS))):
+        pytest.skip(f"{machine_facts()['cpu']}: blocks have other bits in {numerics.compute_dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_and_logprobs_are_those_of_whole_weights(dtype):
+    whole_numerics, in_blocks = numerics_with_blocks(dtype)
+    require_exact_blocks(whole_numerics)
+    params = lively_params(POLICY)
+    asked = ask([3, 17, 40, 9, 21], [30, 50, 70, 20, 40])
+    outputs = []
+    for numerics in (whole_numerics, in_blocks):
+        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=16)
+        loaded = engine.load_params(params)
+        converted = [weight for layer in loaded["layers"] for weight in layer.values()] + [
+            loaded.get("blocked_head")
+        ]
+        count = sum(isinstance(weight, BlockedWeight) for weight in converted)
+        assert count == (0 if numerics is whole_numerics else 2 * 7 + 1)
+        outputs += [decode(engine, loaded, asked[:2], order=[1, 0]), decode(engine, loaded, asked)]
+    assert outputs[:2] == outputs[2:]  # of 2 slots, in blocks, and of 8
+
+
+def test_what_is_measured_is_what_is_used(any_size):
+    numerics = exact_numerics(POLICY, "float32", BUCKETS)
+    require_exact_blocks(numerics)
+    counts = row_counts(BUCKETS)
+    found = measured_blocks(SHAPES, numerics, ProductForm(), counts.products)
+    assert found == tuple((*shape, max(n for n in counts.products if n <= 128)) for shape in SHAPES)
+    assert measured_blocks([(64, 96)], numerics, ProductForm(), [2]) == ()  # 96 are no blocks of 64
+    assert measured_blocks(SHAPES, numerics, ProductForm(float32=True), [2]) == ()
+
+
+def test_blocks_that_are_no_faster_are_not_used(any_size, monkeypatch):
+    monkeypatch.setattr(weight_blocks, "_GAIN", float("inf"))
+    assert measured_blocks(SHAPES, Numerics(), ProductForm(), [2, 4, 8]) == ()
+
+
+def test_blocks_with_other_bits_are_not_used(any_size, monkeypatch):
+    def misbehaving(rows, weight):
+        y = blocked_dot(rows, weight)
+        return y if len(rows) < 8 else y * (1 + 2**-12)
+
+    numerics = exact_numerics(POLICY, "float32", BUCKETS)
+    require_exact_blocks(numerics)
+    monkeypatch.setattr(linear, "blocked_dot", misbehaving)
+    arguments = SHAPES[:1], numerics, ProductForm(), (2, 4, 8, 16)
+    assert measured_blocks(*arguments) == ((*SHAPES[0], 4),)
+    freely = dataclasses.replace(numerics, row_invariant=False)
+    assert measured_blocks(arguments[0], freely, *arguments[2:]) == ((*SHAPES[0], 16),)
+
+
+def test_small_weights_stay_whole():
+    form = measure(POLICY, Numerics(), row_counts(BUCKETS)).form
+    assert form.blocks == () and "blocks" not in str(form)
+    assert with_blocks({"layers": []}, POLICY, form) == {"layers": []}
+
+
+def test_a_measurement_with_blocks_is_kept(any_size, tmp_path):
+    numerics = exact_numerics(POLICY, "float32", BUCKETS)
+    require_exact_blocks(numerics)
+    arguments = POLICY, Numerics(), row_counts(Buckets((2,), (64,)), [48]), tmp_path
+    first = measured(*arguments)
+    assert first.form.blocks and "in blocks of weights up to" in first.summary("float32")
+    assert measured(*arguments) == first and hash(first.form) == hash(measured(*arguments).form)
+
+
+def test_the_key_turns_them_off(any_size, tmp_path):
+    require_exact_blocks(exact_numerics(POLICY, "float32", BUCKETS))
+    path = write_config(tmp_path)
+    for row_invariant in ("true", "false"):
+        for keep in ("true", "false"):
+            keys = [f"engine.row_invariant={row_invariant}", f"engine.weight_blocks={keep}"]
+            numerics, _ = make_numerics(load_config(path, keys), POLICY, None)
+            assert bool(numerics.product_form.blocks) == (keep == "true")
+
+
+def test_the_quantized_policy_is_rounded_from_whole_weights():
+    _, in_blocks = numerics_with_blocks("float32")
+    params = init_params(POLICY, 0)
+    converted = with_blocks(params, POLICY, in_blocks.product_form)
+    drafters = [QuantizedPolicy(default_format(8), "rtn") for _ in range(2)]
+    one, other = (drafter.refresh(each) for drafter, each in zip(drafters, (params, converted), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, one["layers"], other["layers"])
+    assert drafters[0].read_bytes == drafters[1].read_bytes
+
+
+def test_the_memory_of_blocks_is_known_before(monkeypatch):
+    monkeypatch.setattr(weight_blocks, "_LEAST", 0)
+    _, in_blocks = numerics_with_blocks("float32")
+    params = init_params(POLICY, 0)
+    converted = with_blocks(params, POLICY, in_blocks.product_form)
+    extra = sum(leaf.nbytes for leaf in jax.tree.leaves(converted)) - whole(converted["blocked_head"]).nbytes
+    assert most_block_bytes(params, POLICY) == extra - sum(leaf.nbytes for leaf in jax.tree.leaves(params))
