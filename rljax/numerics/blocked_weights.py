@@ -16,9 +16,9 @@ from jax import Array, lax
 
 LANES = 64
 """Outputs in a block."""
-_PARTS = 12
-"""Products that a product is divided into. The compiler's runtime gives a second core work where more than
-eight operations are ready at once."""
+_PARTS = 1 if jax.__version_info__ >= (0, 11) else 12
+"""Products that a product is divided into. JAX 0.11's library divides blocks among cores. With JAX 0.10 the
+compiler's runtime gives another core work only where more than eight operations are ready at once."""
 
 
 @struct.dataclass
