@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from engine_benchmarks.bandwidth import bandwidth_rows
+from engine_benchmarks.blocks import block_rows
 from engine_benchmarks.companion import companion_rows
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.policies import POLICIES, import_reference
@@ -59,6 +60,14 @@ def measurements() -> list[Measurement]:
         Measurement("companion", "95M", lambda: companion_rows("95M", POLICIES["95M"], 2, (2, 8), repeats=9)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "95M", lambda: price_rows("95M", POLICIES["95M"], repeats=7, num_sequences=8)),
+        *(
+            Measurement(
+                "blocks",
+                name,
+                lambda name=name: block_rows(name, POLICIES[name], ("float32", "bfloat16"), repeats=9),
+            )
+            for name in ("25M", "95M")
+        ),
         Measurement("pool", "25M", lambda: pool_rows("25M", small, (2, 4, 8)), disturbed=False),
         Measurement("sampling", "25M", lambda: sampling_rows("25M", small, 8, 16, repeats=10)),
     ]
@@ -78,6 +87,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "2M", lambda: price_rows("2M", tiny, repeats=2, num_sequences=4)),
+        Measurement("blocks", "2M", lambda: block_rows("2M", tiny, ("float32",), repeats=2)),
         Measurement("pool", "2M", lambda: pool_rows("2M", tiny, (2, 4)), disturbed=False),
         Measurement("sampling", "2M", lambda: sampling_rows("2M", tiny, 8, 8, repeats=3)),
     ]

@@ -19,6 +19,7 @@ from tests.scripts import SCRIPTS, load_script
 _SCRIPT = SCRIPTS / "bench_engine.py"
 bench_engine = load_script("bench_engine")
 bandwidth = load_script("engine_benchmarks.bandwidth")
+blocks = load_script("engine_benchmarks.blocks")
 companion = load_script("engine_benchmarks.companion")
 decode = load_script("engine_benchmarks.decode")
 policies = load_script("engine_benchmarks.policies")
@@ -41,7 +42,7 @@ def tiny():
 def test_an_unknown_section_is_one_line(capsys):
     assert bench_engine.main(["--only", "decode,sped"]) == 2
     error = capsys.readouterr().err
-    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,pool,sampling"
+    sections = "decode,bandwidth,update,startup,self_draft,companion,rows,price,blocks,pool,sampling"
     assert error == f"error: --only: 'sped' is not a section; they are {sections}\n"
 
 
@@ -240,3 +241,10 @@ class TestAgainstTransformers:
         settings = {"training": training, "share_prompts": True}
         ours = update.PackedUpdates(tiny, params, sequences, row_invariant=True, **settings)
         update.check_same_update(ours(), update.PaddedUpdates(model, sequences, training)(), "on")
+
+
+def test_blocks_are_compared_with_whole_weights(tiny, monkeypatch):
+    monkeypatch.setattr(blocks, "_BATCHES", (2, 64))
+    rows = blocks.block_rows("tiny", tiny, ("float32",), repeats=1)
+    assert [row.name.split("/")[-1] for row in rows] == ["decode batch 2", "verify 2 x 8", "decode batch 64"]
+    assert all(row.baseline == "whole weights" and row.value > 0 for row in rows)

@@ -22,15 +22,17 @@ def step_weight_bytes(config: ModelConfig) -> int:
 
 def bandwidth_rows(name: str, config: ModelConfig, steps: int, repeats: int) -> list[Row]:
     """Measures bytes of weights per second while one response is decoded, against the machine's bandwidth."""
-    params = init_params(config, seed=0)
     weight_bytes = step_weight_bytes(config)
     prompts = random_prompts(1, config.vocab_size)
     engines = {
         SWITCH[on]: make_engine(config, on, slots=1, length=PROMPT_TOKENS + steps + 1) for on in (True, False)
     }
 
+    weights = {engine: engine.load_params(init_params(config, seed=0)) for engine in engines.values()}
+
     def steps_per_second(engine: DecodeEngine) -> float:
         """Measures the decode loop alone: the prompt is in its slot, and the first step is not timed."""
+        params = weights[engine]
         state = engine.init_state(1, PROMPT_TOKENS + steps + 1)
         request = Assignment(row=0, slot=0, noise_key=request_key(0, 0), max_response=steps + 1)
         state = engine.insert(engine.prefill(params, prompts), state, request)

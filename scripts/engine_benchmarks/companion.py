@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts
+from engine_benchmarks.policies import PROMPT_TOKENS, measured_numerics, random_prompts
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import make_buckets
 from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
@@ -27,7 +27,8 @@ def companion_rows(
     """Measures milliseconds by batch of a companion with the policy's widths and fewer layers."""
     length = PROMPT_TOKENS + (repeats + 2) * _STEPS + 2
     buckets = make_buckets(max(batches), length, True, max_drafts=_STEPS)
-    engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, eos_token_ids=())
+    numerics, _ = measured_numerics(config, Numerics(), buckets)
+    engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
     params = engine.load_params(init_params(config, seed=0))
     small = dataclasses.replace(config, num_layers=layers)
     companion = Companion(engine, small, init_params(small, seed=1))

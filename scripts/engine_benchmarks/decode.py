@@ -91,7 +91,7 @@ def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig
     theirs = reference_decode(model, prompts, _CHECKED_TOKENS, greedy=True)
     for row_invariant in (True, False):
         engine = make_engine(config, row_invariant, len(prompts), PROMPT_TOKENS + _CHECKED_TOKENS, GREEDY)
-        ours = decode(engine, params, prompts, _CHECKED_TOKENS)
+        ours = decode(engine, engine.load_params(params), prompts, _CHECKED_TOKENS)
         if not np.array_equal(ours, theirs):
             raise UserError(
                 f"greedy tokens (row_invariant {SWITCH[row_invariant]}) are not those of transformers, "
@@ -121,9 +121,12 @@ def time_decoding(
 
     for row_invariant in (True, False):
         engine = make_engine(config, row_invariant, batch, PROMPT_TOKENS + new_tokens)
+        loaded = engine.load_params(params)
         add(
             SWITCH[row_invariant],
-            lambda count, engine=engine: decode(engine, params, prompts, count, room=new_tokens),
+            lambda count, engine=engine, loaded=loaded: decode(
+                engine, loaded, prompts, count, room=new_tokens
+            ),
         )
     add("transformers", lambda count: reference_decode(model, prompts, count))
     return interleave(actions, repeats, warmups=0)

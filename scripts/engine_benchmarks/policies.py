@@ -60,10 +60,14 @@ def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def measured_numerics(
-    config: ModelConfig, numerics: Numerics, buckets: Buckets, others: Sequence[int] = ()
+    config: ModelConfig,
+    numerics: Numerics,
+    buckets: Buckets,
+    others: Sequence[int] = (),
+    cache: Path | None = None,
 ) -> tuple[Numerics, str]:
     """Returns numerics with the form of products that is measured on this device, and a line about it."""
-    measurement = measured(config, numerics, row_counts(buckets, others), None)
+    measurement = measured(config, numerics, row_counts(buckets, others), cache)
     line = measurement.summary(numerics.compute_dtype)
     return dataclasses.replace(numerics, measured_form=measurement.form), line
 
@@ -82,7 +86,7 @@ def make_engine(
     """
     buckets = make_buckets(slots, length, row_invariant)
     if numerics is None:
-        numerics, _ = measured_numerics(config, Numerics(row_invariant, "float32"), buckets)
+        numerics, _ = measured_numerics(config, Numerics(row_invariant, "float32"), buckets, cache=cache)
     return DecodeEngine(
         config,
         numerics,

@@ -21,27 +21,27 @@ from rljax.models.transformer import Params, init_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.noise import request_key
 
-_BATCHES, _NODES, _LENGTH, _STEPS = (1, 2, 8, 64), 7, 256, 12
+_BATCHES, NODES, LENGTH, STEPS = (1, 2, 8, 64), 7, 256, 12
 _DTYPES = ("float32", "bfloat16")
 
 
-def _numerics(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
+def measured_form(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
     """Returns numerics as a run measures them on this device, and a line about them."""
-    buckets = Buckets((2, 8, 64), (_LENGTH,), tuple(batch * (_NODES + 1) for batch in (2, 8, 64)), _NODES)
+    buckets = Buckets((2, 8, 64), (LENGTH,), tuple(batch * (NODES + 1) for batch in (2, 8, 64)), NODES)
     return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
 
 
-def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
-    """An action: `_STEPS` plain decode steps of a batch whose caches are half full."""
-    prefix = engine.prefill(params, [[5] * (_LENGTH // 2)])
-    state = engine.init_state(batch, _LENGTH)
-    slots = [Assignment(0, slot, request_key(0, slot), _LENGTH) for slot in range(batch)]
+def decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
+    """An action: `STEPS` plain decode steps of a batch whose caches are half full."""
+    prefix = engine.prefill(params, [[5] * (LENGTH // 2)])
+    state = engine.init_state(batch, LENGTH)
+    slots = [Assignment(0, slot, request_key(0, slot), LENGTH) for slot in range(batch)]
     held = [engine.bulk_insert(prefix, state, slots)]
     start = np.asarray(held[0].lengths).copy()
 
     def decode() -> None:
-        state, result = engine.generate(params, held.pop(), _STEPS)
-        assert result.steps == _STEPS
+        state, result = engine.generate(params, held.pop(), STEPS)
+        assert result.steps == STEPS
         held.append(
             state.replace(lengths=jnp.array(start))
         )  # so that every call attends to the same number of keys
@@ -49,15 +49,15 @@ def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], o
     return decode
 
 
-def _verifier(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
-    """An action: one verifying pass over a chain of `_NODES` wrong drafts per slot."""
-    prefix = engine.prefill(params, [[5] * (_LENGTH // 2)])
-    state = engine.init_state(batch, _LENGTH)
-    slots = [Assignment(0, slot, request_key(0, slot), _LENGTH) for slot in range(batch)]
+def verifier(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], object]:
+    """An action: one verifying pass over a chain of `NODES` wrong drafts per slot."""
+    prefix = engine.prefill(params, [[5] * (LENGTH // 2)])
+    state = engine.init_state(batch, LENGTH)
+    slots = [Assignment(0, slot, request_key(0, slot), LENGTH) for slot in range(batch)]
     held = [engine.bulk_insert(prefix, state, slots)]
     start, width = np.asarray(held[0].lengths).copy(), held[0].batch
-    parents = np.broadcast_to(np.arange(-1, _NODES - 1, dtype=np.int32), (width, _NODES))
-    tree = DraftTree(np.zeros((width, _NODES), np.int32), parents.copy(), np.ones((width, _NODES), bool))
+    parents = np.broadcast_to(np.arange(-1, NODES - 1, dtype=np.int32), (width, NODES))
+    tree = DraftTree(np.zeros((width, NODES), np.int32), parents.copy(), np.ones((width, NODES), bool))
 
     def verify() -> None:
         state, pending = engine.verify(params, held.pop(), tree)
@@ -77,17 +77,17 @@ def price_rows(name: str, config: ModelConfig, repeats: int, num_sequences: int)
     tokens: dict[str, int] = {}
     for dtype in _DTYPES:
         for on in (True, False):
-            exactness, form = _numerics(config, dtype, on)
+            exactness, form = measured_form(config, dtype, on)
             if on:
                 forms[dtype] = form
             for batch in _BATCHES:
-                engine = make_engine(config, on, batch, _LENGTH, numerics=exactness)
+                engine = make_engine(config, on, batch, LENGTH, numerics=exactness)
                 loaded = engine.load_params(params)
-                tokens[f"decode batch {batch}"] = batch * _STEPS
-                actions[f"decode batch {batch}", dtype, on] = _decoder(engine, loaded, batch)
+                tokens[f"decode batch {batch}"] = batch * STEPS
+                actions[f"decode batch {batch}", dtype, on] = decoder(engine, loaded, batch)
                 if batch < 64:
-                    tokens[f"verify {batch} x {_NODES + 1}"] = batch * (_NODES + 1)
-                    actions[f"verify {batch} x {_NODES + 1}", dtype, on] = _verifier(engine, loaded, batch)
+                    tokens[f"verify {batch} x {NODES + 1}"] = batch * (NODES + 1)
+                    actions[f"verify {batch} x {NODES + 1}", dtype, on] = verifier(engine, loaded, batch)
             tokens["update"] = sum(sequence.length for sequence in sequences)
             actions["update", dtype, on] = PackedUpdates(config, params, sequences, on, exactness)
     rows = []

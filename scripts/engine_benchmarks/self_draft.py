@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
-from engine_benchmarks.policies import PROMPT_TOKENS, random_prompts
+from engine_benchmarks.policies import PROMPT_TOKENS, measured_numerics, random_prompts
 from rljax.benchmarking import Row, compare, interleave
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
@@ -37,7 +37,8 @@ def self_draft_rows(name: str, config: ModelConfig, batches: tuple[int, ...], re
     for dtype in ("float32", "bfloat16"):
         length = PROMPT_TOKENS + _STEPS + 2
         buckets: Buckets = make_buckets(max(batches), length, True, max_drafts=_STEPS)
-        engine = DecodeEngine(config, Numerics(True, dtype), SamplingParams(), buckets, eos_token_ids=())
+        numerics, _ = measured_numerics(config, Numerics(True, dtype), buckets)
+        engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
         params = engine.load_params(init_params(config, seed=0))
         drafters, refreshes = {}, []
         for label, fmt in _FORMATS.items():

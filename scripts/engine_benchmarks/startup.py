@@ -27,6 +27,7 @@ def first_step(checkpoint: Path, cache: Path) -> dict[str, float]:
     params = huggingface.load_params(checkpoint, config)
     created = time.time()
     engine = make_engine(config, row_invariant=True, slots=8, length=256, cache=cache)
+    params = engine.load_params(params)
     prefix = engine.prefill(params, random_prompts(8, config.vocab_size))
     state = engine.init_state(8, 256)
     requests = [Assignment(i, i, request_key(0, i), 128) for i in range(8)]
