@@ -64,7 +64,7 @@ def measurements() -> list[Measurement]:
             Measurement(
                 "blocks",
                 name,
-                lambda name=name: block_rows(name, POLICIES[name], ("float32", "bfloat16"), repeats=9),
+                lambda name=name: block_rows(name, POLICIES[name], repeats=9),
             )
             for name in ("25M", "95M")
         ),
@@ -87,7 +87,7 @@ def quick_measurements() -> list[Measurement]:
         Measurement("companion", "2M", lambda: companion_rows("2M", tiny, 1, (2, 8), repeats=3)),
         Measurement("rows", "bits", row_invariance_rows, disturbed=False),
         Measurement("price", "2M", lambda: price_rows("2M", tiny, repeats=2, num_sequences=4)),
-        Measurement("blocks", "2M", lambda: block_rows("2M", tiny, ("float32",), repeats=2)),
+        Measurement("blocks", "2M", lambda: block_rows("2M", tiny, repeats=2)),
         Measurement("pool", "2M", lambda: pool_rows("2M", tiny, (2, 4)), disturbed=False),
         Measurement("sampling", "2M", lambda: sampling_rows("2M", tiny, 8, 8, repeats=3)),
     ]

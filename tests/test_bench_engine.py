@@ -245,6 +245,6 @@ class TestAgainstTransformers:
 
 def test_blocks_are_compared_with_whole_weights(tiny, monkeypatch):
     monkeypatch.setattr(blocks, "_BATCHES", (2, 64))
-    rows = blocks.block_rows("tiny", tiny, ("float32",), repeats=1)
+    rows = blocks.block_rows("tiny", tiny, repeats=1)
     assert [row.name.split("/")[-1] for row in rows] == ["decode batch 2", "verify 2 x 8", "decode batch 64"]
     assert all(row.baseline == "whole weights" and row.value > 0 for row in rows)

@@ -27,7 +27,8 @@ WIDEST_HEAD = 16_384
 """Outputs of an LM head that are measured; more belong to the same kernel."""
 _LEAST = 2**18
 """Entries of a matrix below which packing takes no time."""
-_MOST_ROWS = 128
+_MOST_ROWS = 32
+"""More rows are as fast with whole weights (`bench_engine.py --only blocks`)."""
 _MANY_ROWS = 512
 _COPIES = 4
 """Matrices that are multiplied one after the other, so that they do not stay in the cache."""
@@ -39,7 +40,8 @@ _GAIN = 1.15
 def measured_blocks(
     shapes: Sequence[tuple[int, int]], numerics: Numerics, form: ProductForm, row_counts: Sequence[int]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Returns `ProductForm.blocks` for weights of these shapes; none on an accelerator.
+    """Returns `ProductForm.blocks` for weights of these shapes; none on an accelerator, and none in bfloat16,
+    which the library packs in pairs of inputs in any case.
 
     Args:
       shapes: (inputs, outputs) of the weights.
@@ -47,7 +49,7 @@ def measured_blocks(
       form: form of the products.
       row_counts: numbers of rows that the decoder's programs multiply.
     """
-    if target.platform() != "cpu" or form.float32:
+    if target.platform() != "cpu" or numerics.compute_dtype != "float32":
         return ()
     numerics = dataclasses.replace(numerics, measured_form=form)
     counts = sorted({form.padded(count) for count in row_counts if count <= _MOST_ROWS} - {1})

@@ -30,7 +30,7 @@ from tests.training.tiny_run import write_config
 POLICY = ModelConfig("qwen3", 128, 64, 2, 4, 2, 64, 192, tie_embeddings=True, qk_norm=True)
 SHAPES = ((64, 128), (64, 192), (64, 256), (192, 64), (256, 64))
 ROWS = 16
-BUCKETS = Buckets((2, 4, 8, 32), (64, 128), (8, 16), 3)
+BUCKETS = Buckets((2, 8), (128,), (16,), 3)
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def any_size(monkeypatch):
     monkeypatch.setattr(weight_blocks, "_GAIN", 0.0)
 
 
-def numerics_with_blocks(dtype: str) -> tuple[Numerics, Numerics]:
+def numerics_with_blocks() -> tuple[Numerics, Numerics]:
     """Numerics without and with blocks of all weights."""
-    numerics = exact_numerics(POLICY, dtype, BUCKETS)
+    numerics = exact_numerics(POLICY, "float32", BUCKETS)
     form = dataclasses.replace(numerics.product_form, blocks=tuple((*shape, ROWS) for shape in SHAPES))
     return numerics, dataclasses.replace(numerics, measured_form=form)
 
@@ -53,15 +53,14 @@ def require_exact_blocks(numerics: Numerics) -> None:
     weight = jnp.asarray(np.random.default_rng(2).standard_normal((256, 64)), numerics.dtype)
     multiply = jax.jit(lambda x, weight: product(x, weight, numerics))
     if not np.array_equal(multiply(rows, weight), multiply(rows, blocked(weight, ROWS))):
-        pytest.skip(f"{machine_facts()['cpu']}: blocks have other bits in {numerics.compute_dtype}")
+        pytest.skip(f"{machine_facts()['cpu']}: blocks have other bits")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_and_logprobs_are_those_of_whole_weights(dtype):
-    whole_numerics, in_blocks = numerics_with_blocks(dtype)
+def test_tokens_and_logprobs_are_those_of_whole_weights():
+    whole_numerics, in_blocks = numerics_with_blocks()
     require_exact_blocks(whole_numerics)
     params = lively_params(POLICY)
-    asked = ask([3, 17, 40, 9, 21], [30, 50, 70, 20, 40])
+    asked = ask([3, 17, 40, 9, 21], [30, 25, 40, 20, 40])
     outputs = []
     for numerics in (whole_numerics, in_blocks):
         engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=16)
@@ -80,9 +79,9 @@ def test_what_is_measured_is_what_is_used(any_size):
     require_exact_blocks(numerics)
     counts = row_counts(BUCKETS)
     found = measured_blocks(SHAPES, numerics, ProductForm(), counts.products)
-    assert found == tuple((*shape, max(n for n in counts.products if n <= 128)) for shape in SHAPES)
+    assert found == tuple((*shape, max(n for n in counts.products if n <= 32)) for shape in SHAPES)
     assert measured_blocks([(64, 96)], numerics, ProductForm(), [2]) == ()  # 96 are no blocks of 64
-    assert measured_blocks(SHAPES, numerics, ProductForm(float32=True), [2]) == ()
+    assert measured_blocks(SHAPES, Numerics(compute_dtype="bfloat16"), ProductForm(), [2]) == ()
 
 
 def test_blocks_that_are_no_faster_are_not_used(any_size, monkeypatch):
@@ -130,7 +129,7 @@ def test_the_key_turns_them_off(any_size, tmp_path):
 
 
 def test_the_quantized_policy_is_rounded_from_whole_weights():
-    _, in_blocks = numerics_with_blocks("float32")
+    _, in_blocks = numerics_with_blocks()
     params = init_params(POLICY, 0)
     converted = with_blocks(params, POLICY, in_blocks.product_form)
     drafters = [QuantizedPolicy(default_format(8), "rtn") for _ in range(2)]
@@ -141,7 +140,7 @@ def test_the_quantized_policy_is_rounded_from_whole_weights():
 
 def test_the_memory_of_blocks_is_known_before(monkeypatch):
     monkeypatch.setattr(weight_blocks, "_LEAST", 0)
-    _, in_blocks = numerics_with_blocks("float32")
+    _, in_blocks = numerics_with_blocks()
     params = init_params(POLICY, 0)
     converted = with_blocks(params, POLICY, in_blocks.product_form)
     extra = sum(leaf.nbytes for leaf in jax.tree.leaves(converted)) - whole(converted["blocked_head"]).nbytes
