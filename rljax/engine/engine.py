@@ -179,9 +179,9 @@ class DecodeEngine:
         cast = cast_matrices(params, self.numerics.dtype)
         loaded = shard_params(cast, self.config, self.mesh, decoding=True, split=self.weights == "fsdp")
         loaded = jax.tree.map(jnp.copy, loaded) if copy else loaded
-        return (
-            loaded if self.mesh is not None else with_blocks(loaded, self.config, self.numerics.product_form)
-        )
+        if self.mesh is not None:
+            return loaded
+        return with_blocks(loaded, self.config, self.numerics.product_form)
 
     # -- the contract ----------------------------------------------------------------------------------------
 
