@@ -76,7 +76,14 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     moments += 0 if critic is None else device_bytes(critic.optimizer_state)
     reference = _reference_bytes(run)
     decode = device_bytes(run.decode_params)
-    if hardware.platform == "cpu" and run.config.engine.weight_blocks and run.config.mesh.num_devices == 1:
+    config = run.config
+    in_float32 = config.policy.compute_dtype == "float32"
+    if (
+        hardware.platform == "cpu"
+        and in_float32
+        and config.engine.weight_blocks
+        and config.mesh.num_devices == 1
+    ):
         decode += most_block_bytes(run.decode_params, run.model)
     shared = shared_bytes(run.decode_params, state.params)
     head_weights, head_training, head_state = heads_bytes(run.heads)
