@@ -59,7 +59,7 @@ def make_numerics(
       ConfigError: `engine.row_invariant` is true, but row-invariance does not hold on this device.
     """
     engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
-    if mesh is not None:
+    if mesh is not None or not (engine.row_invariant or engine.weight_blocks):
         return numerics, None
     counts = row_counts(make_buckets_of(config, mesh, speculative=True), _training_rows(config.training))
     invariance = measured(policy, numerics, counts, engine.compilation_cache)
