@@ -5,8 +5,6 @@ shapes, and up to that number of rows, for which they are faster and have the bi
 """
 
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
+from rljax.benchmarking import paired
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.models.config import ModelConfig
 from rljax.models.linear import product
@@ -70,17 +69,10 @@ def _most_rows_in_blocks(inputs: int, outputs: int, numerics: Numerics, counts: 
     expected = _compiled(numerics, rows, weights[:1])()[0]
     most, slower = 0, 0
     for count in counts:
-        sides = [_compiled(numerics, rows[:count], each) for each in (weights, in_blocks)]
-        if numerics.row_invariant and not np.array_equal(sides[1]()[0], expected[:count]):
+        whole, parts = (_compiled(numerics, rows[:count], each) for each in (weights, in_blocks))
+        if numerics.row_invariant and not np.array_equal(parts()[0], expected[:count]):
             break
-        taken: tuple[list[float], list[float]] = ([], [])
-        for _ in range(_ROUNDS):
-            for multiply, seconds in zip(sides, taken, strict=True):
-                start = time.perf_counter()
-                multiply()
-                seconds.append(time.perf_counter() - start)
-        whole, parts = map(statistics.median, taken)
-        if whole > _GAIN * parts:
+        if paired(parts, whole, _ROUNDS).ratio > _GAIN:
             most, slower = count, 0
         elif slower:  # twice, so it is not noise
             break

@@ -3,7 +3,7 @@
 import dataclasses
 
 from engine_benchmarks.policies import make_engine
-from engine_benchmarks.price import LENGTH, NODES, STEPS, decoder, measured_form, verifier
+from engine_benchmarks.price import LENGTH, NODES, STEPS, decoder, numerics_of_a_run, verifier
 from rljax.benchmarking import Row, compare, interleave
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
@@ -17,7 +17,7 @@ def block_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
     weights.
     """
     params = init_params(config, seed=0)
-    in_blocks, form = measured_form(config, "float32", True)
+    in_blocks, form = numerics_of_a_run(config, "float32", True)
     whole = dataclasses.replace(
         in_blocks, measured_form=dataclasses.replace(in_blocks.product_form, blocks=())
     )

@@ -25,7 +25,7 @@ _BATCHES, NODES, LENGTH, STEPS = (1, 2, 8, 64), 7, 256, 12
 _DTYPES = ("float32", "bfloat16")
 
 
-def measured_form(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
+def numerics_of_a_run(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
     """Returns numerics as a run measures them on this device, and a line about them."""
     buckets = Buckets((2, 8, 64), (LENGTH,), tuple(batch * (NODES + 1) for batch in (2, 8, 64)), NODES)
     return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
@@ -77,7 +77,7 @@ def price_rows(name: str, config: ModelConfig, repeats: int, num_sequences: int)
     tokens: dict[str, int] = {}
     for dtype in _DTYPES:
         for on in (True, False):
-            exactness, form = measured_form(config, dtype, on)
+            exactness, form = numerics_of_a_run(config, dtype, on)
             if on:
                 forms[dtype] = form
             for batch in _BATCHES:
