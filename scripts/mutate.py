@@ -1,0 +1,176 @@
+"""Breaks one mechanism at a time in a copy of the code, and says which breakages no test notices.
+
+    python scripts/mutate.py                            # all of tests/mutations.yaml: about an hour
+    python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
+
+Tests of a mutation run until the first one fails, which is what should happen; a mutation whose tests pass
+survives. What was found is kept, so the same command goes on where it stopped; where the code has changed
+since, it begins anew. The exit status is 1 if a mutation survived, or if its tests fail on the code as it is.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+MUTATIONS = ROOT / "tests" / "mutations.yaml"
+_COPIED = ("rljax", "drafters", "scripts", "configs", "tests", "colab", "docs", "benchmarks")
+_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A mechanism, and how to break it.
+
+    Attributes:
+      name: what is wrong in the broken code.
+      file: the file, from the repository's root.
+      replace: text that occurs in it once.
+      by: text in its place.
+      tests: files or folders of tests, one of which should notice.
+    """
+
+    name: str
+    file: str
+    replace: str
+    by: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """Returns the file's text, broken; raises a ValueError unless the text to replace occurs once."""
+        if (count := text.count(self.replace)) != 1:
+            raise ValueError(f"{self.name}: its text occurs {count} times in {self.file}")
+        return text.replace(self.replace, self.by)
+
+
+def read_mutations(path: Path = MUTATIONS) -> list[Mutation]:
+    """Returns the mutations of a file."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def survives(copy: Path, mutation: Mutation, limit: float) -> bool:
+    """Returns whether the tests of a mutation pass on the broken code; `copy` is left as it was."""
+    path = copy / mutation.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(mutation.applied(text), encoding="utf-8")
+    try:
+        return passes(copy, mutation.tests, limit)
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def passes(copy: Path, tests: Sequence[str], limit: float) -> bool:
+    """Returns whether tests pass in a copy of the repository within `limit` seconds."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit) == 0
+    except subprocess.TimeoutExpired:  # what hangs is noticed
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def copy_repository(into: Path) -> None:
+    """Copies what tests read."""
+    left_out = shutil.ignore_patterns("__pycache__", ".*")
+    for name in _COPIED:
+        shutil.copytree(ROOT / name, into / name, ignore=left_out)
+    for name in _FILES:
+        shutil.copy(ROOT / name, into / name)
+
+
+def digest(copy: Path) -> str:
+    """Returns a digest of a copy's Python files and mutations."""
+    found = hashlib.sha256()
+    for path in sorted([*copy.rglob("*.py"), copy / MUTATIONS.relative_to(ROOT)]):
+        found.update(path.relative_to(copy).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+class Findings:
+    """What is known of mutations and tests, in a file: {"code": digest, "passed": {tests or name: bool}}."""
+
+    def __init__(self, path: Path, code: str) -> None:
+        self._path, self._code = path, code
+        self.passed: dict[str, bool] = {}
+        if path.exists() and (kept := json.loads(path.read_text(encoding="utf-8")))["code"] == code:
+            self.passed = kept["passed"]
+
+    def add(self, name: str, passed: bool) -> None:
+        self.passed[name] = passed
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"code": self._code, "passed": self.passed}, indent=1) + "\n")
+
+
+def chosen(mutations: Sequence[Mutation], only: str | None) -> Iterator[Mutation]:
+    """Yields the mutations with one of the comma-separated texts of `only` in name, file or tests."""
+    wanted = only.split(",") if only else [""]
+    for mutation in mutations:
+        described = " ".join((mutation.name, mutation.file, *mutation.tests))
+        if any(text in described for text in wanted):
+            yield mutation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="texts, separated by commas; one of them is in name, file or tests")
+    parser.add_argument("--limit", type=float, default=600.0, help="most seconds of a mutation's tests")
+    parser.add_argument(
+        "--findings", type=Path, default=Path("cache/mutations.json"), help="what was found so far"
+    )
+    arguments = parser.parse_args(argv)
+    mutations = list(chosen(read_mutations(), arguments.only))
+    with tempfile.TemporaryDirectory(prefix="rljax-mutations-") as directory:
+        copy = Path(directory) / "copy"
+        copy_repository(copy)
+        # Programs that a mutation leaves as they are need not be compiled again.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(directory) / "compiled"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        findings = Findings(arguments.findings, digest(copy))
+        for number, mutation in enumerate(mutations, 1):
+            start, unbroken = time.monotonic(), " ".join(mutation.tests)
+            if mutation.name not in findings.passed:
+                findings.add(mutation.name, survives(copy, mutation, arguments.limit))
+            if not findings.passed[mutation.name] and unbroken not in findings.passed:
+                findings.add(unbroken, passes(copy, mutation.tests, 4 * arguments.limit))
+            outcome = "SURVIVES" if findings.passed[mutation.name] else "noticed"
+            if outcome == "noticed" and not findings.passed[unbroken]:
+                outcome = "ITS TESTS FAIL ANYWAY"
+            seconds = time.monotonic() - start
+            print(f"[{number}/{len(mutations)}] {seconds:5.0f} s  {outcome:9} {mutation.name}", flush=True)
+    survivors = [each.name for each in mutations if findings.passed[each.name]]
+    failing = {
+        " ".join(each.tests) for each in mutations if not findings.passed.get(" ".join(each.tests), True)
+    }
+    print(f"{len(mutations) - len(survivors)} of {len(mutations)} noticed")
+    for tests in sorted(failing):
+        print(f"fail on the code as it is: {tests}")
+    return 1 if survivors or failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

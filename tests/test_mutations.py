@@ -1,0 +1,63 @@
+"""The list of mutations: each can be applied, and names tests that exist."""
+
+import collections
+import json
+
+import pytest
+
+from tests.scripts import SCRIPTS, load_script
+
+mutate = load_script("mutate")
+_LIST = mutate.read_mutations()
+
+
+def test_every_mutation_applies_and_names_tests():
+    root = SCRIPTS.parent
+    for mutation in _LIST:
+        text = (root / mutation.file).read_text(encoding="utf-8")
+        assert mutation.applied(text) != text, mutation.name
+        assert mutation.tests and all((root / test).exists() for test in mutation.tests), mutation.name
+    assert len({mutation.name for mutation in _LIST}) == len(_LIST)
+
+
+def test_every_package_is_broken_somewhere():
+    broken = collections.Counter(mutation.file.split("/")[-2] for mutation in _LIST)
+    packages = {path.parent.name for path in (SCRIPTS.parent / "rljax").glob("*/__init__.py")}
+    # Thin, or only showing what others computed.
+    left_out = {"commands", "config", "reports", "runtime"}
+    assert packages - left_out <= {*broken, "kernels"}, packages - left_out - set(broken)
+    assert len(_LIST) >= 80
+
+
+def test_a_text_that_does_not_occur_once_is_an_error():
+    mutation = mutate.Mutation("nothing", "a.py", "x", "y", ("tests",))
+    assert mutation.applied("ax") == "ay"
+    for text in ("", "xx"):
+        with pytest.raises(ValueError, match="nothing: its text occurs"):
+            mutation.applied(text)
+
+
+def test_noticed_and_survived_and_remembered(tmp_path, monkeypatch, capsys):
+    """One mutation whose test notices, one whose test does not, in a repository of one file."""
+
+    def copy_repository(into):
+        (into / "tests").mkdir(parents=True)
+        (into / "code.py").write_text("one = 1\ntwo = 2\n")
+        test = "import runpy\n\ndef test_one():\n    assert runpy.run_path('code.py')['one'] == 1\n"
+        (into / "tests" / "test_code.py").write_text(test)
+        (into / "tests" / "mutations.yaml").write_text("")
+
+    entries = [
+        mutate.Mutation("one is wrong", "code.py", "one = 1", "one = 3", ("tests/test_code.py",)),
+        mutate.Mutation("two is wrong", "code.py", "two = 2", "two = 3", ("tests/test_code.py",)),
+    ]
+    monkeypatch.setattr(mutate, "copy_repository", copy_repository)
+    monkeypatch.setattr(mutate, "read_mutations", lambda: entries)
+    findings = tmp_path / "found.json"
+    assert mutate.main(["--findings", str(findings)]) == 1
+    said = capsys.readouterr().out
+    assert "noticed   one is wrong" in said and "SURVIVES  two is wrong" in said and "1 of 2 noticed" in said
+    kept = json.loads(findings.read_text())["passed"]
+    assert kept == {"one is wrong": False, "tests/test_code.py": True, "two is wrong": True}
+    assert mutate.main(["--findings", str(findings), "--only", "one is"]) == 0
+    assert "1 of 1 noticed" in capsys.readouterr().out
