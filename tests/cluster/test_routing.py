@@ -65,3 +65,16 @@ def test_keys_make_routers():
     assert type(router(pipe="two_tiers", migration=True)) is Migrating
     both = router(balance=8, race=2)
     assert (type(both), type(both.inner)) == (Racing, Balancing)
+
+
+@pytest.mark.parametrize("pipe, workers", [("ranked", [2, 2]), ("two_tiers", [1, 3])])
+def test_two_tiers_give_long_groups_more_workers(pipe, workers):
+    history = RolloutHistory()
+    requests, completions = rollout({1: [4] * 6, 2: [400] * 6})
+    history.learn(requests, completions)
+    history.measure({"a": (DecodeStatistics(steps=10, rows=20), 7.0)})
+    config = ClusterConfig(workers=4, pipe=pipe, pipe_groups=2)
+    router = make_router(config, ["srt"], 1, history)
+    router.begin(dict(enumerate(requests)))
+    groups = [router.group_of_worker(f"worker-{number}") for number in range(4)]
+    assert [groups.count(0), groups.count(1)] == workers

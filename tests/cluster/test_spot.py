@@ -82,7 +82,7 @@ def test_a_leader_alone_prepares_for_itself():
 
 
 def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came_last():
-    coordinator, work = trained_by(2, tokens=12)
+    coordinator, work = trained_by(2, tokens=40)
     ends(coordinator, work, "worker-0")
     (halt,) = ends(coordinator, work, "worker-1", 2.0)
     assert halt == Halt("worker-0", 1)
@@ -99,10 +99,11 @@ def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came
     keys = list(coordinator._workers["worker-0"].holds)
     ended = tuple(Piece(key, 1, 0, *response_to(key, 1), "eos") for key in keys)
     lead, prepare = (c for c in coordinator.on(Pieces("worker-0", 2, ended), 7.0) if isinstance(c, SPOT))
-    # Six tokens of room for responses of the last rollout: the longest that nobody trained on and that fits.
+    # Half of the tokens are for responses of the last rollout: the longest that nobody has trained on.
+    longest = max(work["worker-1"], key=length_of)
     assert lead.session == 2
-    prompt, _ = prepare.samples[0]
-    assert prompt[1] * 2 in (*work["worker-1"], *work["worker-0"])
+    assert prepare.samples[0] == ((7, longest // 2), response_to(longest)[0])
+    assert prepare.samples[1][1] == response_to(keys[0], 1)[0]  # the second longest has no room
 
 
 def test_a_leader_that_is_lost_is_followed_by_another_one():
