@@ -1,15 +1,18 @@
-"""Layers compiled once against layers written out: `python scripts/bench_layers.py [--only SECTIONS]`.
+"""Layers traced once against layers written out: `python scripts/bench_layers.py [--only SECTIONS]`.
 
-Compile time, temporary memory and, on the CPU, speed of the same programs both ways
-(`policy.outline_layers`). The section `tpu` compiles Qwen3-8B for eight v5e chips that need not be here.
-`docs/planning.md` says what it showed.
+Processor seconds to trace and compile, temporary memory and, on the CPU, speed of the same programs, whose
+compiler inlines the layers or calls them (`policy.outline_layers`). The sections `gpu` and `tpu` compile for
+an H100 and for v5e chips that need not be here. `docs/planning.md` says what it showed.
 """
 
 import dataclasses
 import functools
 import os
+import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -23,12 +26,13 @@ from rljax.config import ExperimentConfig, load_config
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.planning.planner import make_planning, tracing
-from rljax.planning.programs import Program
+from rljax.planning.programs import Planning, PlanningPool, Program
 from rljax.planning.topologies import parse_topology
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
@@ -42,48 +46,122 @@ _V5E = (
     "training.pack_length=4096",
     "training.rows_per_microbatch=8",
 )
+_H100 = (
+    "policy.compute_dtype=bfloat16",
+    "engine.row_invariant=warn",
+    "kernels.tree_attention=mosaic_gpu",
+    "engine.max_slots=64",
+    "engine.batch_buckets=[8,64]",
+    "engine.cache_buckets=[1024]",
+    "rollout.max_prompt_length=1000",
+    "rollout.max_response_length=24",
+    "speculation.verify_buckets=[16]",
+    "training.pack_length=1024",
+    "training.rows_per_microbatch=8",
+)
+_SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, tie_embeddings=True, max_positions=8192)
+"""The shape of SmolLM2-135M."""
 _KINDS = ("prefill", "generate", "verify", "gradients")
+_LAYOUTS = ("inlined", "called")
+_WRITTEN_OUT = "written out"
 
 
-def _programs(config: ExperimentConfig, topology: str, depth: int, outline: bool) -> dict[str, Program]:
-    """Returns the largest program of every kind, compiled for a topology."""
+@contextmanager
+def _laid_out(layout: str) -> Iterator[None]:
+    """Context in which programs are traced with layers in a layout, also that of layers written out."""
+
+    def written_out(function: Callable[..., Any], remat: bool, outlined: bool) -> Callable[..., Any]:
+        del outlined
+        return jax.checkpoint(function) if remat else function
+
+    traced_once = transformer.traced_once
+    if layout == _WRITTEN_OUT:
+        transformer.traced_once = written_out
+    try:
+        yield
+    finally:
+        transformer.traced_once = traced_once
+
+
+class _TimedPool(PlanningPool):
+    """A pool that notes the processor seconds of this process, and of those it starts, by kind of program."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.processor_seconds: dict[str, float] = {}
+
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        known, start = key in self, _processor_seconds()
+        results = super().get(key, *args, **kwargs)
+        if key in self and not known:
+            self.processor_seconds[key[0]] = _processor_seconds() - start
+        return results
+
+
+def _processor_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class _TimedPlanning(Planning):
+    def pool(self, skips: Callable[[tuple], bool] = lambda args: False, drafter: str | None = None) -> Any:
+        """As `Planning.pool`, with a `_TimedPool`."""
+        exact = bool(self.config.engine.row_invariant)
+        return _TimedPool(None, exact, self.place, self._default, skips, drafter)
+
+
+def _programs(
+    config: ExperimentConfig, topology: str, model: ModelConfig | None, depth: int, layout: str
+) -> dict[str, tuple[Program, float]]:
+    """Returns the largest program of every kind, compiled for a topology, and its processor seconds."""
     planning, _ = make_planning(config, parse_topology(topology))
-    planning = dataclasses.replace(
-        planning,
-        model=dataclasses.replace(planning.model, num_layers=depth),
-        numerics=dataclasses.replace(planning.numerics, outline_layers=outline),
-    )
-    with tracing(planning, parse_topology(topology)):
+    fields = {field.name: getattr(planning, field.name) for field in dataclasses.fields(planning)}
+    fields["model"] = dataclasses.replace(model or planning.model, num_layers=depth)
+    fields["numerics"] = dataclasses.replace(planning.numerics, outline_layers=layout == "called")
+    planning = _TimedPlanning(**fields)
+    with tracing(planning, parse_topology(topology)), _laid_out(layout):
         _, pool = planning.begin()
-    return {program.kind: program for program in pool.programs()}  # the last verifying pass is the largest
+    return {  # the last verifying pass is the largest
+        program.kind: (program, pool.processor_seconds[program.kind]) for program in pool.programs()
+    }
 
 
 def compile_rows(
-    name: str, config: ExperimentConfig, topology: str, depths: Sequence[int], kinds: Sequence[str] = _KINDS
+    name: str,
+    config: ExperimentConfig,
+    topology: str,
+    depths: Sequence[int],
+    model: ModelConfig | None = None,
+    layouts: Sequence[str] = _LAYOUTS,
 ) -> list[Row]:
-    """Compares compile seconds and temporary bytes of programs at some depths."""
+    """Compares processor seconds and temporary bytes of programs at some depths, by default of the config's
+    policy.
+    """
     rows = []
     for depth in depths:
-        written_out, once = (_programs(config, topology, depth, outline) for outline in (False, True))
-        for kind in kinds:
-            ours, theirs = once[kind], written_out[kind]
-            figures = {
-                "seconds": (ours.seconds, theirs.seconds, "s"),
-                "temporaries": (ours.temporaries / 2**20, theirs.temporaries / 2**20, "MiB"),
-                "accessed": (ours.accessed / 2**20, theirs.accessed / 2**20, "MiB"),
-            }
-            rows += [
-                Row(
-                    f"{name}/{depth} layers/{kind}/{what}",
-                    value,
-                    unit,
-                    "written out",
-                    baseline,
-                    baseline / max(value, 1e-9),
-                    {"layers": depth, "topology": topology},
-                )
-                for what, (value, baseline, unit) in figures.items()
-            ]
+        written_out = _programs(config, topology, model, depth, _WRITTEN_OUT)
+        for layout in layouts:
+            once = _programs(config, topology, model, depth, layout)
+            for kind in _KINDS:
+                (ours, seconds), (theirs, their_seconds) = once[kind], written_out[kind]
+                figures = {
+                    "processor seconds": (seconds, their_seconds, "s"),
+                    "temporaries": (ours.temporaries / 2**20, theirs.temporaries / 2**20, "MiB"),
+                }
+                if theirs.accessed:  # the compiler for GPUs does not count it
+                    figures["accessed"] = ours.accessed / 2**20, theirs.accessed / 2**20, "MiB"
+                rows += [
+                    Row(
+                        f"{name}/{depth} layers/{kind}/{layout}/{what}",
+                        value,
+                        unit,
+                        _WRITTEN_OUT,
+                        baseline,
+                        baseline / max(value, 1e-9),
+                        {"layers": depth, "topology": topology, "program": ours.name},
+                    )
+                    for what, (value, baseline, unit) in figures.items()
+                ]
     return rows
 
 
@@ -131,7 +209,7 @@ def _update(depth: int, dtype: str, outline: bool) -> Callable[[], None]:
 
 
 def speed_rows(depths: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[Row]:
-    """Compares the time of decode steps and of gradients on this machine."""
+    """Compares the time of decode steps and of gradients on this machine, layers called and inlined."""
     rows = []
     cases = {f"decode, {slots} slots": functools.partial(_decoding, slots=slots) for slots in (4, 32)} | {
         "gradients of 2 x 512 tokens": _update
@@ -139,14 +217,16 @@ def speed_rows(depths: Sequence[int], dtypes: Sequence[str], repeats: int) -> li
     for depth in depths:
         for dtype in dtypes:
             for name, case in cases.items():
-                actions = [case(depth, dtype, outline=outline) for outline in (True, False)]
+                actions = [
+                    case(depth, dtype, outline=outline) for outline in (True, False)
+                ]  # called, inlined
                 times = paired(*actions, repeats)
                 rows.append(
                     Row(
-                        f"cpu/{depth} layers/{name}/{dtype}",
+                        f"cpu/{depth} layers/{name}/{dtype}/called",
                         1e3 * times.seconds,
                         "ms",
-                        "written out",
+                        "inlined",
                         1e3 * times.baseline_seconds,
                         times.ratio,
                         {"layers": depth, "ratio_low": times.ratio_low, "ratio_high": times.ratio_high},
@@ -164,19 +244,26 @@ BENCHMARK = Benchmark(
     description=__doc__.splitlines()[0],
     plan=(
         Measurement(
+            "gpu",
+            "SmolLM2-135M for an H100",
+            lambda: compile_rows(
+                "smollm2", _config("qwen2.5-0.5b", *_H100), "h100:1", (30,), _SMOLLM2, ("inlined",)
+            ),
+        ),
+        Measurement(
             "tpu",
             "Qwen3-8B for v5e:2x4",
-            lambda: compile_rows("qwen3-8b", _config("qwen3-8b", *_V5E), "v5e:2x4", (4, 12, 36)),
+            lambda: compile_rows("qwen3-8b", _config("qwen3-8b", *_V5E), "v5e:2x4", (4, 12)),
         ),
         Measurement(
             "cpu",
-            "Qwen2.5-0.5B",
-            lambda: compile_rows("qwen2.5-0.5b", _config("qwen2.5-0.5b"), "cpu:1", (4, 12, 24)),
+            "SmolLM2-135M",
+            lambda: compile_rows("smollm2", _config("qwen2.5-0.5b"), "cpu:1", (30,), _SMOLLM2),
         ),
         Measurement("speed", "two depths", lambda: speed_rows((4, 12), ("float32", "bfloat16"), 7)),
     ),
     quick_plan=(Measurement("speed", "two layers", lambda: speed_rows((2,), ("float32",), 1)),),
-    packages=("libtpu",),
+    packages=("libtpu", "jax-cuda13-plugin"),
 )
 
 

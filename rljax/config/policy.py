@@ -128,10 +128,10 @@ class PolicyConfig(Section):
     )
     outline_layers: AutoOnOff = Field(
         "auto",
-        description="Compile the decoder layer once and call it for every layer: compile time then hardly"
-        " grows with depth, and on a CPU the update needs much less memory. auto is on for TPUs from 4 layers"
-        " on. Set on where compiling or the update's memory is the limit, off where the compiler makes"
-        " faster programs of layers that are written out.",
+        description="Whether compiled programs call the decoder layer, which is traced once either way, or"
+        " have it inlined. On a CPU with training.remat the update of a called layer needs a fraction of the"
+        " memory: there auto is on, from 4 layers on. Set on to save memory on a TPU, too; a GPU refuses it,"
+        " since its compiler fuses nothing in a called layer.",
     )
     chat_date: Annotated[str, AfterValidator(_date)] = Field(
         "2024-07-26",

@@ -1,10 +1,11 @@
-"""Functions that a program compiles once, however often it calls them.
+"""Decoder layers that are traced once, and called or inlined by the compiler.
 
-Decoder layers are equal but for their weights, yet a program with L layers written out is optimized layer by
-layer, in time proportional to L. Here a layer is a function of the compiled program, and the program calls it
-L times. In contrast to a loop over stacked weights (`jax.lax.scan`), weights and KV cache stay separate
+Decoder layers are equal but for their weights, yet a program with L layers written out is traced and lowered
+layer by layer, and so is every kernel in them. Here a layer is a function of the program, which calls it L
+times. In contrast to a loop over stacked weights (`jax.lax.scan`), weights and KV cache stay separate
 arrays: nothing is stacked for the loop or sliced in it, and checkpoints, shardings and donation do not
-change. `docs/planning.md` has the measurements.
+change. XLA inlines the calls before anything else, and the compiled program is that of layers written out;
+or the calls are marked, and stay. `docs/planning.md` has the measurements.
 """
 
 from collections.abc import Callable
@@ -17,17 +18,27 @@ _MARK = {"inlineable": "false"}
 """For XLA's inliner of calls (xla/service/call_inliner.cc)."""
 
 
-def outlined(function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
-    """Returns `function` as a function of the compiled program, called and not inlined.
+def traced_once(
+    function: Callable[..., Any], remat: bool = False, outlined: bool = False
+) -> Callable[..., Any]:
+    """Returns `function` as a function of the program that is traced once for all calls.
 
-    Calls share one compiled function if their arguments have the same structure, shapes and types; arrays
-    that `function` closes over count as arguments. Gradients are computed by functions of their own, again
-    one for all calls. Derivatives in forward mode are not supported.
+    Calls share one function if their arguments have the same structure, shapes and types; arrays that
+    `function` closes over count as arguments. Gradients are computed by functions of their own, again one
+    for all calls.
 
     Args:
-      function: pure; positional arguments only. Arrays that it closes over have no gradient.
+      function: pure; positional arguments only.
       remat: keep only the arguments for the backward pass, and compute everything else again.
+      outlined: the compiler does not inline the calls. Derivatives in forward mode are then not supported,
+        and arrays that `function` closes over have no gradient.
     """
+    if outlined:
+        return _outlined(function, remat)
+    return jax.jit(jax.checkpoint(function) if remat else function)
+
+
+def _outlined(function: Callable[..., Any], remat: bool) -> Callable[..., Any]:
     call = _not_inlined(function)
 
     def forward(*arguments: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from jax import Array
 
 from rljax.models.config import ModelConfig
 from rljax.models.linear import linear, product
-from rljax.models.outlining import outlined
+from rljax.models.outlining import traced_once
 from rljax.models.rope import apply_rope
 from rljax.numerics.rows import Numerics, rms_norm
 
@@ -212,10 +212,7 @@ def forward_with_residuals(
             layer, x = gathered.layer(layer, x)
         return decoder_layer(layer, cache, x, angles, attention, config, numerics)
 
-    if numerics.outline_layers:
-        run = outlined(run, remat)
-    elif remat:
-        run = jax.checkpoint(run)
+    run = traced_once(run, remat, numerics.outline_layers)
     caches = [None] * len(params["layers"]) if caches is None else caches
     for layer, cache in zip(params["layers"], caches, strict=True):
         x, kept_here = run(layer, cache, x)

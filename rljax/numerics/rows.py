@@ -46,7 +46,7 @@ class Numerics:
       kernels: the backend of every operation that has kernels.
       measured_form: the form of products that was measured here to be exact, where rows must be invariant,
         and fast; None before it is measured.
-      outline_layers: compile the decoder layer once, and call it for every layer
+      outline_layers: the compiler calls the decoder layer instead of inlining it
         (`rljax/models/outlining.py`).
     """
 

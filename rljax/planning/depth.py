@@ -1,8 +1,8 @@
 """Programs of a deep policy from two shallow ones.
 
 Layers are equal, so every figure of a program is a constant and a share per layer: two depths give both.
-Also with `policy.outline_layers`, deep policies take longer to compile: calls are inlined after the function
-was optimized. `tests/planning/test_planning.py` compares with a whole compile.
+A layer is traced once, but compiled as often as it is called (`rljax/models/outlining.py`).
+`tests/planning/test_planning.py` compares with a whole compile.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
 from rljax.training.policy import Policy
 
-_OUTLINED_FROM = 4  # layers; fewer compile fast anyway
+_OUTLINED_FROM = 4  # layers; with fewer, the update needs hardly less memory
 
 
 def make_numerics(
@@ -79,10 +79,15 @@ def make_numerics(
 def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mesh | None) -> Numerics:
     """Returns the numerics of the policy before row-invariance is measured."""
     kernels = KernelChoice(**config.kernels.model_dump())
-    outline = config.policy.outline_layers
+    outline, platform = config.policy.outline_layers, target.platform()
+    if outline == "on" and platform == "gpu":
+        raise ConfigError(
+            "policy.outline_layers: on makes slow programs on a GPU, whose compiler fuses nothing in a called"
+            " layer; set auto"
+        )
     if outline == "auto":
-        deep = policy.num_layers >= _OUTLINED_FROM
-        outline = "on" if deep and target.platform() == "tpu" else "off"
+        frugal = platform == "cpu" and config.training.remat and policy.num_layers >= _OUTLINED_FROM
+        outline = "on" if frugal else "off"
     return Numerics(
         bool(config.engine.row_invariant),
         config.policy.compute_dtype,

@@ -51,7 +51,7 @@ UPDATES = {
 
 
 def make_trainer(config: ModelConfig, kind: Kind) -> Trainer:
-    """Returns a trainer of this kind with a pool of its own; layers are outlined, as on a TPU."""
+    """Returns a trainer of this kind with a pool of its own; layers are called, as on a CPU with remat."""
     adapter = None
     if kind.lora is not None:
         lora = Lora.of(kind.lora, config)

@@ -1,4 +1,4 @@
-"""Decoder layers that are compiled once and called: the same bits, one function in every program."""
+"""Decoder layers that are traced once, inlined or called: the bits of layers written out."""
 
 import dataclasses
 import functools
@@ -14,8 +14,9 @@ from rljax.config import load_config
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
+from rljax.errors import ConfigError
 from rljax.models import transformer
-from rljax.models.outlining import outlined
+from rljax.models.outlining import traced_once
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.training.assembly import unmeasured_numerics
@@ -27,31 +28,45 @@ from tests.training.tiny_run import write_config
 DEPTH = 3
 BUCKETS = Buckets((4,), (256,), (12,), 3)
 POLICIES = [("three", "float32"), ("one", "bfloat16")]
+LAYOUTS = ["inlined", "called"]
+
+
+@pytest.fixture(autouse=True)
+def layout_by_name(monkeypatch):
+    """`Numerics.outline_layers` is the name of a layout here, also that of layers written out."""
+
+    def laid_out(function, remat, layout):
+        if layout == "written out":
+            return jax.checkpoint(function) if remat else function
+        return traced_once(function, remat, layout == "called")
+
+    monkeypatch.setattr(transformer, "traced_once", laid_out)
 
 
 @functools.lru_cache
-def engine_of(name, dtype, outline):
+def engine_of(name, dtype, layout):
     config = dataclasses.replace(CONFIGS[name], num_layers=DEPTH)
-    numerics = dataclasses.replace(exact_numerics(config, dtype, BUCKETS), outline_layers=outline)
+    numerics = dataclasses.replace(exact_numerics(config, dtype, BUCKETS), outline_layers=layout)
     return DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], 64, hidden_layers=(0, 2))
 
 
 @functools.lru_cache
-def decoded(name, dtype, outline, drafted=False):
+def decoded(name, dtype, layout, drafted=False):
     """What an engine prefills and decodes, plainly or with drafts."""
-    engine = engine_of(name, dtype, outline)
+    engine = engine_of(name, dtype, layout)
     params = engine.load_params(lively_params(engine.config))
     asked = ask([3, 60, 100, 1], [60, 30, 90, 5])
     prefix = engine.prefill(params, [each.prompt for each in asked])
     if not drafted:
         return decode(engine, params, asked, capacity=256), jax.tree.map(np.asarray, prefix)
-    truth = [tokens for tokens, _ in decoded(name, dtype, outline)[0]]
+    truth = [tokens for tokens, _ in decoded(name, dtype, layout)[0]]
     return speculate(engine, params, asked, tangled(truth), 3, capacity=256).outputs
 
 
-def test_an_engine_decodes_the_bits_of_layers_written_out():
-    plain, prefix = decoded(*POLICIES[0], True)
-    expected, expected_prefix = decoded(*POLICIES[0], False)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_engine_decodes_the_bits_of_layers_written_out(layout):
+    plain, prefix = decoded(*POLICIES[0], layout)
+    expected, expected_prefix = decoded(*POLICIES[0], "written out")
     assert plain == expected
     for one, other in zip(jax.tree.leaves(prefix), jax.tree.leaves(expected_prefix), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -59,13 +74,13 @@ def test_an_engine_decodes_the_bits_of_layers_written_out():
 
 @pytest.mark.parametrize("policy", POLICIES, ids=" ".join)
 def test_drafted_and_plain_decoding_have_the_same_bits(policy):
-    assert decoded(*policy, True, drafted=True) == decoded(*policy, True)[0]
+    assert decoded(*policy, "called", drafted=True) == decoded(*policy, "called")[0]
 
 
 @functools.lru_cache
-def _gradient_program(name, dtype, outline, remat):
-    config = engine_of(name, dtype, outline).config
-    numerics = engine_of(name, dtype, outline).numerics
+def _gradient_program(name, dtype, layout, remat):
+    config = engine_of(name, dtype, layout).config
+    numerics = engine_of(name, dtype, layout).numerics
     rope = jnp.asarray(rope_table(config, 64))
     positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (2, 64))
 
@@ -84,10 +99,10 @@ def _gradient_program(name, dtype, outline, remat):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", [name for name, dtype in POLICIES if dtype == "float32"])
-def test_gradients_are_those_of_layers_written_out(name, remat):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_layers_written_out(layout, remat):
     (loss, gradients), (expected_loss, expected) = (
-        _gradients(name, "float32", outline, remat) for outline in (True, False)
+        _gradients(*POLICIES[0], each, remat) for each in (layout, "written out")
     )
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
@@ -95,18 +110,18 @@ def test_gradients_are_those_of_layers_written_out(name, remat):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", [name for name, dtype in POLICIES if dtype == "bfloat16"])
-def test_gradients_in_bfloat16_are_as_good_as_those_of_layers_written_out(name, remat):
+def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers(remat):
     """The compiler leaves out roundings between layers that it can see at once, so the two differ."""
-    _, exact = _gradients(name, "float32", False, remat)
-    outlined, written_out = (
-        _distance(_gradients(name, "bfloat16", outline, remat)[1], exact) for outline in (True, False)
+    name, dtype = POLICIES[1]
+    _, exact = _gradients(name, "float32", "inlined", remat)
+    called, inlined = (
+        _distance(_gradients(name, dtype, layout, remat)[1], exact) for layout in ("called", "inlined")
     )
-    assert outlined < 1.25 * written_out
+    assert called < 1.25 * inlined
 
 
-def _gradients(name, dtype, outline, remat):
-    _, program, arguments = _gradient_program(name, dtype, outline, remat)
+def _gradients(name, dtype, layout, remat):
+    _, program, arguments = _gradient_program(name, dtype, layout, remat)
     return program(*arguments)
 
 
@@ -117,47 +132,60 @@ def _distance(gradients, exact):
 
 
 def _calls(lowered):
-    """Names of the functions that are called without being inlined, one for each call."""
-    return [
-        re.search(r"call @(\w+)\(", line)[1]
-        for line in lowered.as_text().splitlines()
-        if 'inlineable = "false"' in line
-    ]
+    """Names of the layers' functions that a program calls, one for each call, by whether they are inlined."""
+    calls = {True: [], False: []}
+    for line in lowered.as_text().splitlines():
+        called = re.search(r"call @((?:run|outlined_call|checkpoint)\w*)\(", line)
+        if called:
+            calls['inlineable = "false"' not in line].append(called[1])
+    return calls
 
 
 @pytest.mark.parametrize(
-    ("platform", "layers", "setting", "expected"),
+    ("platform", "layers", "setting", "remat", "expected"),
     [
-        ("tpu", 4, "auto", True),
-        ("tpu", 3, "auto", False),
-        ("gpu", 4, "auto", False),
-        ("cpu", 4, "auto", False),
-        ("cpu", 1, "on", True),
-        ("tpu", 36, "off", False),
+        ("cpu", 4, "auto", True, True),
+        ("cpu", 3, "auto", True, False),
+        ("cpu", 4, "auto", False, False),
+        ("gpu", 4, "auto", True, False),
+        ("tpu", 4, "auto", True, False),
+        ("cpu", 1, "on", False, True),
+        ("cpu", 36, "off", True, False),
     ],
 )
-def test_the_setting_chooses(tmp_path, platform, layers, setting, expected):
-    config = load_config(write_config(tmp_path), [f"policy.outline_layers={setting}"])
+def test_the_setting_chooses(tmp_path, platform, layers, setting, remat, expected):
+    overrides = [f"policy.outline_layers={setting}", f"training.remat={str(remat).lower()}"]
+    config = load_config(write_config(tmp_path), overrides)
     policy = dataclasses.replace(CONFIGS["one"], num_layers=layers)
     with target.tracing_for(None, 1, platform):
         assert unmeasured_numerics(config, policy, None).outline_layers == expected
 
 
+def test_layers_are_not_outlined_on_a_gpu(tmp_path):
+    config = load_config(write_config(tmp_path), ["policy.outline_layers=on"])
+    with target.tracing_for(None, 1, "gpu"), pytest.raises(ConfigError, match=r"outline_layers: on .* auto"):
+        unmeasured_numerics(config, CONFIGS["one"], None)
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_all_layers_are_calls_of_one_function(remat):
-    calls = _calls(_gradient_program(*POLICIES[0], True, remat)[0])
-    assert len(calls) == 2 * DEPTH and len(set(calls)) == 2  # forward and backward
-    assert not _calls(_gradient_program(*POLICIES[0], False, remat)[0])
+    for layout in LAYOUTS:
+        calls = _calls(_gradient_program(*POLICIES[0], layout, remat)[0])
+        found = calls.pop(layout == "inlined")
+        assert len(found) == 2 * DEPTH and len(set(found)) == 2, found  # forward and backward
+    assert not any(_calls(_gradient_program(*POLICIES[0], "written out", remat)[0]).values())
 
 
 def test_recomputing_keeps_no_activations():
     def temporaries(remat):
-        return _gradient_program(*POLICIES[0], True, remat)[1].memory_analysis().temp_size_in_bytes
+        return _gradient_program(*POLICIES[0], "called", remat)[1].memory_analysis().temp_size_in_bytes
 
     assert temporaries(True) < 0.7 * temporaries(False)
 
 
-def test_an_outlined_function_has_the_gradient_of_the_function():
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("outlined", [False, True])
+def test_a_function_traced_once_has_its_gradient(outlined, remat):
     scale = jnp.float32(3.0)
 
     def loss(function, x, y):
@@ -170,7 +198,7 @@ def test_an_outlined_function_has_the_gradient_of_the_function():
 
     x, y = jnp.arange(4.0), jnp.arange(4.0) + 1.0
     expected = jax.grad(functools.partial(loss, function), (0, 1))(x, y)
-    for remat in (False, True):
-        found = jax.jit(jax.grad(functools.partial(loss, outlined(function, remat)), (0, 1)))(x, y)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+    once = traced_once(function, remat, outlined)
+    found = jax.jit(jax.grad(functools.partial(loss, once), (0, 1)))(x, y)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
