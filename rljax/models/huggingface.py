@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +214,12 @@ def _refuse_unsupported(options: _Options) -> None:
 def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScaling | None]:
     """Reads base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     theta = options.number("rope_theta", 10_000.0)
-    rope = options.section("rope_scaling") or options.section("rope_parameters")
-    if rope is None:
+    sections = [options.section(name) for name in ("rope_parameters", "rope_scaling")]
+    stated = [section for section in sections if section is not None and section.values]  # {} is as null
+    if not stated:
         return theta, None
+    rope = stated[0]
+    _check_rope(options, stated)
     theta = rope.number("rope_theta", theta)
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.refuse("partial_rotary_factor", "only fully rotated heads (1.0) are supported")
@@ -242,6 +245,30 @@ def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScalin
     )
 
 
+def _check_rope(options: _Options, stated: Sequence[_Options]) -> None:
+    """Raises where the two spellings, or the base beside them, contradict each other."""
+    places = [place for place in (options, *stated) if place.get("rope_theta") is not None]
+    thetas = sorted({place.number("rope_theta") for place in places})
+    if len(thetas) > 1:
+        raise CheckpointError(
+            f"{options.file}: rope_theta is both {' and '.join(f'{theta:g}' for theta in thetas)}; keep one"
+        )
+    newer, older = map(_rope_values, (stated[0], stated[-1]))
+    for key in sorted(newer.keys() | older.keys()):
+        if newer.get(key) != older.get(key):
+            raise CheckpointError(
+                f"{options.file}: rope_parameters and rope_scaling contradict each other: {key} is"
+                f" {json.dumps(newer.get(key))} and {json.dumps(older.get(key))}; keep one of the two"
+            )
+
+
+def _rope_values(section: _Options) -> dict[str, Any]:
+    """Returns what a section says beside the base, in the newer spelling."""
+    values = {key: value for key, value in section.values.items() if value is not None}
+    values.pop("rope_theta", None)
+    return {"rope_type": values.pop("type", "default")} | values
+
+
 # --- generation_config.json ----------------------------------------------------------------------------
 
 
@@ -251,8 +278,8 @@ class GenerationConfig:
 
     Attributes:
       eos_token_ids: tokens that end a response, at least one.
-      temperature: temperature; 1 samples the unscaled distribution.
-      top_k: number of tokens to keep; 0 keeps every token.
+      temperature: temperature; 1 samples the unscaled distribution, 0 (also `do_sample: false`) is greedy.
+      top_k: number of tokens to keep; 0 (also -1) keeps every token.
       top_p: probability to keep; 1 keeps every token.
       min_p: smallest relative probability to keep; 0 keeps every token.
       repetition_penalty: penalty; 1 has no effect. It also covers the prompt's tokens, unlike in rljax.
@@ -282,6 +309,9 @@ def load_generation_config(directory: str | Path) -> GenerationConfig:
         ids = value if isinstance(value, list) else [value]
         if not ids or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
             raise eos.refuse("eos_token_id", "it should be a token id or a list of token ids")
+        rows = stated[1].get("vocab_size")
+        if isinstance(rows, int) and max(ids) >= rows:
+            raise eos.refuse("eos_token_id", f"the policy has tokens 0 to {rows - 1} (vocab_size)")
     else:
         tokenizer = Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
         if tokenizer is None or tokenizer.eos_token_id is None:
@@ -291,10 +321,11 @@ def load_generation_config(directory: str | Path) -> GenerationConfig:
             )
         ids = [tokenizer.eos_token_id]
     sampling = stated[0]
+    greedy = sampling.get("do_sample") is False
     return GenerationConfig(
         eos_token_ids=tuple(dict.fromkeys(ids)),
-        temperature=sampling.number("temperature", 1.0),
-        top_k=int(sampling.number("top_k", 0)),
+        temperature=0.0 if greedy else sampling.number("temperature", 1.0),
+        top_k=0 if sampling.get("top_k", 0) in (0, -1) else sampling.count("top_k"),
         top_p=sampling.number("top_p", 1.0),
         min_p=sampling.number("min_p", 0.0),
         repetition_penalty=sampling.number("repetition_penalty", 1.0),
@@ -351,8 +382,10 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the files with weights and, for shards, the file of each tensor by the index."""
+def _weight_files(directory: Path, optional: str | None) -> tuple[list[Path], dict[str, Path]]:
+    """Returns the files with weights and, for shards, the file of each tensor by the index; that of
+    `optional` need not exist.
+    """
     single, index = directory / _WEIGHTS, directory / _INDEX
     if single.is_file():
         return [single], {}
@@ -369,6 +402,8 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
             raise CheckpointError(
                 f"{index}: tensor {name} is in {shard!r}, which should be the name of a file beside the index"
             )
+        if name == optional and not (directory / shard).is_file():
+            continue
         promised[name] = directory / shard
         if not promised[name].is_file():
             raise CheckpointError(
@@ -377,8 +412,9 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     return sorted(set(promised.values())), promised
 
 
-def _read_headers(directory: Path) -> dict[str, _StoredTensor]:
-    files, promised = _weight_files(directory)
+def _read_headers(directory: Path, optional: str | None) -> dict[str, _StoredTensor]:
+    """Returns the tensors that the files hold. The index may promise `optional` and no file hold it."""
+    files, promised = _weight_files(directory, optional)
     stored: dict[str, _StoredTensor] = {}
     for file in files:
         with _open(file) as opened:
@@ -387,7 +423,7 @@ def _read_headers(directory: Path) -> dict[str, _StoredTensor]:
                     header = opened.get_slice(name)
                     stored[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
     for name, file in promised.items():
-        if name not in stored:
+        if name not in stored and name != optional:
             raise CheckpointError(f"{file}: tensor {name} is missing, though {_INDEX} promises it here")
     return stored
 
@@ -479,7 +515,8 @@ def load_params(
     directory = Path(directory)
     if dtype is not None:
         dtype = _weight_dtype(dtype)
-    stored = _read_headers(directory)
+    # Tied checkpoints may promise the head that they share with the embedding.
+    stored = _read_headers(directory, _TENSOR_NAMES["lm_head"] if config.tie_embeddings else None)
     _check_tensors(directory, config, stored)
     if put is None:
 
@@ -511,6 +548,7 @@ def save_model(
     params: Params,
     dtype: str | np.dtype,
     tokenizer_source: str | Path | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
@@ -523,7 +561,8 @@ def save_model(
       config: the architecture.
       params: the weights, on any device.
       dtype: type of the weights in the file: "float32", "bfloat16" or "float16".
-      tokenizer_source: a model directory to copy the tokenizer, the sampling defaults and the EOS ids from.
+      tokenizer_source: a model directory to copy the tokenizer and the sampling defaults from.
+      eos_token_ids: tokens that end a response; None for those of `tokenizer_source`.
       max_shard_bytes: weights beyond this many bytes go to several files; a single tensor may be larger.
     """
     directory = Path(directory).resolve()
@@ -536,7 +575,8 @@ def save_model(
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
     try:
         partial.chmod(0o755)  # directories of mkdtemp are private to their owner
-        _write_configs(partial, config, dtype, None if tokenizer_source is None else Path(tokenizer_source))
+        source = None if tokenizer_source is None else Path(tokenizer_source)
+        _write_configs(partial, config, dtype, source, eos_token_ids)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
         partial.rename(directory)  # an empty destination is replaced
     except BaseException:
@@ -585,28 +625,36 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_configs(directory: Path, config: ModelConfig, dtype: np.dtype, source: Path | None) -> None:
+def _write_configs(
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    source: Path | None,
+    eos_token_ids: Sequence[int] | None,
+) -> None:
     """Writes config.json, generation_config.json and the tokenizer's files."""
-    eos: list[int] = []
+    eos = list(eos_token_ids or ())
     bos = pad = None
     generation_file = directory / "generation_config.json"
+    generation: dict[str, Any] = {}
     if source is not None:
         tokenizer = Tokenizer.load(source)
         tokenizer.check_fits(config)
         bos, pad = tokenizer.bos_token_id, tokenizer.pad_token_id
-        eos = list(load_generation_config(source).eos_token_ids)
+        eos = eos or list(load_generation_config(source).eos_token_ids)
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
         if (source / generation_file.name).is_file():
-            shutil.copyfile(source / generation_file.name, generation_file)
+            generation = read_json_object(source / generation_file.name)
     special = {
         "bos_token_id": bos,
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": pad,
     }
-    if not generation_file.exists():
-        _write_json(generation_file, special)
+    # Without EOS in this file, transformers would generate on and on.
+    stated = {name: value for name, value in generation.items() if value is not None}
+    _write_json(generation_file, special | stated | {"eos_token_id": special["eos_token_id"]})
     rope_scaling = None
     if config.rope_scaling is not None:
         rope_scaling = {

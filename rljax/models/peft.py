@@ -202,6 +202,12 @@ def _check_config(directory: Path, config: LoraConfig) -> None:
 
 def _check_targets(file: Path, stored: dict[str, Any], config: LoraConfig) -> None:
     """Raises unless the adapter is of the config's matrices."""
+    whole = sorted(name.removeprefix(_PREFIX) for name in stored if ".lora_" not in name)
+    if whole:
+        raise CheckpointError(
+            f"{file}: holds {', '.join(whole)} beside LoRA's factors: a whole matrix, as PEFT saves it with"
+            " modules_to_save, or where the embedding was trained or resized; only factors are supported"
+        )
     modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in stored}
     unknown = sorted(modules - TARGETS.keys() - {""})
     if unknown:

@@ -73,7 +73,9 @@ def export_policy(
         raise CheckpointError(f"{saved.path} is a Hugging Face directory already; give a run directory")
     path, policy = check_destination(destination, force), saved.policy
     with _replacing(path) as partial:
-        save_model(partial, policy.config, policy.params, dtype, tokenizer_source=policy.tokenizer_directory)
+        save_model(
+            partial, policy.config, policy.params, dtype, policy.tokenizer_directory, policy.eos_token_ids
+        )
         (partial / "README.md").write_text(model_card(saved, dtype, path.name), encoding="utf-8")
     return path
 

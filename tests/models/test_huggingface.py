@@ -313,6 +313,7 @@ QWEN2 = {
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
 
 
@@ -346,6 +347,12 @@ def test_older_and_newer_spellings_mean_the_same(tmp_path):
     del scaled["rope_type"]
     write_config(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=scaled | {"type": "llama3"})
     assert load_model_config(tmp_path) == old
+    both = scaled | {"type": "llama3"}, scaled | {"rope_type": "llama3", "rope_theta": 5e5}
+    for older, newer in (({}, both[1]), (None, both[1]), both, (both[0], {})):
+        write_config(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=older, rope_parameters=newer)
+        assert load_model_config(tmp_path) == old, (older, newer)
+    write_config(tmp_path, rope_scaling={}, rope_parameters=None)
+    assert load_model_config(tmp_path).rope_scaling is None
 
 
 @pytest.mark.parametrize(
@@ -361,6 +368,19 @@ def test_older_and_newer_spellings_mean_the_same(tmp_path):
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is true"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type is "yarn"'),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_scaling.type is "linear"'),
+        (
+            {"rope_theta": "absent", "rope_scaling": {}, "rope_parameters": YARN},
+            'rope_parameters.rope_type is "yarn"',
+        ),
+        ({"rope_theta": 1e6, "rope_parameters": YARN | {"rope_type": "default"}}, "both 500000 and 1e"),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": YARN},
+            "contradict each other: factor is 4.0 and 8.0",
+        ),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "contradict each other: factor is null and 8.0",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor is 1.0"),
@@ -402,6 +422,16 @@ def test_eos_ids_and_their_fallbacks(checkpoint):
         json.dumps({"eos_token_id": [5, 7, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8})
     )
     assert load_generation_config(checkpoint) == GenerationConfig((5, 7), 0.7, 20, 0.8)
+    generation.write_text(json.dumps({"do_sample": False, "temperature": 0.7, "top_k": -1}))
+    assert load_generation_config(checkpoint) == GenerationConfig((im_end,), temperature=0.0, top_k=0)
+    generation.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": -2}))
+    with pytest.raises(CheckpointError, match=r"top_k is -2; it should be a positive integer"):
+        load_generation_config(checkpoint)
+    for file in (generation, checkpoint / "config.json"):
+        edit_json(file, eos_token_id=[im_end, VOCAB_SIZE], top_k=0)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: eos_token_id is \[2, 320\]; .* 0 to 319"):
+            load_generation_config(checkpoint)
+        edit_json(file, eos_token_id=None if file == generation else im_end)
     generation.write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is \"</s>\""):
         load_generation_config(checkpoint)
@@ -468,6 +498,35 @@ def test_the_lm_head_of_a_tied_model(tmp_path):
     edit_tensors(tmp_path / "tied", last_row)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         load_params(tmp_path / "tied", config)
+
+
+@pytest.mark.parametrize("shard", ["model-00001-of-", "model-lost.safetensors"])
+def test_a_promised_head_of_a_tied_model_need_not_be_there(shard, tmp_path):
+    config = small_config(tie_embeddings=True)
+    params = random_params(config)
+    save_model(tmp_path / "tied", config, params, "float32", max_shard_bytes=20_000)
+    index = tmp_path / "tied" / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shard = next((name for name in weight_map.values() if name.startswith(shard)), shard)
+    edit_json(index, weight_map=weight_map | {"lm_head.weight": shard})
+    assert_same_params(load_params(tmp_path / "tied", config), params)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_params(tmp_path / "tied", small_config())
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"temperature": 0.7, "eos_token_id": None}])
+def test_an_export_has_the_eos_ids_of_the_policy(generation, checkpoint, tmp_path):
+    (checkpoint / "generation_config.json").unlink()
+    if generation is not None:
+        (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+    edit_json(checkpoint / "config.json", eos_token_id=7)
+    for place, ids in enumerate((None, (7, 9))):
+        exported = tmp_path / f"exported-{place}"
+        save_model(exported, small_config(), random_params(small_config()), "float32", checkpoint, ids)
+        expected = 7 if ids is None else [7, 9]
+        for name in ("generation_config.json", "config.json"):
+            assert json.loads((exported / name).read_text())["eos_token_id"] == expected, name
+        assert load_generation_config(exported).temperature == (generation or {}).get("temperature", 1.0)
 
 
 def test_a_truncated_file(checkpoint):
