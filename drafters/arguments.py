@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rljax.config.section import PathText
 from rljax.errors import ConfigError, known_names
 
 
@@ -41,7 +42,7 @@ class MemoryArguments(Arguments):
 class SpillArguments(MemoryArguments):
     """Arguments of histories that are kept prompt by prompt, and so can be spilled to files."""
 
-    spill_dir: str | None = Field(
+    spill_dir: PathText | None = Field(
         None, description="Directory that keeps what memory cannot; null forgets it."
     )
 

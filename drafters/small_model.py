@@ -22,6 +22,7 @@ from pydantic import Field
 from drafters.arguments import Arguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from drafters.eagle.drafting import DraftStrategy, ScoredTree
+from rljax.config.section import PathText
 from rljax.engine.companion import Companion
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
@@ -42,7 +43,7 @@ _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
 class SmallModelArguments(Arguments):
     """Arguments of `SmallModelDrafter`."""
 
-    path: str = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
+    path: PathText = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of its weights and products; null is the policy's."
     )

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 import types
+import typing
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import TypeAdapter
 
 from rljax.config import (
     AlgorithmConfig,
@@ -17,6 +20,7 @@ from rljax.config import (
     load_config,
     to_yaml,
 )
+from rljax.config.keys import KEYS
 from rljax.errors import ConfigError
 from tests.scripts import SCRIPTS, load_script
 
@@ -83,6 +87,24 @@ def test_backends_of_a_kernel(config_file, text, kernels):
 
 def test_dates_are_text(config_file):
     assert load_config(config_file, ["run_dir=2026-01-01"]).run_dir == "2026-01-01"
+
+
+def test_a_home_directory_is_expanded_in_every_path(config_file):
+    """As no shell does in key=~/directory."""
+    config = load_config(config_file, ["policy.path=~/x", "policy.shape=null", "run_dir=~/y"])
+    assert (config.policy.path, config.run_dir) == (os.path.expanduser("~/x"), os.path.expanduser("~/y"))
+    texts = [key for key in KEYS.values() if str in (key.field.annotation, *_bare(key.field.annotation))]
+    others = {"tracking.name", "agents.agent"}  # whose descriptions mention directories
+    paths = [key for key in texts if "irectory" in key.field.description and key.name not in others]
+    assert {"policy.lora.path", "algorithm.teacher", "cluster.replay"} <= {key.name for key in paths}
+    for key in paths:
+        adapter = TypeAdapter(Annotated[key.field.annotation, key.field])
+        assert adapter.validate_python("~/x") == os.path.expanduser("~/x"), key.name
+
+
+def _bare(annotation):
+    """The types in a union, without what validates them."""
+    return [(typing.get_args(part) or (part,))[0] for part in typing.get_args(annotation)]
 
 
 def test_overrides_reach_every_kind_of_key(config_file):

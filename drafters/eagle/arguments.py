@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from drafters.arguments import Arguments
 from drafters.eagle.model import Variant
 from drafters.eagle.objective import HeadTraining, head_training
+from rljax.config.section import PathText
 from rljax.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class EagleArguments(Arguments):
         description="eagle and hass read the policy's last hidden state, eagle3 three. hass and eagle3"
         " train on their own outputs too: dearer steps, longer drafts.",
     )
-    path: str | None = Field(
+    path: PathText | None = Field(
         None,
         description="Directory of a trained head (scripts/train_drafter.py), of a published EAGLE checkpoint,"
         " or save_dir of another run; null is a new one.",
@@ -113,7 +114,7 @@ class EagleArguments(Arguments):
         description="Most of the rollouts' time that slices may take, over the run. Raise it while the head"
         " has much to learn and its drafts pay.",
     )
-    save_dir: str | None = Field(
+    save_dir: PathText | None = Field(
         None,
         min_length=1,
         description="Directory for the newest weights of the head, written in the background after every"

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rljax.algorithms.registry import ALGORITHMS, overlong_buffer
 from rljax.config.learning import OptimizerConfig
-from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.section import Count, CountOrOff, PathText, Section
 
 _GRPO = ALGORITHMS["grpo"].settings
 
@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
         description="Weight of the KL penalty towards the policy before RL, or the teacher. Raise it when the"
         " policy drifts too far; 0 keeps no reference policy and saves a forward pass.",
     )
-    teacher: str | None = Field(
+    teacher: PathText | None = Field(
         None,
         min_length=1,
         description="Run directory or Hugging Face directory of a policy with the same tokens, the reference"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from rljax.config.mesh import MeshConfig
-from rljax.config.section import Count, CountOrOff, Section
+from rljax.config.section import Count, CountOrOff, PathText, Section
 from rljax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class ClusterConfig(Section):
         " weights_dir, or jax.experimental.transfer from device to device. What fails falls back to the"
         " object store. Set files where a shared disk is faster, jax_transfer to spare the host's memory.",
     )
-    weights_dir: str | None = Field(
+    weights_dir: PathText | None = Field(
         None,
         min_length=1,
         description="Directory of the weights with weights: files, which all workers see; null is shared"
         " memory, for workers on this machine. Set it to a shared disk for several machines.",
     )
-    replay: str | None = Field(
+    replay: PathText | None = Field(
         None,
         min_length=1,
         description="Run directory, or its schedule.jsonl, whose batches are formed again, every token by"

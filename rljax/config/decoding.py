@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section
 
 MAX_NODES = 64  # per request and verifying pass, as in rljax/engine/draft_tree.py, which imports JAX
 
@@ -160,7 +160,7 @@ class EngineConfig(Section):
         " in a thread: decode states shrink and drafts are verified once theirs are ready; before waits for"
         " all of them and measures passes undisturbed, as benchmarks need.",
     )
-    compilation_cache: str | None = Field(
+    compilation_cache: PathText | None = Field(
         "cache/compilation",
         description="Directory that keeps compiled programs for the next process; null compiles every time."
         " Move it to share the programs between runs.",
@@ -346,7 +346,7 @@ class SpeculationConfig(Section):
         " ladder, once per rollout, and by races for its stragglers; fixed, always the one strategy"
         " of speculation.strategies. Set fixed to measure the worth of choosing.",
     )
-    calibration_dir: str = Field(
+    calibration_dir: PathText = Field(
         "cache/calibration",
         min_length=1,
         description="Directory of the device's constants from scripts/calibrate.py, for choice: roofline."

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rljax.config.section import Count, Section
+from rljax.config.section import Count, PathText, Section
 
 ALL_LINEAR = "all-linear"
 TARGETS = {
@@ -52,7 +52,7 @@ class LoraConfig(Section):
         description="Distribution of A; B starts at 0. kaiming is uniform up to in^-0.5, gaussian normal with"
         " deviation 1 / rank: the two of PEFT. Set gaussian to repeat a run that used it.",
     )
-    path: str | None = Field(
+    path: PathText | None = Field(
         None,
         min_length=1,
         description="Directory of an adapter in PEFT's format to go on from, such as one after supervised"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rljax.config.lora import LoraConfig
-from rljax.config.section import AutoOnOff, Count, Section
+from rljax.config.section import AutoOnOff, Count, PathText, Section
 
 
 class ShapeConfig(Section):
@@ -104,7 +104,7 @@ def _date(text: str) -> str:
 class PolicyConfig(Section):
     """The model to train: from a Hugging Face directory, or a new one."""
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         None,
         min_length=1,
         description="Hugging Face directory of the model to train. Set either this or policy.shape.",
@@ -142,7 +142,13 @@ class PolicyConfig(Section):
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Variables of the chat template, by name. Set them for options of a template, such as"
-        " {enable_thinking: false} for Qwen3.",
+        " {enable_thinking: false} for Qwen3; one that the template does not read is an error.",
+    )
+    extra_eos_tokens: list[int | str] = Field(
+        default_factory=list,
+        description="Tokens that end a response beside the checkpoint's EOS, as ids or texts, such as"
+        " [<|im_end|>]. Set the token with which the chat template ends a turn where the checkpoint does not"
+        " name it (a run says so when it starts): responses would go on behind it. Exports keep them.",
     )
 
     @model_validator(mode="after")
@@ -179,7 +185,7 @@ class WarmStartConfig(Section):
     tokens_per_step: Count = Field(
         8192, description="Tokens of an update's batch. Raise it when the loss is noisy and time allows."
     )
-    cache_dir: str = Field(
+    cache_dir: PathText = Field(
         "cache/warm_start",
         min_length=1,
         description="Directory that keeps the warmed-up policy for the next run with the same settings."

@@ -22,7 +22,7 @@ from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
-from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
@@ -146,7 +146,7 @@ class ExperimentConfig(Section):
         lt=2**31,
         description="Seed of all randomness. Change it to repeat an experiment independently.",
     )
-    run_dir: str = Field(
+    run_dir: PathText = Field(
         min_length=1,
         description="Directory of config, metrics and checkpoints. Change it to start a new run; with the"
         " same directory a run resumes.",

@@ -1,8 +1,9 @@
 """Base class and types of the config's sections."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -17,6 +18,7 @@ def _on_or_off(value: object) -> object:
 
 
 AutoOnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]  # no shell expands ~ in key=~/directory
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Buckets = Annotated[tuple[Count, ...], Field(strict=False)]  # YAML has lists only; the items stay strict

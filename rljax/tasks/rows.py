@@ -27,7 +27,7 @@ def read_file(path: str, key: str) -> Iterator[Row]:
       ConfigError: a missing file, an unknown format, or a line that is not a JSON object; names the file and
         the line.
     """
-    file = Path(path)
+    file = Path(path).expanduser()
     if file.suffix not in (*_JSON_LINES, ".parquet"):
         raise ConfigError(f"{key}: {path} should end in .jsonl, .ndjson or .parquet")
     if not file.is_file():

@@ -68,7 +68,7 @@ class Endpoint:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {os.environ[api_key]}"}
         self._client: Any = None
         self._lock = threading.Lock()
-        self._cache = None if cache is None else Path(cache)
+        self._cache = None if cache is None else Path(cache).expanduser()
         self._known = _read_cache(self._cache)
 
     def request(self, problem: Problem, response: str) -> tuple[str, Mapping[str, Any]]:
