@@ -161,7 +161,7 @@ def _write_job(config: ExperimentConfig, micro_batch: int, job: Path) -> int:
         for index in range(config.training.steps * per_step):
             problem = collector.task.problem("train", index)
             (request,) = collector.requests(WantedGroups("train", [index], 1, TRAINING, 0))
-            text = collector.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+            text = collector.tokenizer.decode(list(request.prompt_ids))
             prompts.append({"prompt": text, "answer": problem.answer})
         write_job(run, prompts, micro_batch, job)
         return num_params(run.engine.config)

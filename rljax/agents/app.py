@@ -159,7 +159,8 @@ class AgentService:
 
         stop = tuple(dict.fromkeys((*self._stop, *body.stops)))
         writer = Writer(body, self.name, self.tokenizer, len(prompt))
-        exchange = Exchange(worker, writer, self.tokenizer, requests, stop, record)
+        shown = self.tokenizer.response_text
+        exchange = Exchange(worker, writer, self.tokenizer, requests, stop, shown, record)
         return await answer(request, exchange, forget)
 
     async def reward(self, request: Request) -> Response:

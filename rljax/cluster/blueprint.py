@@ -145,6 +145,7 @@ def build(blueprint: Blueprint, name: str) -> Built:
         for file, content in blueprint.tokenizer_files.items():
             (Path(directory) / file).write_bytes(content)
         tokenizer = Tokenizer.load(directory)
+    tokenizer.eos_token_ids = blueprint.eos_token_ids
     policy = Policy(blueprint.policy, {}, tokenizer, Path(), blueprint.eos_token_ids)
     pool = ExecutablePool(bool(config.engine.row_invariant), cache)
     speculation, directories = _of_worker(config.speculation, name)

@@ -1,7 +1,6 @@
 """Ask a trained policy: `rljax generate runs/quickstart "47a5b8c9="`."""
 
 import argparse
-import functools
 import os
 import queue
 import sys
@@ -152,8 +151,8 @@ def _generate(arguments: argparse.Namespace) -> None:
             if arguments.n > 1:
                 print(f"--- {sample + 1} of {arguments.n}", flush=True)
             # The turns of an episode are told apart by their markers.
-            decode = functools.partial(served.tokenizer.decode, skip_special_tokens=not plays)
-            stream, ending = TextStream(decode, () if plays else strings), None
+            decode, read = served.tokenizer.decode, served.tokenizer.response_text
+            stream, ending = TextStream(decode) if plays else TextStream(decode, strings, read), None
             while ending is None:
                 piece = sample_pieces.get()
                 if isinstance(piece, BaseException):

@@ -237,7 +237,7 @@ class Evaluator:
         tokens = completion.response_ids.tolist()
         return {
             "asked": asked_digest(self.problems[index]),
-            "text": self.saved.policy.tokenizer.decode(tokens),
+            "text": self.saved.policy.tokenizer.response_text(tokens),
             "finish_reason": completion.finish_reason,
             "logprob": float(completion.logprobs.sum(dtype=np.float64)),
             "tokens": tokens,

@@ -65,6 +65,8 @@ def pass_shares(groups: Sequence[Group], success: str | None) -> list[tuple[Prob
 
 def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:
     responses = [group.last_of(place) for place in range(len(group.rewards))]
-    texts = ["" if each is None else tokenizer.decode(each.response_ids.tolist()) for each in responses]
+    texts = [
+        "" if each is None else tokenizer.response_text(each.response_ids.tolist()) for each in responses
+    ]
     answers = [extracted_answer(task, group.problem, text) for text in texts]
     return JudgedProblem(group.problem.difficulty, group.rewards, answers)

@@ -48,6 +48,18 @@ class ChatTurns:
             ids += self._tokenizer.encode_plain(message["content"]) + self._tokenizer.encode(part)
         return ids
 
+    def turn_end(self) -> int | None:
+        """Returns the special token that the template writes behind a turn of the policy; None where it
+        writes other text there, or refuses a second turn.
+        """
+        try:
+            text = self._parts([{"role": "user", "content": ""}])[0]
+        except TokenizerError:
+            return None
+        ids = self._tokenizer.encode(text.lstrip())
+        plain = not ids or self._tokenizer.decode(ids[:1], skip_special_tokens=True)
+        return None if plain else ids[0]
+
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], sampled: Mapping[int, Sequence[int]]
     ) -> list[int]:

@@ -6,27 +6,34 @@ Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and
 left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge the
 text of the policy), and truncation and padding stored in `tokenizer.json` (the caller decides about lengths).
 Templates that ask for the date get a fixed one (`CHAT_DATE`).
+
+Of a response there are two texts. `decode` is that of all tokens; stop texts and calls of tools are searched
+in it. `response_text` leaves EOS and padding out; rewards, environments and agents read it.
 """
 
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
-from rljax.errors import TokenizerError
+from rljax.errors import ConfigError, TokenizerError, known_names
 from rljax.models.config import ModelConfig
 
 Message = Mapping[str, Any]
 """One turn of a chat: {"role": "system" | "user" | "assistant" | ..., "content": text, ...}."""
+
+Decode = Callable[[Sequence[int]], str]
+"""A function from token ids to text."""
 
 CHAT_DATE = datetime.date(2024, 7, 26)
 """The date for chat templates that ask for it; the default of Llama 3's template. With the real date, the
@@ -34,6 +41,8 @@ prompts of a run would change from day to day."""
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SET_BY_CALLERS = {"messages", "add_generation_prompt"}
+_OWN_VARIABLES = {"strftime_now", "tools", "documents"}  # which a user may set, but hardly wants to
 
 
 class Tokenizer:
@@ -43,7 +52,7 @@ class Tokenizer:
       directory: directory of its files, for errors.
       special_tokens: the named special tokens, e.g. {"eos_token": "<|im_end|>"}; chat templates see them.
       chat_date: date for chat templates.
-      template_args: further variables of the chat template, e.g. {"enable_thinking": False} for Qwen3.
+      eos_token_ids: tokens that end a response of the policy; at first the tokenizer's EOS alone.
     """
 
     def __init__(
@@ -51,20 +60,21 @@ class Tokenizer:
         directory: Path,
         backend: tokenizers.Tokenizer,
         special_tokens: dict[str, str],
-        chat_template: str | None,
+        chat_template: tuple[Path, str] | None,
     ):
         self.directory = directory
         self.special_tokens = special_tokens
         self.chat_date = CHAT_DATE
-        self.template_args: Mapping[str, Any] = {}
+        self._template_args: Mapping[str, Any] = {}
         self._backend = backend
-        self._chat_template = chat_template
+        self._template_file, self._chat_template = chat_template or (directory, None)
         for name, token in special_tokens.items():
             if backend.token_to_id(token) is None:
                 raise TokenizerError(
                     f"{directory}: {name} is {token!r}, which tokenizer.json does not contain; "
                     "add it there, or name a token that it has"
                 )
+        self.eos_token_ids: tuple[int, ...] = () if self.eos_token_id is None else (self.eos_token_id,)
 
     @staticmethod
     def files(directory: str | Path) -> list[Path]:
@@ -103,7 +113,13 @@ class Tokenizer:
         return cls(directory, backend, special_tokens, _chat_template(directory, options))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Returns token ids of text. Special tokens in it are recognised; none are added by default."""
+        """Returns token ids of text. Special tokens in it are recognised.
+
+        Args:
+          text: the text.
+          add_special_tokens: whether to add those that the tokenizer puts around a text, such as BOS: for a
+            prompt without a chat template, which writes its own.
+        """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -116,9 +132,16 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Returns the text of token ids; ids beyond the vocabulary (padding of the embedding) are skipped."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def response_text(self, ids: Iterable[int]) -> str:
+        """Returns the text of a response as rewards, environments and agents read it: that of all tokens but
+        EOS and padding. Other special tokens, such as tags of reasoning, are part of it.
+        """
+        dropped = {*self.eos_token_ids, self._special_id("pad_token")}
+        return self.decode([token for token in ids if token not in dropped])
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token, or None if there is no such token."""
@@ -130,7 +153,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """EOS of the tokenizer; a policy may have further ones (`huggingface.load_generation_config`)."""
+        """EOS that the tokenizer names; a policy may have others (`eos_token_ids`)."""
         return self._special_id("eos_token")
 
     @property
@@ -156,27 +179,55 @@ class Tokenizer:
         Args:
           messages: the turns, first to last.
           add_generation_prompt: end with the beginning of the assistant's answer.
-          **template_args: further variables of the template; they override `self.template_args`.
+          **template_args: further variables of the template; they override those of `set_template_args`.
+
+        Raises:
+          TokenizerError: there is no template, it refuses the messages, or it writes nothing.
         """
         variables = {
             **self.special_tokens,
             "tools": None,
             "documents": None,
             "strftime_now": self.chat_date.strftime,
-            **self.template_args,
+            **self._template_args,
             **template_args,
         }
+        template = self._compiled_template
         try:
-            return self._compiled_template.render(
+            text = template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        # The code of a template may raise any of these.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is code, and may raise anything
+            what = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise TokenizerError(
-                f"{self.directory}: the chat template refuses these messages: {error}"
+                f"{self._template_file}: the chat template refuses these messages: {' '.join(what.split())}"
             ) from error
+        if not text.strip():
+            raise TokenizerError(
+                f"{self._template_file}: the chat template writes nothing for these messages"
+            )
+        return text
+
+    def set_template_args(self, args: Mapping[str, Any]) -> None:
+        """Sets variables of the chat template, e.g. {"enable_thinking": False} for Qwen3.
+
+        Raises:
+          ConfigError: the template does not read one of them, so it would have no effect; or it is none that
+            one may set.
+        """
+        read = set() if self._chat_template is None else self._template_variables
+        for name in args:
+            if name in _SET_BY_CALLERS:
+                raise ConfigError(f"policy.chat_template_args.{name}: every prompt sets it; leave it out")
+            if name not in read:
+                known = read - _SET_BY_CALLERS - _OWN_VARIABLES - set(_SPECIAL_TOKENS)
+                raise ConfigError(
+                    f"policy.chat_template_args.{name}: the chat template of {self.directory} does not read"
+                    f" it, so it has no effect; {known_names(name, known) if known else 'it has no options'}"
+                )
+        self._template_args = args
 
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_args: Any
@@ -201,6 +252,14 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
+    @property
+    def _template_variables(self) -> set[str]:
+        """Names that the chat template reads from outside."""
+        self._compiled_template  # noqa: B018 (raises where the template is not valid)
+        environment = _template_environment()
+        names = jinja2.meta.find_undeclared_variables(environment.parse(self._chat_template))
+        return names - environment.globals.keys()
+
     @functools.cached_property
     def _compiled_template(self) -> jinja2.Template:
         if self._chat_template is None:
@@ -212,7 +271,7 @@ class Tokenizer:
             return _template_environment().from_string(self._chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
-                f"{self.directory}: chat template, line {error.lineno}: not valid jinja: {error.message}"
+                f"{self._template_file}: chat template, line {error.lineno}: not valid jinja: {error.message}"
             ) from error
 
 
@@ -229,11 +288,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _chat_template(directory: Path, options: dict[str, Any]) -> str | None:
-    """Returns the template of chat_template.jinja, else that of tokenizer_config.json, as in transformers."""
+def _chat_template(directory: Path, options: dict[str, Any]) -> tuple[Path, str] | None:
+    """Returns the template of chat_template.jinja, else that of tokenizer_config.json, as in transformers,
+    with its file.
+    """
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file, file.read_text(encoding="utf-8")
     template = options.get("chat_template")
     if isinstance(template, list):  # several, by name
         by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -247,7 +308,7 @@ def _chat_template(directory: Path, options: dict[str, Any]) -> str | None:
         raise TokenizerError(
             f"{directory}/tokenizer_config.json: chat_template should be a string or a list of named ones"
         )
-    return template
+    return None if template is None else (directory / "tokenizer_config.json", template)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -204,7 +204,7 @@ class Collector:
     ) -> list[dict[str, float]]:
         samples = len(completions) // len(problems)
         answered = [
-            (problems[i // samples], self.tokenizer.decode(completion.response_ids.tolist()))
+            (problems[i // samples], self.tokenizer.response_text(completion.response_ids.tolist()))
             for i, completion in enumerate(completions)
         ]
         # A reward may run code under a time limit: one process decides.

@@ -58,7 +58,7 @@ class EnvironmentTurns(Pauses):
         if stop is None and response.tokens[-1] not in self._eos:
             return None
         end = len(response.tokens) if stop is None else stop
-        text = self._use.tokenizer.decode(response.tokens[response.turn_begin : end])
+        text = self._use.tokenizer.response_text(response.tokens[response.turn_begin : end])
         return ToolCall(end, "step", text)
 
     def call(self, response: LiveResponse, call: ToolCall) -> None:

@@ -1,11 +1,14 @@
 """Stop strings: a response ends with the token that completes one of them.
 
-The host searches the decoded text, because the same text can be tokenized in many ways. By then a slot may
-have decoded tokens after the end; these are dropped, so that a response does not depend on the times of host
-syncs.
+The host searches the decoded text, because the same text can be tokenized in many ways. It is the text of
+all tokens: a special token, such as the marker of a turn, may be a stop string or a part of one. By then a
+slot may have decoded tokens after the end; these are dropped, so that a response does not depend on the times
+of host syncs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from rljax.models.tokenizer import Decode
 
 
 class StopStrings:
@@ -13,10 +16,10 @@ class StopStrings:
 
     Args:
       strings: the stop strings, none empty.
-      decode: function from token ids to text.
+      decode: `Tokenizer.decode`.
     """
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         if not all(strings):
             raise ValueError("a stop string must not be empty")
         self._strings = tuple(strings)

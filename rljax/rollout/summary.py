@@ -3,13 +3,13 @@
 Its size does not grow with the step: at most 64 bins, 256 points and a few thousand characters a sample.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.rollout.collector import Group
 
 _MOST_BINS = 64
@@ -22,7 +22,7 @@ def summarize_rollout(
     running: Sequence[Sequence[tuple[float, float]]],
     max_response_length: int,
     samples: int,
-    decode: Callable[..., str],
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Returns a summary of a step's rollout as JSON values.
 
@@ -31,7 +31,7 @@ def summarize_rollout(
       running: number of running requests over time, per round (`RunningRequests.points`).
       max_response_length: largest number of tokens in a response; it makes the bins of all steps the same.
       samples: number of best and of worst responses to keep, all to different prompts.
-      decode: `Tokenizer.decode`.
+      tokenizer: tokenizer of the policy.
 
     Returns:
       `lengths`: the width `bin` of the bins in tokens, from 1 token on, and their `counts` without trailing
@@ -44,8 +44,8 @@ def summarize_rollout(
     return {
         "lengths": {"bin": width, "counts": counts.tolist()},
         "running": [[list(point) for point in points] for points in running],
-        "best": [_sample(groups[row], column, decode) for row, column in best],
-        "worst": [_sample(groups[row], column, decode) for row, column in worst],
+        "best": [_sample(groups[row], column, tokenizer) for row, column in best],
+        "worst": [_sample(groups[row], column, tokenizer) for row, column in worst],
     }
 
 
@@ -59,7 +59,7 @@ def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, in
     return best, [place for place in worst if place not in best]
 
 
-def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, Any]:
+def _sample(group: Group, column: int, tokenizer: Tokenizer) -> dict[str, Any]:
     completion = group.last_of(column)
     if completion is None:  # an agent that asked for nothing
         return {
@@ -70,15 +70,15 @@ def _sample(group: Group, column: int, decode: Callable[..., str]) -> dict[str, 
             "tokens": 0,
             "finish_reason": "nothing was sampled",
         }
-    response, read = decode(completion.response_ids.tolist()), []
-    if completion.episode is not None or completion.prompt_ids is not None:  # with the markers of turns
-        decode = functools.partial(decode, skip_special_tokens=False)
-        response = decode(completion.response_ids.tolist())
+    turns = completion.episode is not None or completion.prompt_ids is not None  # with their markers
+    decode, read = tokenizer.decode if turns else tokenizer.response_text, []
+    response = decode(completion.response_ids.tolist())
+    if turns:
         read = _in_text(completion.response_ids, _runs(~completion.sampled_mask), response, decode)
     drafted = _in_text(completion.response_ids, completion.accepted_spans, response, decode)
     return {
         "problem": group.problem.id,
-        "prompt": _shortened(decode(group.prompt_of(completion), skip_special_tokens=False)),
+        "prompt": _shortened(tokenizer.decode(group.prompt_of(completion))),
         "response": _shortened(response),
         **({"drafted": _shortened_spans(drafted, len(response))} if drafted else {}),
         **({"read": _shortened_spans(read, len(response))} if read else {}),
@@ -96,7 +96,7 @@ def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _in_text(
-    response_ids: np.ndarray, token_spans: Sequence[tuple[int, int]], text: str, decode: Callable[..., str]
+    response_ids: np.ndarray, token_spans: Sequence[tuple[int, int]], text: str, decode: Decode
 ) -> list[tuple[int, int]]:
     """Returns (begin, end) of tokens as (begin, end) in their text; none where one ends within a character,
     whose place in the text is then unknown.

@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Any
 
-from rljax.models.tokenizer import Tokenizer
+from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.serving.protocol import Body, ChatBody
 from rljax.serving.text import TextStream
 from rljax.serving.worker import Ending, Piece
@@ -22,8 +22,9 @@ class Answer:
 
     Args:
       index: index of the choice.
-      tokenizer: tokenizer of the policy.
+      decode: `Tokenizer.decode`; stop texts are searched in its text.
       stop: texts that end the choice, without being part of it.
+      shown: function from token ids to the text of the choice.
 
     Attributes:
       tokens, logprobs: token ids and logprobs so far, including the token that ended the choice.
@@ -33,14 +34,14 @@ class Answer:
       finish_reason: OpenAI's finish reason; None while the choice runs.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self.index, self.tokenizer = index, tokenizer
+    def __init__(self, index: int, decode: Decode, stop: tuple[str, ...], shown: Decode) -> None:
+        self.index = index
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.offsets: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
-        self._stream = TextStream(tokenizer.decode, stop)
+        self._stream = TextStream(decode, stop, shown)
 
     def take(self, piece: Piece) -> str:
         """Returns the new part of the text."""
@@ -134,7 +135,7 @@ class Writer:
         tokens, logprobs = answer.tokens[first:], answer.logprobs[first:]
         details: dict[str, Any] = {}
         if self.body.wants_logprobs:
-            texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+            texts = [self.tokenizer.decode([token]) for token in tokens]
             if self.chat:
                 content = [
                     {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}

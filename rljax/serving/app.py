@@ -11,6 +11,7 @@
 
 import asyncio
 import collections
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -112,7 +113,8 @@ class _Service:
                 requests.append(served.request(prompt, seed, sample, limit, sampling))
         writer = Writer(body, self.name, served.tokenizer, sum(map(len, prompts)))
         stop = served.stop_strings(body.stops)
-        return await answer(request, Exchange(served.worker, writer, served.tokenizer, requests, stop))
+        shown = functools.partial(served.tokenizer.decode, skip_special_tokens=True)
+        return await answer(request, Exchange(served.worker, writer, served.tokenizer, requests, stop, shown))
 
     def _all_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         return [

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rljax import requests as rollout
 from rljax.errors import UserError
-from rljax.models.tokenizer import Tokenizer
+from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.rollout.stop_strings import StopStrings
 from rljax.serving.answers import Answer, Writer
 from rljax.serving.protocol import Body, RequestError, parse
@@ -33,7 +33,8 @@ class Exchange:
       writer: writes the answers.
       tokenizer: tokenizer of the policy.
       requests: one for each choice of the answer.
-      stop: texts that end a choice.
+      stop: texts that end a choice, searched in the text of all its tokens.
+      shown: function from token ids to the text that the client gets.
       finished: called with the exchange once all choices are complete, before the client hears of it.
     """
 
@@ -44,6 +45,7 @@ class Exchange:
         tokenizer: Tokenizer,
         requests: Sequence[rollout.Request],
         stop: tuple[str, ...],
+        shown: Decode,
         finished: Callable[["Exchange"], None] = lambda exchange: None,
     ) -> None:
         self.worker, self.writer, self._finished = worker, writer, finished
@@ -54,7 +56,7 @@ class Exchange:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, piece))
 
-        self.answers = [Answer(index, tokenizer, stop) for index in range(len(requests))]
+        self.answers = [Answer(index, tokenizer.decode, stop, shown) for index in range(len(requests))]
         self.jobs = [
             Job(
                 request,

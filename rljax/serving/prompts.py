@@ -17,18 +17,22 @@ def chat_ids(served: ServedPolicy, messages: Sequence[Mapping[str, Any]]) -> lis
         raise PromptError(
             "the policy has no chat template: give a plain prompt (generate.py --raw, /v1/completions)"
         )
-    return text_ids(served, served.tokenizer.apply_chat_template(messages))  # writes all special tokens
+    return _checked(served, served.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
 def text_ids(served: ServedPolicy, text: str) -> list[int]:
-    """Returns the tokens of a text, without a template."""
+    """Returns the tokens of a text without a template, with those that the tokenizer adds, such as BOS."""
+    return _checked(served, text, add_special_tokens=True)
+
+
+def _checked(served: ServedPolicy, text: str, add_special_tokens: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON and command lines may contain
         raise PromptError(
             f"the prompt is not Unicode text: {text[error.start : error.end]!a} is not a character"
         ) from error
-    return token_ids(served, served.tokenizer.encode(text))
+    return token_ids(served, served.tokenizer.encode(text, add_special_tokens))
 
 
 def token_ids(served: ServedPolicy, ids: Sequence[int]) -> list[int]:

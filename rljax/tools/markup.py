@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rljax.models.tokenizer import Tokenizer
+from rljax.models.tokenizer import Decode, Tokenizer
 
 _CUT = " ... (cut)"
 
@@ -45,7 +45,7 @@ class Markup:
     calls: dict[str, tuple[str, str]]
     answer: tuple[str, str]
     max_answer_length: int
-    decode: Callable[[Sequence[int]], str]
+    decode: Decode
     encode: Callable[[str], list[int]]
     encode_plain: Callable[[str], list[int]]
 
@@ -139,14 +139,11 @@ def make_markup(
       tokenizer: tokenizer of the policy.
     """
 
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
     return Markup(
         {name: (call[0].replace("{name}", name), call[1].replace("{name}", name)) for name in names},
         answer,
         max_answer_length,
-        decode,
+        tokenizer.decode,
         tokenizer.encode,
         tokenizer.encode_plain,
     )

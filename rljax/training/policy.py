@@ -5,9 +5,10 @@ import datetime
 from pathlib import Path
 
 from rljax import processes
-from rljax.config import ExperimentConfig, GrowthConfig, PolicyConfig, ShapeConfig
+from rljax.config import ExperimentConfig, GrowthConfig, ShapeConfig
 from rljax.environments.use import training_texts
-from rljax.errors import ConfigError, TokenizerError
+from rljax.errors import CheckpointError, ConfigError, TokenizerError
+from rljax.models.chat_turns import ChatTurns
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
@@ -80,14 +81,60 @@ def policy_parts(
     tokenizer must exist.
     """
     if config.policy.path is not None:
-        path = Path(config.policy.path)
-        model_config = load_model_config(path)
-        tokenizer = _tokenizer(path, config.policy)
-        tokenizer.check_fits(model_config)
-        return model_config, tokenizer, path, load_generation_config(path).eos_token_ids
-    tokenizer = _tokenizer(directory, config.policy)
-    model_config = shape_config(config.policy.shape, tokenizer.vocab_size)
-    return model_config, tokenizer, directory, (tokenizer.eos_token_id,)
+        model_config, tokenizer, source, eos_token_ids = checkpoint_parts(Path(config.policy.path))
+    else:
+        source, tokenizer = directory, Tokenizer.load(directory)
+        model_config = shape_config(config.policy.shape, tokenizer.vocab_size)
+        eos_token_ids = tokenizer.eos_token_ids
+    tokenizer.chat_date = datetime.date.fromisoformat(config.policy.chat_date)
+    tokenizer.set_template_args(config.policy.chat_template_args)
+    extra = [_token_id(token, tokenizer) for token in config.policy.extra_eos_tokens]
+    tokenizer.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *extra)))
+    return model_config, tokenizer, source, tokenizer.eos_token_ids
+
+
+def checkpoint_parts(path: Path) -> tuple[ModelConfig, Tokenizer, Path, tuple[int, ...]]:
+    """Returns the policy of a Hugging Face directory without its weights, in the order of `Policy`'s
+    attributes.
+
+    Raises:
+      UserError: a file cannot be read, the tokenizer is not the policy's, or it has no token of the EOS ids.
+    """
+    model_config, tokenizer = load_model_config(path), Tokenizer.load(path)
+    tokenizer.check_fits(model_config)
+    tokenizer.eos_token_ids = load_generation_config(path).eos_token_ids
+    if min(tokenizer.eos_token_ids) >= tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{path}: eos_token_id is {min(tokenizer.eos_token_ids)}, but the tokenizer has tokens 0 to"
+            f" {tokenizer.vocab_size - 1}; no response would ever end"
+        )
+    return model_config, tokenizer, path, tokenizer.eos_token_ids
+
+
+def _token_id(token: int | str, tokenizer: Tokenizer) -> int:
+    """Returns the id of an entry of `policy.extra_eos_tokens`."""
+    found = tokenizer.token_id(token) if isinstance(token, str) else token
+    if found is None or not 0 <= found < tokenizer.vocab_size:
+        raise ConfigError(
+            f"policy.extra_eos_tokens: {token!r} is no token of {tokenizer.directory}; give the text of one"
+            f" token, or an id below {tokenizer.vocab_size} (rollout.stop takes any text)"
+        )
+    return found
+
+
+def turn_end_line(policy: Policy) -> str | None:
+    """Returns a line for the user where a response goes on behind the token that ends a turn in the chat
+    template; None where it ends there, or the template names none.
+    """
+    tokenizer = policy.tokenizer
+    end = ChatTurns(tokenizer).turn_end() if tokenizer.has_chat_template else None
+    if end is None or end in policy.eos_token_ids:
+        return None
+    names = ", ".join(tokenizer.decode([token]) for token in policy.eos_token_ids)
+    return (
+        f"policy: the chat template ends a turn with {tokenizer.decode([end])}, but a response ends only with"
+        f" {names} and goes on behind it; policy.extra_eos_tokens adds it"
+    )
 
 
 def shape_config(shape: ShapeConfig, vocab_size: int) -> ModelConfig:
@@ -95,13 +142,6 @@ def shape_config(shape: ShapeConfig, vocab_size: int) -> ModelConfig:
     vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
     return ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
-
-
-def _tokenizer(directory: Path, config: PolicyConfig) -> Tokenizer:
-    tokenizer = Tokenizer.load(directory)
-    tokenizer.chat_date = datetime.date.fromisoformat(config.chat_date)
-    tokenizer.template_args = config.chat_template_args
-    return tokenizer
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:

@@ -47,7 +47,7 @@ def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: Decod
         statistics.running,
         run.config.rollout.max_response_length,
         run.config.tracking.samples_per_step,
-        run.collector.tokenizer.decode,
+        run.collector.tokenizer,
     )
     keep_for_report(run, run.directory.append_rollout, run.step + 1, summary)
     if run.cluster is not None:

@@ -19,7 +19,7 @@ from rljax.config import ExperimentConfig, load_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
-from rljax.models.huggingface import load_generation_config, load_model_config, load_params
+from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.lora import Adapter, Lora
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, param_shapes
@@ -33,7 +33,7 @@ from rljax.training.adapter import (
     merged_in_float32,
 )
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.policy import Policy, policy_parts
+from rljax.training.policy import Policy, checkpoint_parts, policy_parts
 from rljax.training.staleness import SAMPLED_BY
 
 
@@ -198,12 +198,9 @@ def _merged(
 
 
 def _from_huggingface(path: Path) -> SavedPolicy:
-    config = load_model_config(path)
-    tokenizer = Tokenizer.load(path)
-    tokenizer.check_fits(config)
-    eos_token_ids = load_generation_config(path).eos_token_ids
+    config, *others = checkpoint_parts(path)
     params = load_params(path, config, dtype="float32")
-    return SavedPolicy(path, Policy(config, params, tokenizer, path, eos_token_ids), None, None)
+    return SavedPolicy(path, Policy(config, params, *others), None, None)
 
 
 def _nearby(path: Path) -> str:

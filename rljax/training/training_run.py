@@ -41,7 +41,7 @@ from rljax.training.assembly import (
 from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
-from rljax.training.policy import check_policy, grown_policy, make_policy
+from rljax.training.policy import check_policy, grown_policy, make_policy, turn_end_line
 from rljax.training.reference import load_teacher, teacher_line
 from rljax.training.schedule import Replay
 from rljax.training.staleness import oldest_lag
@@ -150,6 +150,8 @@ class TrainingRun:
             self.base_digest = base_digest(policy.params)
             progress.message(adapter_line(config, adapter))
         progress.message(numerics_line(config, self.invariance))
+        if line := turn_end_line(policy):
+            progress.message(line)
 
         # What rolls out.
         self.evaluation_sampling = evaluation_sampling(config)

@@ -5,6 +5,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,23 @@ VOCAB_SIZE = 320
 """Embedding rows of `make_checkpoint`'s models: some more than the tokenizer has tokens, as is usual."""
 
 
-def write_tokenizer(directory: str | Path, style: str = "qwen", template_file: bool = False) -> None:
+def write_tokenizer(
+    directory: str | Path,
+    style: str = "qwen",
+    template_file: bool = False,
+    more_special: Sequence[str] = (),
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json of a byte-level BPE with about 300 tokens.
 
     Args:
       directory: created if need be.
       style: "qwen" (no BOS; ends turns with <|im_end|>) or "llama3" (a BOS, no padding token).
       template_file: the chat template goes to chat_template.jinja instead of tokenizer_config.json.
+      more_special: further special tokens.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    special = _SPECIAL_TOKENS[style]
+    special = [*_SPECIAL_TOKENS[style], *more_special]
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

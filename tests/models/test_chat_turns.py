@@ -43,16 +43,28 @@ def test_several_messages_and_special_tokens_in_them(tokenizer):
     said = [{"role": "system", "content": "<|im_end|>"}, {"role": "user", "content": "<|im_start|>user"}]
     ids = turns.following(said, tokenizer.eos_token_id)
     assert ids.count(tokenizer.eos_token_id) == 2  # those of the template, one for each message
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = tokenizer.decode(ids)
     assert text.endswith(
         "\n<|im_start|>system\n<|im_end|><|im_end|>\n<|im_start|>user\n<|im_start|>user<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_a_template_that_leaves_messages_out_is_refused(tokenizer):
-    other = Tokenizer(tokenizer.directory, tokenizer._backend, {}, "{{ messages[-1]['content'] }}")
+    template = tokenizer.directory / "other.jinja", "{{ messages[-1]['content'] }}"
+    other = Tokenizer(tokenizer.directory, tokenizer._backend, {}, template)
     with pytest.raises(TokenizerError, match="does not write every message of a conversation once"):
         ChatTurns(other).following(TURNS[2:3], None)
+    assert ChatTurns(other).turn_end() is None
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [("<|im_end|>\n", "<|im_end|>"), (" \n<|im_start|>", "<|im_start|>"), ("\n\nUser:", None), ("", None)],
+)
+def test_the_token_that_ends_a_turn(tokenizer, behind, ends):
+    text = "{% for m in messages %}" + "{{ m.role }}: {{ m.content }}" + behind + "{% endfor %}"
+    other = Tokenizer(tokenizer.directory, tokenizer._backend, {}, (tokenizer.directory, text))
+    assert ChatTurns(other).turn_end() == (None if ends is None else tokenizer.token_id(ends))
 
 
 def test_long_texts_are_cut():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rljax.errors import TokenizerError
+from rljax.errors import ConfigError, TokenizerError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 from tests.models.checkpoints import write_tokenizer
@@ -106,9 +106,75 @@ def test_the_date_and_the_variables_of_a_template_are_the_tokenizers(tmp_path):
     assert "26 Jul 2024" in tokenizer.apply_chat_template(CHATS[0])  # whatever the day
     tokenizer.chat_date = datetime.date(2031, 5, 7)
     assert "07 May 2031" in tokenizer.apply_chat_template(CHATS[0])
-    tokenizer.template_args = {"date_string": "some day"}
+    tokenizer.set_template_args({"date_string": "some day"})
     assert "some day" in tokenizer.apply_chat_template(CHATS[0])
     assert "never" in tokenizer.apply_chat_template(CHATS[0], date_string="never")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"enable_thinkng": False},
+            "enable_thinkng: the chat template of .*; did you mean 'enable_thinking'",
+        ),
+        (
+            {"enable_thinking": True, "reasoning": "high"},
+            "reasoning: .* does not read it, so it has no effect",
+        ),
+        ({"content": "x", "messages": []}, "messages: every prompt sets it"),
+    ],
+)
+def test_variables_that_a_template_does_not_read_are_refused(args, message, tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer.set_template_args({"enable_thinking": False})
+    with pytest.raises(ConfigError, match=rf"^policy\.chat_template_args\.{message}") as error:
+        tokenizer.set_template_args(args)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_template_no_variable_has_an_effect(tmp_path):
+    write_tokenizer(tmp_path)
+    edit_config(tmp_path, chat_template=None)
+    Tokenizer.load(tmp_path).set_template_args({})
+    with pytest.raises(ConfigError, match=r"enable_thinking: .*it has no options"):
+        Tokenizer.load(tmp_path).set_template_args({"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content.nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ raise_exception('not\nso') }}", "refuses these messages: not so$"),
+        ("{% for m in massages %}{{ m.content }}{% endfor %}\n", "writes nothing"),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_fails_or_writes_nothing_is_named_in_one_line(template, message, file, tmp_path):
+    write_tokenizer(tmp_path)
+    if file == "chat_template.jinja":
+        (tmp_path / file).write_text(template)
+    else:
+        edit_config(tmp_path, chat_template=template)
+    with pytest.raises(TokenizerError, match=f"{file}: the chat template .*{message}") as error:
+        Tokenizer.load(tmp_path).encode_chat(CHATS[0])
+    assert "\n" not in str(error.value)
+
+
+def test_the_text_of_a_response_lacks_eos_and_padding_alone(tmp_path):
+    write_tokenizer(tmp_path, more_special=["<think>", "</think>"])
+    tokenizer = Tokenizer.load(tmp_path)
+    said = tokenizer.encode("<think>1+1</think>2")
+    eos, pad, start = map(tokenizer.token_id, ("<|im_end|>", "<|endoftext|>", "<|im_start|>"))
+    assert tokenizer.response_text([*said, eos, pad, pad]) == "<think>1+1</think>2"
+    assert tokenizer.decode([*said, eos], skip_special_tokens=True) == "1+12"
+    assert tokenizer.response_text([start, *said]) == "<|im_start|><think>1+1</think>2"
+    tokenizer.eos_token_ids = (start,)
+    assert tokenizer.response_text([*said, eos, start]) == "<think>1+1</think>2<|im_end|>"
+    edit_config(tmp_path, pad_token=None)
+    assert Tokenizer.load(tmp_path).response_text([*said, eos, pad]) == "<think>1+1</think>2<|endoftext|>"
 
 
 @pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])

@@ -107,7 +107,7 @@ def following(messages, last_token):
 
 def make_use(task, time_limit=30.0, most=8):
     turns = types.SimpleNamespace(following=following)
-    tokenizer = types.SimpleNamespace(decode=spell)
+    tokenizer = types.SimpleNamespace(response_text=spell)
     return EnvironmentUse(task, tokenizer, turns, MAX_TURNS, 40, ToolWorkers(most, time_limit))
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
+from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.stop_strings import StopStrings
+from tests.models.checkpoints import write_tokenizer
 
 ALPHABET = ["a", "b", "ab", "</", "answer", ">", "x", ""]
 
@@ -58,6 +60,24 @@ def test_a_stop_string_of_many_byte_characters_is_found_byte_by_byte(size):
     ids = list("so: 答え🎉 and more".encode())
     end = len("so: 答え🎉".encode())
     assert found_in_looks(StopStrings(["答え🎉"], in_bytes), ids, size) == end
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_a_special_token_stops_as_any_text(size, tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    before, start, role = map(tokenizer.encode, ("a7", "<|im_start|>", "user\n"))
+    assert len(start) == 1
+    ids = [*before, *start, *role, *tokenizer.encode("b")]
+    for string, behind in (
+        ("<|im_start|>", 0),
+        ("7<|im_", 0),
+        ("<|im_start|>us", 2),
+        ("im_start|>user\n", 5),
+    ):
+        end = found_in_looks(StopStrings([string], tokenizer.decode), ids, size)
+        assert end == first_end([string], tokenizer.decode, ids), string
+        assert len(before) + 1 <= end <= len(before) + 1 + behind, string
 
 
 def test_without_strings_nothing_is_decoded():

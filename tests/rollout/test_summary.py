@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -22,12 +23,15 @@ def group(name, rewards, lengths=None, prompt=(1, 2)):
     return Group(problem, prompt, completions, [{"reward": reward} for reward in rewards])
 
 
-def decode(ids, skip_special_tokens=True):
-    return ("" if skip_special_tokens else "<s>") + " ".join(map(str, ids))
+def spell(ids):
+    return " ".join(map(str, ids))
+
+
+TOKENIZER = types.SimpleNamespace(decode=lambda ids: "<s>" + spell(ids), response_text=spell)
 
 
 def summarize(groups, samples=1, longest=384, running=()):
-    return summarize_rollout(groups, running, longest, samples, decode)
+    return summarize_rollout(groups, running, longest, samples, TOKENIZER)
 
 
 def test_best_and_worst_are_of_different_prompts_and_never_the_same_response():
@@ -62,17 +66,17 @@ def test_accepted_drafts_are_marked_in_the_text():
     problem = Problem("a", ({"role": "user", "content": "q"},), "a", 1)
     one = [Group(problem, (1,), [completion], [{"reward": 1.0}])]
 
-    def letters(ids, skip_special_tokens=True):
-        return "".join("abcdef"[i] * 2 for i in ids)
+    def best_in(letters):
+        tokenizer = types.SimpleNamespace(decode=spell, response_text=letters)
+        return summarize_rollout(one, (), 384, 1, tokenizer)["best"]
 
-    (best,) = summarize_rollout(one, (), 384, 1, letters)["best"]
+    (best,) = best_in(lambda ids: "".join("abcdef"[i] * 2 for i in ids))
     assert best["response"] == "aabbccddeeff" and best["drafted"] == [(2, 6), (8, 10)]
     # Tokens that share a character: their places are unknown.
-    (best,) = summarize_rollout(one, (), 384, 1, lambda ids, **_: "é" * (len(ids) // 2))["best"]
+    (best,) = best_in(lambda ids: "é" * (len(ids) // 2))
     assert "drafted" not in best
     # A long text loses its middle; what is marked stays what was marked.
-    long = lambda ids, **_: "".join("abcdef"[i] * 500 for i in ids)  # noqa: E731
-    (best,) = summarize_rollout(one, (), 384, 1, long)["best"]
+    (best,) = best_in(lambda ids: "".join("abcdef"[i] * 500 for i in ids))
     marked = [best["response"][begin:end] for begin, end in best["drafted"]]
     assert marked == ["b" * 500 + "c" * 200, "e" * 100]
 

@@ -1,5 +1,7 @@
 """Answers in OpenAI's shapes: token by token the same, streamed or whole."""
 
+import functools
+
 import pytest
 
 from rljax.serving.answers import Answer, Writer
@@ -10,7 +12,7 @@ from rljax.serving.worker import Piece
 class Bytes:
     """A tokenizer whose tokens are bytes; 0 is special."""
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, skip_special_tokens=False):
         return bytes(token for token in ids if token or not skip_special_tokens).decode("utf-8", "replace")
 
 
@@ -18,7 +20,9 @@ def answered(kind, text, sizes, stop=()):
     """(the whole answer, its chunks) to tokens that come so many at a time."""
     asked = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatBody else {"prompt": "x"}
     body = parse(kind, {"model": "m", "logprobs": kind is ChatBody or 0} | asked)
-    writer, answer, chunks, tokens = Writer(body, "m", Bytes(), 1), Answer(0, Bytes(), stop), [], [*text, 0]
+    shown = functools.partial(Bytes().decode, skip_special_tokens=True)
+    writer, answer = Writer(body, "m", Bytes(), 1), Answer(0, Bytes().decode, stop, shown)
+    chunks, tokens = [], [*text, 0]
     while tokens:
         size = next(sizes)
         piece = Piece(tokens[:size], [-0.5] * len(tokens[:size]), None if tokens[size:] else "eos")
@@ -35,12 +39,15 @@ def answered(kind, text, sizes, stop=()):
         ("a東b", (), [0, 1, 1, 1, 2, 3]),
         ("a#b", ("##",), [0, 1, 2, 3]),
         ("ab##", ("##",), [0, 1, 2, 3, 4]),
+        ("ab#\0#", ("#\0#",), [0, 1, 2, 3, 3, 4]),
     ],
 )
 def test_offsets_say_where_tokens_are(text, stop, offsets, sizes):
     repeated = iter(sizes * 9)
     whole, chunks = answered(CompletionBody, text.encode(), repeated, stop)
-    assert whole["text"] == "".join(chunk["text"] for chunk in chunks) == text.removesuffix("##")
+    assert (
+        whole["text"] == "".join(chunk["text"] for chunk in chunks) == text.split("#\0")[0].removesuffix("##")
+    )
     assert whole["logprobs"]["text_offset"] == offsets
     assert [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]] == offsets
     known = [token if token.isascii() else None for token in whole["logprobs"]["tokens"]]

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.config.decoding import SpeculationConfig
 from rljax.models.huggingface import save_model
+from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.decode_loop import DecodeLoop
 from rljax.serving import policy as serving_policy
+from rljax.serving.prompts import chat_ids, text_ids
 from rljax.speculation import speculator as speculation
 from rljax.training.saved_policy import load_saved_policy
+from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import make_run
@@ -60,9 +64,9 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     file.write_text(PROMPT)
     tokens = [int(token) for token in generate(run, "--file", file, "--seed", 3, "--tokens")[1].split()]
     tokenizer = load_saved_policy(run).policy.tokenizer
-    assert tokenizer.decode(tokens) + "\n" == text
+    assert tokenizer.response_text(tokens) + "\n" == text
     # After so many looks there is text that ends in no half of a character, which would be held back.
-    ends = (tokenizer.decode(tokens[:count])[-1:] for count in range(4, len(tokens), 4))
+    ends = (tokenizer.response_text(tokens[:count])[-1:] for count in range(4, len(tokens), 4))
     looks = next(i for i, end in enumerate(ends, 1) if end not in ("", "\N{REPLACEMENT CHARACTER}"))
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     printed, seen, step = io.BytesIO(), [], DecodeLoop.step
@@ -79,6 +83,16 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     assert generate(run, "--seed", 3)[0] == 0
     assert 0 < seen[looks] < len(text.encode()), "text should be printed while it is sampled"
     assert printed.getvalue().decode() == text
+
+
+def test_a_raw_prompt_is_what_the_tokenizer_makes_of_it(tmp_path):
+    """With its BOS, which a chat template writes itself."""
+    write_tokenizer(tmp_path, "llama3")
+    tokenizer = Tokenizer.load(tmp_path)
+    served = types.SimpleNamespace(tokenizer=tokenizer, vocab_size=320, max_prompt_tokens=99)
+    bos, plain = tokenizer.bos_token_id, tokenizer.encode("The sum of 12")
+    assert text_ids(served, "The sum of 12") == [bos, *plain]
+    assert chat_ids(served, [{"role": "user", "content": "12"}]).count(bos) == 1
 
 
 def test_nobody_reads_on(generate, run, monkeypatch):

@@ -183,9 +183,7 @@ def test_logprobs_are_those_of_the_tokens(client, server):
     choice = chat(client, 2, logprobs=True).choices[0]
     content = choice.logprobs.content
     decode = server[1].tokenizer.decode
-    assert [each.token for each in content] == [
-        decode([token], skip_special_tokens=False) for token in choice.token_ids
-    ]
+    assert [each.token for each in content] == [decode([token]) for token in choice.token_ids]
     assert all(each.logprob < 0 for each in content)
     text = client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0).choices[0]
     assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.text_offset)

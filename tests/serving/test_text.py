@@ -25,9 +25,9 @@ def tokens_of(text):
     return list(text.encode())
 
 
-def pieces(ids, stop=(), seed=0):
+def pieces(ids, stop=(), seed=0, shown=None):
     """The pieces of a stream that gets the tokens a few at a time."""
-    rng, stream, said = random.Random(seed), TextStream(decode, stop), []
+    rng, stream, said = random.Random(seed), TextStream(decode, stop, shown), []
     while ids:
         count = rng.randint(1, 3)
         said.append(stream.push(ids[:count]))
@@ -78,8 +78,31 @@ def test_after_a_stop_string_nothing_is_said():
     assert stream.stopped and stream.push(tokens_of("three")) == "" and stream.finish() == ""
 
 
+def without_hash(ids):
+    """Decodes as a tokenizer that leaves its special tokens out; # is one."""
+    return decode([token for token in ids if token != ord("#")])
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("ab#c#", (), "abc"),
+        ("ab#cd", ("#",), "ab"),
+        ("ab#cd", ("b#c",), "a"),
+        ("ab#cd", ("#cd",), "ab"),
+        ("ab#ü", ("#z", "d"), "abü"),
+        ("#a##", ("###",), "a"),
+        ("##ab", ("ab",), ""),
+    ],
+)
+def test_stop_strings_are_searched_in_text_that_is_not_shown(text, stop, expected):
+    for seed in range(20):
+        assert "".join(pieces(tokens_of(text), stop, seed, without_hash)) == expected
+
+
 def test_random_bytes():
     rng = random.Random(1)
     for seed in range(200):
-        ids = [rng.choice([*b"ab", 0xC3, 0xBC, 0xF0, 0x9F]) for _ in range(rng.randint(0, 12))]
+        ids = [rng.choice([*b"ab#", 0xC3, 0xBC, 0xF0, 0x9F]) for _ in range(rng.randint(0, 12))]
         assert "".join(pieces(ids, seed=seed)) == decode(ids)
+        assert "".join(pieces(ids, seed=seed, shown=without_hash)) == without_hash(ids)

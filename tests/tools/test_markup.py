@@ -78,7 +78,7 @@ def test_an_answer_is_marked_and_cut_and_never_special(markup, tokenizer):
     hostile = markup.answer_ids("<|im_end|>")
     assert tokenizer.eos_token_id not in hostile
     assert tokenizer.eos_token_id in tokenizer.encode("<|im_end|>")
-    assert tokenizer.decode(hostile, skip_special_tokens=False) == "<answer><|im_end|></answer>"
+    assert tokenizer.decode(hostile) == "<answer><|im_end|></answer>"
 
 
 def test_a_solution_is_tokenized_as_a_rollout_would_have_it(markup, tokenizer):

@@ -3,6 +3,7 @@ directory that is neither.
 """
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -19,8 +20,11 @@ from rljax.models.transformer import init_params
 from rljax.run_directory import RunDirectory
 from rljax.tasks.registry import make_task
 from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.policy import make_policy
+from rljax.training.export import export_policy
+from rljax.training.policy import Policy, checkpoint_parts, make_policy, policy_parts, turn_end_line
 from rljax.training.saved_policy import load_saved_policy, saved_steps
+from tests.models.checkpoints import write_tokenizer
+from tests.models.test_huggingface import QWEN2
 from tests.training.tiny_run import write_config
 
 STEPS = (3, 5)
@@ -107,6 +111,50 @@ def test_a_hugging_face_directory(run, tmp_path):
     assert_params(loaded.policy.params, saved.policy.params)
     with pytest.raises(CheckpointError, match="no step 3"):
         load_saved_policy(tmp_path / "hf", step=3)
+
+
+@pytest.fixture
+def base_model(tmp_path):
+    """A model directory without weights whose EOS is not the token that ends a turn."""
+    write_tokenizer(tmp_path / "model")
+    ids = {"eos_token_id": 0, "pad_token_id": 0}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN2 | ids))
+    return tmp_path / "model"
+
+
+def test_a_run_says_that_a_turn_does_not_end_a_response(base_model, tmp_path):
+    def policy(*overrides):
+        made = [f"policy.path={base_model}", "policy.shape=null", *overrides]
+        model, *others = policy_parts(load_config(write_config(tmp_path), made), tmp_path)
+        return Policy(model, {}, *others)
+
+    assert policy().eos_token_ids == policy().tokenizer.eos_token_ids == (0,)
+    line = turn_end_line(policy())
+    assert "<|im_end|>" in line and "only with <|endoftext|>" in line and "policy.extra_eos_tokens" in line
+    for entry in ("<|im_end|>", 2):
+        more = policy(f"policy.extra_eos_tokens=['{entry}']" if entry != 2 else "policy.extra_eos_tokens=[2]")
+        assert more.eos_token_ids == more.tokenizer.eos_token_ids == (0, 2)
+        assert turn_end_line(more) is None
+    for entry in ("'<|imend|>'", "'a b'", 300, 5000, -1):
+        with pytest.raises(ConfigError, match=r"^policy\.extra_eos_tokens: .* is no token of"):
+            policy(f"policy.extra_eos_tokens=[{entry}]")
+
+
+def test_eos_ids_that_no_response_could_end_with(base_model):
+    content = json.loads((base_model / "config.json").read_text())
+    for ids, message in ((5000, "eos_token_id is 5000; .* 0 to 319"), ([300, 310], "no response would ever")):
+        (base_model / "config.json").write_text(json.dumps(content | {"eos_token_id": ids}))
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint_parts(base_model)
+
+
+def test_an_export_ends_with_the_tokens_of_the_run(tmp_path):
+    path, _ = write_run(tmp_path, "policy.extra_eos_tokens=['<|endoftext|>']", steps=(1,))
+    saved = load_saved_policy(path)
+    assert saved.policy.eos_token_ids == saved.policy.tokenizer.eos_token_ids == (2, 0)
+    exported = export_policy(saved, tmp_path / "exported")
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    assert load_saved_policy(exported).policy.eos_token_ids == (2, 0)
 
 
 def _missing(path):

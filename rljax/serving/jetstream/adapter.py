@@ -72,13 +72,13 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         JetStream's tokenizers, and a text without tokens becomes BOS.
         """
         most = min(kwargs.get("max_prefill_length") or self._max_prompt_length, self._max_prompt_length)
-        ids = self._tokenizer.encode(s)[-most:] or [self.bos_id]
+        ids = self._tokenizer.encode(s, add_special_tokens=True)[-most:] or [self.bos_id]
         padded = np.zeros(self._engine.prefill_length(len(ids)), np.int32)
         padded[: len(ids)] = ids
         return (jnp.asarray(padded) if kwargs.get("jax_padding", True) else padded), len(ids)
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     @property
     def pad_id(self) -> int:

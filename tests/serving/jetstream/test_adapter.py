@@ -99,7 +99,7 @@ def test_through_the_abstract_class(served, run, jetstream):
     for slot, prompt in enumerate(PROMPTS[:3]):
         tokens = [token for token in got[slot] if token not in tokenizer.stop_tokens]
         assert tokens == expected_tokens(served, prompt, slot)
-    assert tokenizer.decode(got[0]) == served.tokenizer.decode(got[0])
+    assert tokenizer.decode(got[0]) == served.tokenizer.decode(got[0], skip_special_tokens=True)
     assert {tokenizer.eos_id} == tokenizer.stop_tokens and tokenizer.bos_id == tokenizer.eos_id
 
 
