@@ -84,17 +84,17 @@ class SmallModelDrafter:
         sizes can be compared.
         """
         size, policy_size = self.config.vocab_size, policy.vocab_size
-        if size == policy_size:
-            return
-        same, used = False, policy_size if tokenizer is None else tokenizer.vocab_size
-        if tokenizer is not None and (self.path / "tokenizer.json").is_file():
+        same, used = size == policy_size, policy_size if tokenizer is None else tokenizer.vocab_size
+        if not same and tokenizer is not None and (self.path / "tokenizer.json").is_file():
             same = Tokenizer.load(self.path).same_tokens(tokenizer)
         if not same or size < used:
             raise ConfigError(
                 f"speculation.args.path: {self.path} has vocab_size {size} where the policy has"
                 f" {policy_size}, and not the policy's {used} tokens; use a model of the same family"
             )
-        self.config = dataclasses.replace(self.config, vocab_size=min(size, policy_size))
+        rows = min(size, policy_size)
+        padding = rows - policy.used_rows
+        self.config = dataclasses.replace(self.config, vocab_size=rows, padding_rows=padding)
 
     def companion(self, target: DecodeEngine) -> Companion:
         """Loads the weights for drafting beside `target`; call `check` before."""

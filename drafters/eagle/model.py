@@ -278,12 +278,12 @@ def head_logits(
 
 
 def policy_logits(shared: Params, config: HeadConfig, hidden: Array, numerics: Numerics) -> Array:
-    """Float32 logits of the policy's LM head. On a mesh it may have rows behind the vocabulary
-    (`padded_vocab_size`): their logits are so low that no token there has a probability, and finite, so that
-    losses stay finite.
+    """Float32 logits of the policy's LM head. Some of its rows may stand for no token (`padding_rows`, and on
+    a mesh `padded_vocab_size`): their logits are so low that no token there has a probability, and finite, so
+    that losses stay finite.
     """
     logits = transformer.logits(shared, config.policy, hidden, numerics)
-    if logits.shape[-1] == config.policy.vocab_size:
+    if logits.shape[-1] == config.policy.used_rows:
         return logits
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(token < config.policy.vocab_size, logits, MASKED)
+    return jnp.where(token < config.policy.used_rows, logits, MASKED)

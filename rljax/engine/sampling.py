@@ -16,7 +16,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling import slots, split
-from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.distribution import SamplingParams, without_padding
 from rljax.sampling.slots import SlotSampling
 from rljax.sharding import GatheredWeights, constrain, logits_sharding, splits_vocab
 
@@ -29,20 +29,16 @@ def decode_logits(
     mesh: Mesh | None,
     gathered: GatheredWeights | None = None,
 ) -> Array:
-    """Returns logits of hidden states [R, d] under weights in the layout of decoding: float32 [R, V]. On a
-    mesh V is split, and rounded up to `padded_vocab_size` with entries of -inf. `gathered` as in
-    `transformer.forward`.
+    """Returns logits of hidden states [R, d] under weights in the layout of decoding: float32 [R, V], -inf
+    where a row of the embedding stands for no token. On a mesh V is split, and rounded up to
+    `padded_vocab_size`, also with -inf. `gathered` as in `transformer.forward`.
     """
     if gathered is not None:
         params, hidden = gathered.head(params, hidden)
     logits = transformer.logits(params, config, hidden, numerics)
-    if not splits_vocab(mesh):
-        return logits
-    logits = constrain(logits, logits_sharding(mesh))
-    if logits.shape[1] == config.vocab_size:
-        return logits
-    in_vocab = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < config.vocab_size
-    return jnp.where(in_vocab, logits, -jnp.inf)
+    if splits_vocab(mesh):
+        logits = constrain(logits, logits_sharding(mesh))
+    return without_padding(logits, config.used_rows)
 
 
 def whole_logits(logits: Array, config: ModelConfig, mesh: Mesh | None) -> Array:

@@ -31,7 +31,7 @@ class ModelConfig:
 
     Attributes:
       architecture: Hugging Face `model_type`: "qwen2", "qwen3" or "llama".
-      vocab_size: rows of the embedding (may exceed the tokenizer's vocabulary, as padding).
+      vocab_size: rows of the embedding, V.
       hidden_size: width of the residual stream, d.
       num_layers: number of decoder layers.
       num_heads: number of query heads, H.
@@ -45,6 +45,8 @@ class ModelConfig:
       attention_bias: add a bias to query, key and value projections (Qwen2).
       qk_norm: apply RMSNorm to each query and key head (Qwen3).
       max_positions: longest sequence that the policy is designed for, in tokens.
+      padding_rows: rows at the end of the embedding that stand for no token of the tokenizer. Their logits
+        are -inf wherever the policy samples or is scored.
     """
 
     architecture: str
@@ -62,6 +64,12 @@ class ModelConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     max_positions: int = 32_768
+    padding_rows: int = 0
+
+    @property
+    def used_rows(self) -> int:
+        """Number of rows of the embedding that stand for tokens."""
+        return self.vocab_size - self.padding_rows
 
     @property
     def queries_per_kv(self) -> int:

@@ -35,7 +35,7 @@ from rljax.planning.small_models import planned_small_models, small_model_progra
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.sharding import replicated_axes
 from rljax.training.assembly import make_buckets_of, unmeasured_numerics
-from rljax.training.policy import TOKENIZER_VOCAB, shape_config
+from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 
 _FULL_DEPTH = 8  # deeper policies are compiled at two small depths
 
@@ -151,7 +151,10 @@ def planned_policy(config: ExperimentConfig) -> tuple[ModelConfig, tuple[int, ..
     """
     if config.policy.path is not None:
         path = Path(config.policy.path)
-        model, eos = load_model_config(path), load_generation_config(path).eos_token_ids
+        if (path / "tokenizer.json").exists():
+            model, _, _, eos = checkpoint_parts(path)
+        else:
+            model, eos = load_model_config(path), load_generation_config(path).eos_token_ids
     else:
         trained = Path(config.run_dir) / "tokenizer"
         size, eos = TOKENIZER_VOCAB, (0,)

@@ -1,8 +1,9 @@
 """The sampling distribution: the logits transform, the choice under the noise, and log-probabilities.
 
-`penalized_logits` applies the penalties, then `transform_logits` applies temperature, top-k, top-p and min-p,
-in that order. Sampling, verification, drafting and the trainer's log-probabilities all call these functions,
-or their parts `scaled_logits` and `kept_from`, so they use the same distribution.
+`without_padding` leaves out what is no token, `penalized_logits` applies the penalties, then
+`transform_logits` applies temperature, top-k, top-p and min-p, in that order. Sampling, verification,
+drafting and the trainer's log-probabilities all call these functions, or their parts `scaled_logits` and
+`kept_from`, so they use the same distribution.
 """
 
 import dataclasses
@@ -74,6 +75,16 @@ def running_sum(x: Array) -> Array:
     not depend on the others.
     """
     return lax.associative_scan(jnp.add, x, axis=-1)
+
+
+def without_padding(logits: Array, used_rows: int) -> Array:
+    """Returns logits [..., V] with -inf from entry `used_rows` on: there, rows of the embedding stand for no
+    token.
+    """
+    if logits.shape[-1] == used_rows:
+        return logits
+    entries = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(entries < used_rows, logits, -jnp.inf)
 
 
 def penalized_logits(logits: Array, counts: Array | None, params: SamplingParams) -> Array:

@@ -102,6 +102,8 @@ def checkpoint_parts(path: Path) -> tuple[ModelConfig, Tokenizer, Path, tuple[in
     """
     model_config, tokenizer = load_model_config(path), Tokenizer.load(path)
     tokenizer.check_fits(model_config)
+    padding = model_config.vocab_size - tokenizer.vocab_size
+    model_config = dataclasses.replace(model_config, padding_rows=padding)
     tokenizer.eos_token_ids = load_generation_config(path).eos_token_ids
     if min(tokenizer.eos_token_ids) >= tokenizer.vocab_size:
         raise CheckpointError(
@@ -139,9 +141,10 @@ def turn_end_line(policy: Policy) -> str | None:
 
 def shape_config(shape: ShapeConfig, vocab_size: int) -> ModelConfig:
     """Returns the architecture of a new policy for a tokenizer of so many tokens."""
-    vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    rows = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     architecture = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
-    return ModelConfig(architecture=architecture, vocab_size=vocab_size, **shape.model_dump())
+    padding = rows - vocab_size
+    return ModelConfig(architecture=architecture, vocab_size=rows, padding_rows=padding, **shape.model_dump())
 
 
 def grown_policy(policy: Policy, growth: GrowthConfig, seed: int) -> Policy:

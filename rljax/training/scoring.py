@@ -62,12 +62,12 @@ def score_packed(
         hidden = _compact_hidden(params, config, batch, rope, numerics, remat)[:, : len(compact.scored)]
         targets = compact.collect(batch.targets)[:, : len(compact.scored)]
         arguments = (targets, sampling, numerics, logprob_chunk, mesh, choice, None, entropy_gradient)
-        scores = token_logprobs(hidden, lm_head, *arguments)
+        scores = token_logprobs(hidden, lm_head, *arguments, config.used_rows)
         return tuple(spread_scores(score[0], compact) for score in scores)
     hidden = packed_hidden(params, config, batch, rope, numerics, remat, mesh)
     responses = Responses(batch.segment_ids, batch.response_mask) if sampling.penalizes else None
     arguments = (batch.targets, sampling, numerics, logprob_chunk, mesh, choice, responses, entropy_gradient)
-    return token_logprobs(hidden, lm_head, *arguments)
+    return token_logprobs(hidden, lm_head, *arguments, config.used_rows)
 
 
 def packed_hidden(

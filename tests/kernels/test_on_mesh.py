@@ -97,15 +97,16 @@ results["replicated heads"] = error(on_mesh.tree_attention(*finite, allowed), _e
 LOGPROBS = """
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.sampling.distribution import SamplingParams
-from tests.kernels.test_token_logprobs import NUMERICS, arguments, expected
+from tests.kernels.test_token_logprobs import NUMERICS, arguments, expected, padded
 
 for label, mesh in each_mesh():
     result = {}
     for vocab_size in (300, 301):  # the second is not divided by tensor
-        hidden, lm_head, targets, gradient = arguments((4, 5), vocab_size)
+        hidden, used, targets, gradient = arguments((4, 5), vocab_size - 10)
+        lm_head = padded(used, 10)
         def loss(hidden, lm_head):
             logprobs, entropies = token_logprobs(
-                hidden, lm_head, targets, SamplingParams(), NUMERICS, 64, mesh, backend
+                hidden, lm_head, targets, SamplingParams(), NUMERICS, 64, mesh, backend, used_rows=len(used)
             )
             return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
         split = "vocab" if vocab_size == 300 else None
@@ -113,7 +114,8 @@ for label, mesh in each_mesh():
         lm_head = jax.device_put(lm_head, named(mesh, split, "embed"))
         program = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
         gradients, outputs = program(hidden, lm_head)
-        truth = expected(hidden, lm_head, targets, gradient)
+        *truth, d_head = expected(hidden, used, targets, gradient)
+        truth += [np.pad(d_head, ((0, 10), (0, 0)))]
         result[vocab_size] = [error(*pair) for pair in zip((*outputs, *gradients), truth)]
     results[label] = result
 """

@@ -48,13 +48,28 @@ def skip_where_it_does_not_run(implementation):
         pytest.skip(str(refusal))
 
 
-def computed(implementation, hidden, lm_head, targets, gradient, sampling=SamplingParams()):  # noqa: B008
+def computed(
+    implementation,
+    hidden,
+    lm_head,
+    targets,
+    gradient,
+    sampling=SamplingParams(),  # noqa: B008
+    used_rows=None,
+):
     """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
     skip_where_it_does_not_run(implementation)
 
     def loss(hidden, lm_head):
         logprobs, entropies = token_logprobs(
-            hidden, lm_head, targets, sampling, NUMERICS, 64, implementation=implementation
+            hidden,
+            lm_head,
+            targets,
+            sampling,
+            NUMERICS,
+            64,
+            implementation=implementation,
+            used_rows=used_rows,
         )
         # The entropy carries no gradient, so that this adds nothing.
         return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
@@ -89,12 +104,23 @@ def assert_close(actual, reference):
         assert np.linalg.norm(values - right) < 5e-3 * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("case", [((1, 2), 300, 1.0), ((2, 30), 512, 0.7)], ids=["1x2 of 300", "2x30 of 512"])
+def padded(lm_head, rows):
+    """The LM head with rows that stand for no token, whose logits would be the largest."""
+    return jnp.concatenate([lm_head, jnp.full((rows, lm_head.shape[1]), 9.0, lm_head.dtype)])
+
+
+@pytest.mark.parametrize(
+    "case", [((1, 2), 300, 0, 1.0), ((2, 30), 400, 112, 0.7)], ids=["1x2 of 300", "2x30 of 400 in 512 rows"]
+)
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_values_and_gradients(implementation, case):
-    shape, vocab_size, temperature = case
-    args = arguments(shape, vocab_size)
-    assert_close(computed(implementation, *args, SamplingParams(temperature)), expected(*args, temperature))
+    shape, vocab_size, padding, temperature = case
+    hidden, lm_head, *others = arguments(shape, vocab_size)
+    args = (hidden, padded(lm_head, padding), *others)
+    found = computed(implementation, *args, SamplingParams(temperature), vocab_size)
+    *values, d_head = expected(hidden, lm_head, *others, temperature)
+    assert_close(found, (*values, np.pad(d_head, ((0, padding), (0, 0)))))
+    assert not found[-1][vocab_size:].any()
 
 
 @pytest.mark.slow

@@ -19,7 +19,9 @@ from rljax.sampling.distribution import (
     penalized_logits,
     token_logprobs,
     transform_logits,
+    without_padding,
 )
+from rljax.sampling.slots import SlotSampling
 
 NUMERICS = Numerics()
 REQUESTS, POSITIONS, VOCAB = 250, 100, 24
@@ -287,3 +289,26 @@ def test_counts_of_packed_responses():
 def test_impossible_penalties():
     with pytest.raises(ValueError, match="repetition_penalty must be above 0"):
         SamplingParams(repetition_penalty=0.0)
+
+
+def test_rows_of_no_token_are_never_sampled():
+    """Whatever their logits, and as if they were not there; with settings inside the program or by slot."""
+    half, keys = 32, noise.request_key(3)[None].repeat(64, 0)
+    positions = jnp.arange(2 * half, dtype=jnp.int32)
+    narrow = jnp.broadcast_to(jnp.asarray(LOGITS), (2 * half, VOCAB))
+    wide = jnp.concatenate([narrow, jnp.full((2 * half, 8), 9.0)], axis=1)
+    assert without_padding(wide, VOCAB + 8) is wide
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def drawn(logits, used_rows, params, settings=None):
+        logits = without_padding(logits, used_rows)
+        return sample(logits, keys, positions, params, NUMERICS, None, settings)
+
+    mixed = [PARAMS[-1]] * half + [SamplingParams(temperature=0.0)] * half
+    expected = drawn(narrow, VOCAB, PARAMS[0], SlotSampling.of(mixed, VOCAB))
+    by_slot = drawn(wide, VOCAB, PARAMS[0], SlotSampling.of(mixed, VOCAB + 8))
+    inside = drawn(wide, VOCAB, PARAMS[-1])
+    np.testing.assert_array_equal(by_slot[0], expected[0])
+    np.testing.assert_array_equal(inside[0][:half], expected[0][:half])
+    np.testing.assert_allclose(by_slot[1], expected[1], atol=1e-6)
+    np.testing.assert_allclose(inside[1][:half], expected[1][:half], atol=1e-6)

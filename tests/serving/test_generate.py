@@ -65,6 +65,7 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     tokens = [int(token) for token in generate(run, "--file", file, "--seed", 3, "--tokens")[1].split()]
     tokenizer = load_saved_policy(run).policy.tokenizer
     assert tokenizer.response_text(tokens) + "\n" == text
+    assert max(tokens) < tokenizer.vocab_size < load_saved_policy(run).policy.config.vocab_size
     # After so many looks there is text that ends in no half of a character, which would be held back.
     ends = (tokenizer.response_text(tokens[:count])[-1:] for count in range(4, len(tokens), 4))
     looks = next(i for i, end in enumerate(ends, 1) if end not in ("", "\N{REPLACEMENT CHARACTER}"))

@@ -24,14 +24,15 @@ def token_logprobs(
     implementation: Implementation = None,
     responses: "Responses | None" = None,
     entropy_gradient: bool = False,
+    used_rows: int | None = None,
 ) -> tuple[Array, Array]:
     """Returns logprobs of tokens under the sampling distribution, and its entropy.
 
         logprob = x[target] - log sum_v e^x[v],    entropy = -sum_v p[v] log p[v],    p = softmax(x)
 
-    where x denotes the transformed logits of `lm_head @ hidden` (`sampling.penalized_logits`, then
-    `transform_logits`). Log-probabilities are differentiable in `hidden` and `lm_head`; the entropy only with
-    `entropy_gradient`.
+    where x denotes the transformed logits of `lm_head @ hidden` (`sampling.without_padding`, then
+    `penalized_logits`, then `transform_logits`). Log-probabilities are differentiable in `hidden` and
+    `lm_head`; the entropy only with `entropy_gradient`.
 
     Args:
       hidden: final states, [R, T, d] in the compute dtype.
@@ -45,6 +46,8 @@ def token_logprobs(
       responses: responses for penalties, if the sampling has any; not supported by kernels.
       entropy_gradient: whether to make the entropy differentiable, at the cost of its backward pass; not
         supported by kernels.
+      used_rows: number of rows of the LM head that stand for tokens; the others, behind them, have logits of
+        -inf. None for all.
 
     Returns:
       logprobs float32 [R, T], -inf where a filter excludes the target, and entropies in nats, float32 [R, T].
@@ -53,4 +56,5 @@ def token_logprobs(
       Refused: the implementation does not support the arguments.
     """
     arguments = (hidden, lm_head, targets, sampling, numerics, chunk, mesh, responses, entropy_gradient)
-    return call("token_logprobs", implementation, lm_head.shape, *arguments)
+    used_rows = len(lm_head) if used_rows is None else used_rows
+    return call("token_logprobs", implementation, lm_head.shape, *arguments, used_rows=used_rows)

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from rljax.models.linear import product
 from rljax.numerics.rows import Numerics
 from rljax.sampling import distribution as distribution
-from rljax.sampling.distribution import Responses, SamplingParams, entropy, penalized_logits, transform_logits
+from rljax.sampling.distribution import (
+    Responses,
+    SamplingParams,
+    entropy,
+    penalized_logits,
+    transform_logits,
+    without_padding,
+)
 from rljax.sharding import activation_sharding, constrain
 
 
@@ -33,6 +40,7 @@ def token_logprobs(
     mesh: Mesh | None,
     responses: Responses | None = None,
     entropy_gradient: bool = False,
+    used_rows: int | None = None,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`. A chunk has at least R tokens, and at least 2: a single row would
     be multiplied by another kernel, with other bits.
@@ -46,6 +54,7 @@ def token_logprobs(
             # The vocabulary is not sharded: a chunk of logits is small, and its sums then need no
             # communication.
             logits = constrain(logits, activation_sharding(mesh))
+        logits = without_padding(logits, used_rows or vocab_size)
         if sampling.penalizes:
             counts = responses.counts(every, columns, vocab_size)
             logits = penalized_logits(logits, counts, sampling)

@@ -40,13 +40,14 @@ def token_logprobs(
     mesh: Mesh | None,
     responses: Responses | None = None,
     entropy_gradient: bool = False,
+    used_rows: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `token_logprobs`."""
     del numerics, chunk, responses  # logits never exist
     passes.refuse_entropy_gradient(entropy_gradient)
     device = _INTERPRETED if interpret else _DEVICE
-    return passes.differentiable(device, hidden, lm_head, targets, sampling, mesh)
+    return passes.differentiable(device, hidden, lm_head, targets, sampling, used_rows or len(lm_head), mesh)
 
 
 def _statistics(

@@ -133,6 +133,7 @@ def differentiable(
     lm_head: Array,
     targets: Array,
     sampling: SamplingParams,
+    used_rows: int,
     mesh: Mesh | None = None,
 ) -> tuple[Array, Array]:
     """Computes `token_logprobs` of [R, T] tokens with a device's kernels.
@@ -148,18 +149,35 @@ def differentiable(
     if width % 128:
         raise Refused(f"it takes hidden states whose width is a multiple of 128, not {width}")
     split = None if mesh is None else _Split.of(mesh, len(targets), len(lm_head))
-    score = _differentiable(device, 1.0 / sampling.temperature, split)
+    padding = len(lm_head) - used_rows
+    if split is not None and split.vocab is not None and padding * mesh.shape[split.vocab] >= len(lm_head):
+        raise Refused(f"{padding} padding rows are all of the vocabulary that one device has")
+    score = _differentiable(device, 1.0 / sampling.temperature, padding, split)
     logprobs, entropies = score(hidden, lm_head, targets)
     return logprobs, lax.stop_gradient(entropies)
 
 
 @functools.cache
-def _differentiable(device: Device, scale: float, split: _Split | None) -> Callable[..., tuple[Array, Array]]:
+def _differentiable(
+    device: Device, scale: float, padding: int, split: _Split | None
+) -> Callable[..., tuple[Array, Array]]:
     def first_entry(lm_head: Array) -> Array | int:
         """Returns the first entry of the vocabulary in this device's part of the LM head."""
         if split is None or split.vocab is None:
             return 0
         return lax.axis_index(split.vocab) * len(lm_head)
+
+    def over_chunks(tokens: int, lm_head: Array, *args: Any) -> Any:
+        """`_over_chunks` without the padding, which is at the end of the last device's part."""
+
+        def over(used_rows: int) -> Any:
+            return _over_chunks(device, tokens, lm_head, used_rows, *args)
+
+        rows = len(lm_head)
+        if not padding or split is None or split.vocab is None:
+            return over(rows - padding)
+        last = lax.axis_index(split.vocab) == split.mesh.shape[split.vocab] - 1
+        return lax.cond(last, lambda: over(rows - padding), lambda: over(rows))
 
     def score_shard(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array, Array]:
         """Returns logprobs, entropies and normalizers [R, T]."""
@@ -169,7 +187,7 @@ def _differentiable(device: Device, scale: float, split: _Split | None) -> Calla
             part = device.statistics(rows, head, padded_targets - start, scale, width).merged()
             return jax.tree.map(lambda *parts: jnp.stack(parts), statistics, part).merged()
 
-        statistics = _over_chunks(device, len(rows), lm_head, rows.dtype, add, Statistics.none(len(rows)))
+        statistics = over_chunks(len(rows), lm_head, rows.dtype, add, Statistics.none(len(rows)))
         if split is not None and split.vocab is not None:
             statistics = jax.tree.map(lambda x: lax.all_gather(x, split.vocab), statistics).merged()
         log_total = jnp.log(statistics.total)
@@ -197,7 +215,7 @@ def _differentiable(device: Device, scale: float, split: _Split | None) -> Calla
             return d_hidden, lax.dynamic_update_slice(d_head, head_part, (start, 0))
 
         zeros = jnp.zeros(rows.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
-        d_hidden, d_head = _over_chunks(device, len(rows), lm_head, rows.dtype, add, zeros)
+        d_hidden, d_head = over_chunks(len(rows), lm_head, rows.dtype, add, zeros)
         if split is not None and split.vocab is not None:
             d_hidden = lax.psum(d_hidden, split.vocab)
         if split is not None and split.rows:
@@ -239,22 +257,22 @@ def _padded(device: Device, hidden: Array, targets: Array) -> tuple[Array, Array
     return rows, jnp.pad(targets.reshape(-1), (0, more), constant_values=-1)
 
 
-def _over_chunks(device: Device, tokens: int, lm_head: Array, dtype: jnp.dtype, add, carry):
-    """Runs `carry = add(carry, head, start, width)` over the vocabulary, with a chunk of the LM head, its
-    start, and its number of valid rows. The last chunk may be shorter, and is padded to the device's tiles.
+def _over_chunks(device: Device, tokens: int, lm_head: Array, used_rows: int, dtype: jnp.dtype, add, carry):
+    """Runs `carry = add(carry, head, start, width)` over the first rows of the LM head, with a chunk of them,
+    its start, and its number of valid rows. The last chunk may be shorter, and is padded to the device's
+    tiles.
     """
-    vocab_size = lm_head.shape[0]
     step = max(_CHUNK_STEP, device.columns)
     size = min(max(_CHUNK_ENTRIES // tokens // step, 1) * step, _LARGEST_CHUNK)
-    whole = vocab_size // size
+    whole = used_rows // size
 
     def add_chunk(index, carry):
         head = lax.dynamic_slice_in_dim(lm_head, index * size, size).astype(dtype)
         return add(carry, head, index * size, size)
 
     carry = lax.fori_loop(0, whole, add_chunk, carry) if whole else carry
-    left = vocab_size - whole * size
+    left = used_rows - whole * size
     if left:
-        head = jnp.pad(lm_head[whole * size :].astype(dtype), ((0, -left % device.columns), (0, 0)))
+        head = jnp.pad(lm_head[whole * size : used_rows].astype(dtype), ((0, -left % device.columns), (0, 0)))
         carry = add(carry, head, whole * size, left)
     return carry
