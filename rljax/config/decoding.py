@@ -93,8 +93,9 @@ class RolloutConfig(Section):
     )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         (),
-        description="Texts, of special tokens too, that end a response besides the end-of-sequence tokens. Set"
-        " them for policies that do not stop by themselves; for a single token see policy.extra_eos_tokens.",
+        description="Texts, of special tokens too, that end a response besides the end-of-sequence tokens."
+        " Set them for policies that do not stop by themselves; a single token may be one of"
+        " policy.extra_eos_tokens instead.",
     )
 
     @model_validator(mode="after")
