@@ -174,7 +174,9 @@ def test_the_text_of_a_response_lacks_eos_and_padding_alone(tmp_path):
     tokenizer.eos_token_ids = (start,)
     assert tokenizer.response_text([*said, eos, start]) == "<think>1+1</think>2<|im_end|>"
     edit_config(tmp_path, pad_token=None)
-    assert Tokenizer.load(tmp_path).response_text([*said, eos, pad]) == "<think>1+1</think>2<|endoftext|>"
+    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer.eos_token_ids = (start,)
+    assert tokenizer.response_text([*said, eos, pad]) == "<think>1+1</think>2<|im_end|><|endoftext|>"
 
 
 @pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])

@@ -100,6 +100,14 @@ def test_stop_strings_are_searched_in_text_that_is_not_shown(text, stop, expecte
         assert "".join(pieces(tokens_of(text), stop, seed, without_hash)) == expected
 
 
+@pytest.mark.parametrize(("stop", "expected"), [("ne", "o"), (" one", ""), ("e t", "on"), ("<s> o", "")])
+def test_what_is_shown_may_lack_the_space_of_its_first_word(stop, expected):
+    words = ("<s>", " one", " two")
+    shown = lambda ids: "".join(words[i] for i in ids if i).lstrip()  # noqa: E731
+    stream = TextStream(lambda ids: "".join(words[i] for i in ids), [stop], shown)
+    assert "".join([*(stream.push([token]) for token in (0, 1, 2)), stream.finish()]) == expected
+
+
 def test_random_bytes():
     rng = random.Random(1)
     for seed in range(200):
