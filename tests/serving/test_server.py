@@ -215,7 +215,7 @@ def test_the_server_goes_on_while_a_prompt_is_tokenized(server, monkeypatch):
     address, served = server
     begun, goes_on, encode = threading.Event(), threading.Event(), served.tokenizer.encode
     monkeypatch.setattr(
-        served.tokenizer, "encode", lambda text: (begun.set(), goes_on.wait(60), encode(text))[2]
+        served.tokenizer, "encode", lambda *text: (begun.set(), goes_on.wait(60), encode(*text))[2]
     )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"model": MODEL, "prompt": "12a3=", "max_tokens": 1}
