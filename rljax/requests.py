@@ -51,7 +51,7 @@ class Episode:
     rewards: tuple[float, ...] = ()
     done: bool = False
     info: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    failure: str | None = None
+    failure: Literal["errors", "timeouts"] | None = None
 
     @property
     def reward(self) -> float:

@@ -22,7 +22,7 @@ from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sandbox.process import Sandbox
 from rljax.serving.worker import EngineWorker
-from rljax.tasks.base import Problem, Task
+from rljax.tasks.base import Problem, Rewards, Task
 from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
 from rljax.tasks.rewards.pool import CheckerPool
 from rljax.tasks.rewards.registry import Reward
@@ -220,18 +220,13 @@ class AgentCollector(Collector):
         return groups
 
     def _group(self, problem: Problem, members: Sequence[AgentEpisode], names: Sequence[str]) -> Group:
-        excluded = [
-            member for member in members if member.failure is not None and self._section.failures == "exclude"
-        ]
-        counted = [_reward(member) for member in members if member not in excluded]
-        # An excluded episode has no tokens, and the mean of the others as its reward: baselines stay theirs.
-        stand_in = float(np.mean(counted)) if counted else 0.0
-        rewards, completions, owners = [], [], []
+        rewards: list[Rewards] = []
+        completions, owners = [], []
         for owner, member in enumerate(members):
-            out = member in excluded
+            out = member.failure is not None and self._section.failures == "exclude"
             rewards.append(
                 {
-                    "reward": stand_in if out else _reward(member),
+                    "reward": None if out else _reward(member),
                     **{name: member.info.get(name, 0.0) for name in names},
                     **{kind: float(member.failure == kind) for kind in ("errors", "timeouts")},
                 }

@@ -13,7 +13,10 @@ from jax.typing import ArrayLike
 
 
 def group_relative_advantages(
-    rewards: ArrayLike, normalization: Literal["std", "none"] = "std", epsilon: float = 1e-6
+    rewards: ArrayLike,
+    normalization: Literal["std", "none"] = "std",
+    epsilon: float = 1e-6,
+    scored: ArrayLike | None = None,
 ) -> Array:
     """Returns the advantage of each response over the mean of its group, the same for all of its tokens.
 
@@ -28,6 +31,8 @@ def group_relative_advantages(
       rewards: [P, G], G responses to each of P prompts.
       normalization: "std" or "none".
       epsilon: bounds the advantages of groups whose rewards are nearly equal.
+      scored: bool [P, G], False for responses that are left out: means and deviations are those of the
+        others, and their own advantage is 0, whatever their reward. None scores all.
 
     Returns:
       float32 [P, G].
@@ -37,17 +42,27 @@ def group_relative_advantages(
         raise ValueError(f"rewards: shape {rewards.shape}, expected [P, G]")
     if normalization not in ("std", "none"):
         raise ValueError(f'normalization: {normalization!r}, expected "std" or "none"')
-    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    members: Array | int = rewards.shape[1]  # an int where all count: the bits of a constant divisor
+    if scored is not None:
+        scored = jnp.asarray(scored)
+        members = jnp.sum(scored, axis=1, keepdims=True, dtype=jnp.float32)
+        rewards = jnp.where(scored, rewards, 0.0)
+    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True, where=scored)
+    if scored is not None:
+        centred = jnp.where(scored, centred, 0.0)
     if normalization == "std":
-        degrees_of_freedom = max(rewards.shape[1] - 1, 1)
-        std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / degrees_of_freedom)
+        std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / _at_least_one(members - 1))
         centred = centred / (std + epsilon)
-    equal = jnp.all(rewards == rewards[:, :1], axis=1, keepdims=True)
-    return jnp.where(equal, 0.0, centred)
+    lowest = jnp.min(rewards, axis=1, keepdims=True, where=scored, initial=jnp.inf)
+    highest = jnp.max(rewards, axis=1, keepdims=True, where=scored, initial=-jnp.inf)
+    return jnp.where(lowest < highest, centred, 0.0)
 
 
 def leave_one_out_advantages(
-    rewards: ArrayLike, normalization: Literal["std", "none"] = "none", epsilon: float = 1e-6
+    rewards: ArrayLike,
+    normalization: Literal["std", "none"] = "none",
+    epsilon: float = 1e-6,
+    scored: ArrayLike | None = None,
 ) -> Array:
     """Returns the advantage of each response over the mean of the others in its group (RLOO).
 
@@ -58,11 +73,17 @@ def leave_one_out_advantages(
     2402.14740, section 3.2.
 
     Arguments and result are those of `group_relative_advantages`, from which these advantages differ by the
-    factor G / (G - 1). A group of one has advantage 0.
+    factor G / (G - 1), G being the number of scored responses. A group of one has advantage 0.
     """
-    advantages = group_relative_advantages(rewards, normalization, epsilon)
-    group = advantages.shape[1]
-    return advantages * (group / max(group - 1, 1))
+    advantages = group_relative_advantages(rewards, normalization, epsilon, scored)
+    members: Array | int = advantages.shape[1]
+    if scored is not None:
+        members = jnp.sum(jnp.asarray(scored), axis=1, keepdims=True, dtype=jnp.float32)
+    return advantages * (members / _at_least_one(members - 1))
+
+
+def _at_least_one(count: Array | int) -> Array | int:
+    return max(count, 1) if isinstance(count, int) else jnp.maximum(count, 1)
 
 
 def whiten(advantages: Array, mask: Array, epsilon: float = 1e-6) -> Array:

@@ -14,7 +14,7 @@ from rljax.algorithms.advantages import group_relative_advantages, leave_one_out
 from rljax.algorithms.returns import generalized_advantages, token_rewards
 
 GROUP_BASELINES = {"group": group_relative_advantages, "leave_one_out": leave_one_out_advantages}
-"""Baselines over the responses to one prompt: (rewards [P, G], normalization) -> advantages [P, G]."""
+"""Baselines over the responses to one prompt: (rewards [P, G], normalization, ..., scored) -> advantages."""
 
 
 class Estimate(NamedTuple):
@@ -39,6 +39,7 @@ def estimate_advantages(
     penalties: Array | None = None,
     values: Array | None = None,
     owners: Array | None = None,
+    scored: ArrayLike | None = None,
 ) -> Estimate:
     """Returns the advantage of every token.
 
@@ -65,6 +66,8 @@ def estimate_advantages(
       values: float32 [N, L], values of the critic before the update.
       owners: int [N], index of each row's reward among the P * G, where an episode has several rows or none;
         None where N = P * G and each row has its own.
+      scored: bool [P, G], False for responses that are left out, with all tokens outside `mask`; None scores
+        all.
     """
     rewards = jnp.asarray(rewards).astype(jnp.float32)
     if rewards.ndim != 2 or (owners is None and rewards.size != mask.shape[0]):
@@ -78,7 +81,9 @@ def estimate_advantages(
             if owners is not None:
                 sums = jnp.zeros(rewards.size, sums.dtype).at[owners].add(sums)
             rewards -= sums.reshape(rewards.shape)
-        group_advantages = GROUP_BASELINES[baseline](rewards, "std" if normalization == "std" else "none")
+        group_advantages = GROUP_BASELINES[baseline](
+            rewards, "std" if normalization == "std" else "none", scored=scored
+        )
         of_rows = group_advantages.reshape(-1) if owners is None else group_advantages.reshape(-1)[owners]
         advantages = jnp.where(mask, of_rows[:, None], 0.0)
     else:

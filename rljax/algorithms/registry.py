@@ -9,6 +9,7 @@ An algorithm is a choice of interchangeable parts. Its settings, and the functio
     kl_coefficient, kl_estimator, kl_in                                 `kl.kl_estimate`
     correction_cap, correction_mask                                     `rollout_correction`
     overlong_buffer                                                     `reward_shaping`
+    mask_truncated                                                      `rljax/training/learner.py`
     dynamic_sampling                                                    `dynamic_sampling.DynamicSampler`
 
 Nothing here imports JAX: the config reads it, and help and errors are instant.
@@ -64,6 +65,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "correction_high": 2.0,
             "overlong_buffer": 0,
             "overlong_penalty": 1.0,
+            "mask_truncated": False,
             "dynamic_sampling": False,
             "dynamic_sampling_max_rounds": 10,
         },

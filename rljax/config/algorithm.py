@@ -171,6 +171,19 @@ class AlgorithmConfig(Section):
         description="Most rounds of rollouts before dynamic sampling stops with an error. Raise it for very"
         " hard or very easy tasks.",
     )
+    dynamic_sampling_part: str | None = Field(
+        None,
+        min_length=1,
+        description="Part of the reward that has to differ within a group for dynamic sampling to keep it;"
+        " null is the whole reward. Set it to the part of correctness, such as correct or exact, where"
+        " rewards are shaped: groups whose format alone differs are then replaced, too.",
+    )
+    mask_truncated: bool = _preset_field(
+        "mask_truncated",
+        description="Leave responses that end at max_response_length out of the loss; their rewards still"
+        " count in the baseline of their group (DAPO's overlong filtering). Set it where truncated responses"
+        " would be right if they could go on.",
+    )
     skip_zero_advantages: bool = Field(
         True,
         description="Leave responses with advantage 0 (all of a group right, or all wrong) out of updates,"
@@ -237,6 +250,10 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.discount: {self.discount} is read with advantage_baseline none or critic, not"
                 f" with {self.advantage_baseline}"
+            )
+        if self.dynamic_sampling_part is not None and not self.dynamic_sampling:
+            raise ValueError(
+                "algorithm.dynamic_sampling_part: is not used without algorithm.dynamic_sampling; set both"
             )
         if self.teacher is not None and self.kl_coefficient == 0:
             raise ValueError("algorithm.teacher: is not used with algorithm.kl_coefficient 0; raise that")

@@ -16,7 +16,7 @@ class RewardConfig(Section):
     name: str = Field(
         min_length=1,
         description="Name of a registered reward, such as exact or math (docs/tasks.md lists them), `task`"
-        " for the task's reward, or a function of yours as module:function.",
+        " for the task's reward, or a function of yours as module:function or path/to/file.py:function.",
     )
     weight: float = Field(1.0, description="Factor in the sum. Set a negative one to discourage a behaviour.")
     args: dict[str, Any] = Field(
@@ -142,21 +142,28 @@ class TaskConfig(Section):
         gt=0,
         description="Most seconds for one reward of one response in a worker. Raise it for slow checkers.",
     )
-    reward_errors: Literal["stop", "zero"] = Field(
+    reward_errors: Literal["stop", "zero", "decline"] = Field(
         "stop",
-        description="Reaction to a reward that raises or dies: stop the run with its message, or count it as"
-        " 0 and in reward/errors. Set zero for long runs with checkers that fail occasionally.",
+        description="Reaction to a reward that raises, dies or gives NaN: stop the run with its message, or"
+        " count it in reward/errors and as 0, or leave the response out, as if the reward had declined. Set"
+        " zero for long runs with checkers that fail occasionally, decline where that is no fault of the"
+        " response.",
     )
-    reward_timeouts: Literal["zero", "stop"] = Field(
+    reward_timeouts: Literal["zero", "stop", "decline"] = Field(
         "zero",
         description="Reaction to a reward that takes longer than reward_timeout over a response: count it as"
-        " 0 and in reward/timeouts, or stop the run. What a policy writes may take a checker any time; set"
-        " stop to find a checker that hangs by itself.",
+        " 0 and in reward/timeouts, stop the run, or leave the response out. What a policy writes may take a"
+        " checker any time; set stop to find a checker that hangs by itself, decline for a slow server.",
     )
     reward_workers: CountOrOff = Field(
         0,
         description="Rewards computed at once; 0 is one per processor. Lower it where other programs need the"
         " processors.",
+    )
+    reward_parallel: Count = Field(
+        32,
+        description="Most calls of rewards that are coroutine functions (async def) under way at once. Raise"
+        " it for a service that answers more at a time, lower it for one that refuses.",
     )
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -168,6 +175,10 @@ class TaskConfig(Section):
         return self
 
 
+_TAKEN = ("reward", "mean", "std", "standard_error", "declined", "errors", "timeouts", "kl_penalty")
+"""Names of other metrics of rewards."""
+
+
 def _impossible(config: TaskConfig) -> Iterator[str]:
     """Yields one line for each contradiction."""
     lists = [("task.rewards", config.rewards)]
@@ -175,7 +186,7 @@ def _impossible(config: TaskConfig) -> Iterator[str]:
     for key, rewards in lists:
         names = [reward.metric for reward in rewards]
         for number, name in enumerate(names):
-            if name in names[:number] or name in ("reward", "mean", "errors", "timeouts"):
+            if name in names[:number] or name in _TAKEN:
                 yield f"{key}.{number}.label: the name {name!r} is taken; give this one a label"
     if (config.name == "mixture") != bool(config.mixture):
         yield "task.mixture: lists the tasks of task.name: mixture; set both or none"

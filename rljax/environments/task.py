@@ -2,17 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rljax.config import TaskConfig
 from rljax.environments.episodes import problem_of
 from rljax.environments.places import Here, Place
 from rljax.errors import UserError
-from rljax.tasks.base import Problem, Split, Task
-from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, shown
+from rljax.tasks.base import Problem, Rewards, Split, Task
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, Kind, shown
 from rljax.tasks.wrapper import Wrapper
-
-Failure = Literal["errors", "timeouts"]
 
 
 class Outcome(NamedTuple):
@@ -30,7 +28,7 @@ class Outcome(NamedTuple):
     reward: float
     done: bool
     info: dict[str, float]
-    failure: Failure | None = None
+    failure: Kind | None = None
 
 
 class EnvironmentTask:
@@ -40,11 +38,15 @@ class EnvironmentTask:
       place: where the environment runs.
       config: the task section: what happens where a step raises or takes too long.
       report: called with a line for each failure that does not stop the run.
+
+    Attributes:
+      declines: whether an episode is left out after a kind of failure; see `Failures`.
     """
 
     def __init__(self, place: Place, config: TaskConfig, report: Callable[[str], None]) -> None:
         self.config, self._place = config, place
         self._failures = Failures(config, report)
+        self.declines = self._failures.declines
         self._size: int | None = self._ask("size")["size"]
         self._problem = functools.lru_cache(maxsize=4096)(self._made)
 
@@ -52,7 +54,7 @@ class EnvironmentTask:
         """Returns problem `index` of a split; see `Task.problem`."""
         return self._problem(split, index)
 
-    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+    def reward(self, problem: Problem, response_text: str) -> Rewards:
         """Raises an error: the turns of an episode are rewarded, not a text."""
         raise UserError(f"task: {self.config.name} is an environment, which rewards turns and not a text")
 
@@ -70,10 +72,10 @@ class EnvironmentTask:
             request = {"problem": _fields(problem), "key": key, "actions": list(actions), "last": last}
             return Outcome(**self._place.ask(key, {"call": "step", **request}))
         except CheckerError as error:
-            failure: Failure = "timeouts" if isinstance(error, CheckerTimeout) else "errors"
+            failure: Kind = "timeouts" if isinstance(error, CheckerTimeout) else "errors"
             return self.failed(str(error), failure, problem, actions)
 
-    def failed(self, what: str, failure: Failure, problem: Problem, actions: Sequence[str]) -> Outcome:
+    def failed(self, what: str, failure: Kind, problem: Problem, actions: Sequence[str]) -> Outcome:
         """Returns the outcome of a step that failed, or raises its error; see `step`."""
         message = (
             f"task.name ({self.config.name}): {what}; problem {problem.id}, turn {len(actions)},"

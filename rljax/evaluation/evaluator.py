@@ -30,6 +30,7 @@ from rljax.evaluation.metrics import (
     default_ks,
     difficulty_groups,
     estimates,
+    part_names,
     problem_metrics,
     success_part,
 )
@@ -47,7 +48,7 @@ from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Split, Task
+from rljax.tasks.base import Rewards, Split, Task
 from rljax.tasks.judging import judge
 from rljax.tasks.registry import configured_task
 from rljax.training.assembly import (
@@ -92,7 +93,8 @@ class Evaluator:
         check_devices(config.mesh, jax.device_count())
         check_with_workers(config)
         self.task: Task = configured_task(config.task, config.seed, progress.message)
-        self._has_turns = environment_of(self.task) is not None
+        self._environment = environment_of(self.task)
+        self._has_turns = self._environment is not None
         check_environment(config, self.task)
         self.samples = config.evaluation.samples
         longest, leave_out = config.rollout.max_prompt_length, config.rollout.long_prompts == "leave_out"
@@ -241,8 +243,11 @@ class Evaluator:
             "finish_reason": completion.finish_reason,
             "logprob": float(completion.logprobs.sum(dtype=np.float64)),
             "tokens": tokens,
-            **({"rewards": episode_rewards([completion])[0]} if self._has_turns else {}),
+            **({} if self._environment is None else {"rewards": self._episode_rewards(completion)}),
         }
+
+    def _episode_rewards(self, completion: Completion) -> Rewards:
+        return episode_rewards([completion], self._environment.declines)[0]
 
     # -- judging ---------------------------------------------------------------------------------------------
 
@@ -268,7 +273,9 @@ class Evaluator:
                 else:
                     judged = judge(self.task, answered)
                 for key, pair, rewards in zip(keys, answered, judged, strict=True):
-                    numbers = {name: float(value) for name, value in rewards.items()}
+                    numbers = {
+                        name: None if value is None else float(value) for name, value in rewards.items()
+                    }
                     answer = extracted_answer(self.task, *pair)
                     log.append(key, {"by": by[key[0]], "rewards": numbers, "answer": answer})
                 self.progress.step(done + start + len(keys), {})
@@ -279,9 +286,9 @@ class Evaluator:
     def _results(self) -> dict[str, Any]:
         """Returns the results as JSON values; all but `made_by` are determined by the policy and settings."""
         evaluation = self.config.evaluation
-        judgements = self.directory.judgements.lines
         parts = {
-            success_part(list(judgements[index, 0]["rewards"]), evaluation.success) for index in self.problems
+            success_part(part_names(self._judged(index).rewards), evaluation.success)
+            for index in self.problems
         }
         values = [self._values(index) for index in self.problems]
         groups = difficulty_groups([problem.difficulty for problem in self.problems.values()])
@@ -312,18 +319,18 @@ class Evaluator:
 
     def _values(self, index: int) -> dict[str, float]:
         """Returns the metrics of one problem."""
-        keys = [(index, sample) for sample in range(self.samples)]
-        judgements = [self.directory.judgements.lines[key] for key in keys]
-        responses = [self.directory.responses.lines[key] for key in keys]
-        judged = JudgedProblem(
-            self.problems[index].difficulty,
-            [judgement["rewards"] for judgement in judgements],
-            [judgement["answer"] for judgement in judgements],
-        )
+        responses = [self.directory.responses.lines[index, sample] for sample in range(self.samples)]
+        judged = self._judged(index)
         return problem_metrics(judged, self.ks, self.config.evaluation.success) | {
+            "declined": float(np.mean([rewards["reward"] is None for rewards in judged.rewards])),
             "response_length": float(np.mean([len(response["tokens"]) for response in responses])),
             "truncated": float(np.mean([response["finish_reason"] == "length" for response in responses])),
         }
+
+    def _judged(self, index: int) -> JudgedProblem:
+        lines = [self.directory.judgements.lines[index, sample] for sample in range(self.samples)]
+        rewards, answers = ([line[name] for line in lines] for name in ("rewards", "answer"))
+        return JudgedProblem(self.problems[index].difficulty, rewards, answers)
 
 
 def _as_json(metrics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:

@@ -9,6 +9,7 @@ from rljax.evaluation.metrics import (
     default_ks,
     difficulty_groups,
     means,
+    part_names,
     problem_metrics,
     success_part,
 )
@@ -21,13 +22,20 @@ from rljax.tasks.judging import judge
 
 def check_success(task: Task, split: Split, evaluation: EvaluationConfig) -> None:
     """Raises a ConfigError if rewards have no part `evaluation.success`, before anything is sampled."""
-    if evaluation.success is None or not evaluation.problems:
+    if evaluation.problems:
+        check_part(task, split, evaluation.success, "evaluation.success")
+
+
+def check_part(task: Task, split: Split, part: str | None, key: str) -> None:
+    """Raises a ConfigError if rewards have no such part, which a config key names."""
+    if part is None:
         return
     try:
         (rewards,) = judge(task, [(task.problem(split, 0), "")])
     except UserError:
         return  # the task cannot judge an empty response; the first sampled one is checked instead
-    success_part(list(rewards), evaluation.success)
+    if rewards["reward"] is not None:  # one that declines may give no parts
+        success_part(list(rewards), part, key)
 
 
 def group_metrics(
@@ -55,12 +63,16 @@ def group_metrics(
 
 
 def pass_shares(groups: Sequence[Group], success: str | None) -> list[tuple[Problem, float]]:
-    """Returns the problem of each group, and the share of its responses that pass (`success_part`)."""
-    parts = [success_part(list(group.rewards[0]), success) for group in groups]
-    return [
-        (group.problem, sum(rewards[part] for rewards in group.rewards) / len(group.rewards))
-        for group, part in zip(groups, parts, strict=True)
-    ]
+    """Returns the problem of each group, and the share of its scored responses that pass (`success_part`); no
+    group without any.
+    """
+    shares = []
+    for group in groups:
+        part = success_part(part_names(group.rewards), success)
+        values = [value for rewards in group.rewards if (value := rewards.get(part)) is not None]
+        if values:
+            shares.append((group.problem, sum(values) / len(values)))
+    return shares
 
 
 def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:

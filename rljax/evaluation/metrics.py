@@ -8,11 +8,13 @@ import numpy as np
 
 from rljax.errors import ConfigError, known_names
 from rljax.evaluation.estimators import bootstrap_interval, majority_at_k, pass_at_k
+from rljax.tasks.base import Rewards
 
 MAX_GROUPS = 8
 """Most difficulty groups: with more groups, each would hold too few problems for a useful mean."""
 
-_PASSED_FROM = 1.0 - 1e-6  # in floating point, 0.7 + 0.2 + 0.1 is less than 1
+PASSED_FROM = 1.0 - 1e-6
+"""Value of its success part from which a response passes: in floating point, 0.7 + 0.2 + 0.1 is below 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +23,22 @@ class JudgedProblem:
 
     Attributes:
       difficulty: difficulty of the problem.
-      rewards: "reward" and its parts, per response.
+      rewards: "reward" and its parts, per response; a "reward" of None leaves the response out.
       answers: answer of each response; None where a response has no answer.
     """
 
     difficulty: int
-    rewards: Sequence[Mapping[str, float]]
+    rewards: Sequence[Rewards]
     answers: Sequence[str | None]
 
 
-def success_part(parts: Sequence[str], success: str | None) -> str:
+def success_part(parts: Sequence[str], success: str | None, key: str = "evaluation.success") -> str:
     """Returns the name of the reward's part that decides whether a response passes.
 
     Args:
       parts: "reward" and its parts, as the task names them.
       success: `evaluation.success`; None for "correct" where the task has this part, else the whole reward.
+      key: config key of `success`, for errors.
 
     Raises:
       ConfigError: the task has no such part.
@@ -44,9 +47,14 @@ def success_part(parts: Sequence[str], success: str | None) -> str:
         return "correct" if "correct" in parts else "reward"
     if success not in parts:
         raise ConfigError(
-            f"evaluation.success: the task's rewards have no part {success!r}; {known_names(success, parts)}"
+            f"{key}: the task's rewards have no part {success!r}; {known_names(success, parts)}"
         )
     return success
+
+
+def part_names(rewards: Sequence[Rewards]) -> list[str]:
+    """Returns the names of all parts of several rewards, in their order."""
+    return list(dict.fromkeys(name for each in rewards for name in each))
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
@@ -57,22 +65,34 @@ def default_ks(samples: int) -> tuple[int, ...]:
 
 def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
     """Returns the metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the
-    share that passes; `pass@k` and `maj@k` for each k.
+    share that passes; `pass@k` and `maj@k` for each k. Responses that are left out count in none of them, and
+    a k above the number of the others has no estimate.
 
     Args:
       problem: the n judged responses.
       ks: values of k, from 1 to n.
       success: see `success_part`; a response passes where this part is at least 1.
     """
-    samples, success = len(problem.rewards), success_part(list(problem.rewards[0]), success)
-    metrics = {
-        name: float(np.mean([rewards[name] for rewards in problem.rewards])) for name in problem.rewards[0]
-    }
-    passed = [rewards[success] >= _PASSED_FROM for rewards in problem.rewards]
-    metrics[f"mean@{samples}"] = float(np.mean(passed))
+    names = part_names(problem.rewards)
+    success = success_part(names, success)
+    metrics: dict[str, float] = {}
+    for name in names:
+        values = [rewards[name] for rewards in problem.rewards if rewards.get(name) is not None]
+        if values:
+            metrics[name] = float(np.mean(values))
+    scored = [
+        (rewards[success], answer)
+        for rewards, answer in zip(problem.rewards, problem.answers, strict=True)
+        if rewards["reward"] is not None and rewards.get(success) is not None
+    ]
+    samples, ks = len(scored), [k for k in ks if k <= len(scored)]
+    if not scored:
+        return metrics
+    passed = [value >= PASSED_FROM for value, _ in scored]
+    metrics[f"mean@{len(problem.rewards)}"] = float(np.mean(passed))
     metrics |= {f"pass@{k}": pass_at_k(samples, sum(passed), k) for k in ks}
     by_answer: dict[str, list[bool]] = {}
-    for answer, right in zip(problem.answers, passed, strict=True):
+    for (_, answer), right in zip(scored, passed, strict=True):
         if answer is not None:
             by_answer.setdefault(answer, []).append(right)
     # Responses with the same answer may differ in passing: the answer scores their mean.

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import TaskConfig
+from rljax.importing import is_file
 from rljax.tasks.base import Problem, Split, Task
 
 _JUDGING = ("rewards", "reward_timeout", "reward_errors", "reward_timeouts", "sandbox")
-_NEITHER = ("reward_workers",)
+_NEITHER = ("reward_workers", "reward_parallel")
 
 
 def distinct_problems(task: Task, split: Split, count: int, say: Callable[[str], None]) -> dict[int, Problem]:
@@ -63,12 +64,15 @@ def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
 
 
 def _source_digest(function: str) -> str | None:
-    """Returns the digest of a module:function's file; None if it is not on Python's path."""
-    module = Path(*function.partition(":")[0].split("."))
+    """Returns the digest of the file of a module:function or file.py:function; None if it is not found."""
+    module = function.rpartition(":")[0]
+    files = [Path(module).expanduser()] if is_file(module) else []
     for base in map(Path, sys.path):
-        for file in (base / module.with_suffix(".py"), base / module / "__init__.py"):
-            if file.is_file():
-                return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        parts = base.joinpath(*module.split("."))
+        files += [parts.with_suffix(".py"), parts / "__init__.py"]
+    for file in files:
+        if file.is_file():
+            return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return None
 
 

@@ -34,7 +34,7 @@ def print_table(results: dict[str, Any], console: Console) -> None:
             table.add_column(label, justify="right", no_wrap=True)
         table.add_row("problems", *(f"{problems:,}" for _, problems, _ in shown))
         for name in names:
-            cells = (_cell(name, metrics[name]) for _, _, metrics in shown)
+            cells = (_cell(name, metrics[name]) if name in metrics else "" for _, _, metrics in shown)
             table.add_row(name.replace("_", " "), *cells)
         console.print(table)
 

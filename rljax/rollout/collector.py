@@ -18,7 +18,7 @@ from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.base import Problem, Rewards, Split, Task
 from rljax.tasks.judging import judge
 
 TRAINING, EVALUATION = 0, 1
@@ -33,20 +33,25 @@ class Group:
       problem: the problem.
       prompt_ids: token ids of the prompt.
       completions: G responses; of agents the sequences of G episodes, any number of each.
-      rewards: reward of each response by the task, with its named parts; of agents of each episode.
+      rewards: reward of each response by the task, with its named parts; of agents of each episode. The
+        "reward" of a response that is left out, because a reward declined, is None.
       episodes: of agents the index of each sequence's episode in `rewards`; None otherwise.
     """
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     completions: list[Completion]
-    rewards: list[dict[str, float]]
+    rewards: Sequence[Rewards]
     episodes: tuple[int, ...] | None = None
 
     @property
     def reward(self) -> np.ndarray:
-        """Rewards of the responses, or of episodes, float64 [G]."""
-        return np.asarray([reward["reward"] for reward in self.rewards])
+        """Rewards of the responses, or of episodes, float64 [G]; NaN for those that are left out."""
+        return self.part("reward")
+
+    def part(self, name: str) -> np.ndarray:
+        """Returns a part of the rewards, float64 [G], NaN where it is missing."""
+        return np.asarray([reward.get(name) for reward in self.rewards], np.float64)
 
     @property
     def places(self) -> Sequence[int]:
@@ -140,7 +145,8 @@ class Collector:
         max_response_length: int,
     ) -> None:
         self.task = task
-        self.has_turns = environment_of(task) is not None
+        self._environment = environment_of(task)
+        self.has_turns = self._environment is not None
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.seed = seed
@@ -191,7 +197,11 @@ class Collector:
     ) -> tuple[list[Group], float]:
         """Returns the rewarded groups of problems, and the seconds that rewarding took."""
         start, samples = time.perf_counter(), len(requests) // len(problems)
-        rewards = episode_rewards(completions) if self.has_turns else self._judged(problems, completions)
+        rewards: Sequence[Rewards]
+        if self._environment is not None:
+            rewards = episode_rewards(completions, self._environment.declines)
+        else:
+            rewards = self._judged(problems, completions)
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
@@ -199,9 +209,7 @@ class Collector:
             groups.append(Group(problem, prompt_ids, list(completions[members]), rewards[members]))
         return groups, time.perf_counter() - start
 
-    def _judged(
-        self, problems: Sequence[Problem], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def _judged(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Rewards]:
         samples = len(completions) // len(problems)
         answered = [
             (problems[i // samples], self.tokenizer.response_text(completion.response_ids.tolist()))
@@ -232,9 +240,15 @@ class Collector:
 
 
 def outcomes(groups: Sequence[Group]) -> list[Outcome]:
-    """Returns rewarded responses in the form that drafters learn from."""
-    return [
-        Outcome(group.prompt_of(completion), completion.response_ids, float(group.reward[place]))
-        for group in groups
-        for completion, place in zip(group.completions, group.places, strict=True)
-    ]
+    """Returns rewarded responses in the form that drafters learn from. One that is left out has the mean
+    reward of its group: as text it is as good an example as the others.
+    """
+    found = []
+    for group in groups:
+        scored = group.reward[~np.isnan(group.reward)]
+        rewards = np.nan_to_num(group.reward, nan=scored.mean() if scored.size else 0.0)
+        found += [
+            Outcome(group.prompt_of(completion), completion.response_ids, float(rewards[place]))
+            for completion, place in zip(group.completions, group.places, strict=True)
+        ]
+    return found

@@ -1,24 +1,26 @@
 """Rewards and metrics of responses that are episodes of an environment."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rljax.requests import Completion, DecodeStatistics, Episode
+from rljax.tasks.base import Rewards
+from rljax.tasks.rewards.failures import Kind
 
 _NONE = Episode()  # of a response that was cut off in its first turn
 
 
-def episode_rewards(completions: Sequence[Completion]) -> list[dict[str, float]]:
+def episode_rewards(completions: Sequence[Completion], declines: Callable[[Kind], bool]) -> list[Rewards]:
     """Returns the rewards of episodes in the form of `Task.reward`: "reward", the numbers of the
     environment's `info` (0 where an episode has none), and "errors" and "timeouts", 1 where the environment
-    failed so.
+    failed so. `declines` says whether an episode is left out after such a failure.
     """
     episodes = [completion.episode or _NONE for completion in completions]
     names = dict.fromkeys(name for episode in episodes for name in episode.info)
     return [
         {
-            "reward": episode.reward,
+            "reward": None if episode.failure and declines(episode.failure) else episode.reward,
             **{name: episode.info.get(name, 0.0) for name in names},
             **{kind: float(episode.failure == kind) for kind in ("errors", "timeouts")},
         }

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rljax.errors import UserError
 from rljax.requests import DecodeStatistics
 from rljax.rollout.collector import Group, Timing
 
@@ -19,10 +20,11 @@ def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
 
     `reward/std` is over all responses, `reward/standard_error` that of their mean. Responses to one prompt
     are correlated, so the error is computed from the means of the prompts; with a single prompt, from its
-    responses.
+    responses. Responses that are left out do not count.
     """
-    rewards = np.concatenate([group.reward for group in groups])
-    independent = np.asarray([group.reward.mean() for group in groups]) if len(groups) > 1 else rewards
+    scored = [group.reward[~np.isnan(group.reward)] for group in groups]
+    rewards = np.concatenate(scored)
+    independent = np.asarray([each.mean() for each in scored if each.size]) if len(groups) > 1 else rewards
     spread = {"reward/std": float(rewards.std())}
     if len(independent) > 1:
         error = independent.std(ddof=1) / math.sqrt(len(independent))
@@ -31,10 +33,20 @@ def reward_spread(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean of every named reward, over the responses that have it."""
+    """Returns the mean of every named reward, over the responses that have it, and `declined`, the share of
+    responses that are left out.
+
+    Raises:
+      UserError: all responses are left out.
+    """
     rewards = [reward for group in groups for reward in group.rewards]
-    names = dict.fromkeys(name for reward in rewards for name in reward)  # tasks of a mixture differ in names
-    return {name: float(np.mean([reward[name] for reward in rewards if name in reward])) for name in names}
+    values: dict[str, list[float]] = {}  # tasks of a mixture differ in names
+    for name, value in (item for reward in rewards for item in reward.items() if item[1] is not None):
+        values.setdefault(name, []).append(value)
+    if "reward" not in values:
+        raise UserError(f"reward: all {len(rewards)} responses are left out, because a reward declined each")
+    means = {name: float(np.mean(each)) for name, each in values.items()}
+    return means | {"declined": 1.0 - len(values["reward"]) / len(rewards)}
 
 
 def rollout_metrics(

@@ -50,12 +50,14 @@ def summarize_rollout(
 
 
 def _extremes(groups: Sequence[Group], samples: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (group, response) of the best and the worst, the first of equals; no response is in both."""
-    rewards = [np.nan_to_num(group.reward, nan=-np.inf) for group in groups]
-    highest = sorted(range(len(groups)), key=lambda row: -rewards[row].max())
-    best = [(row, int(rewards[row].argmax())) for row in highest[:samples]]
-    lowest = sorted(range(len(groups)), key=lambda row: rewards[row].min())
-    worst = [(row, int(rewards[row].argmin())) for row in lowest[:samples]]
+    """Returns (group, response) of the best and the worst, the first of equals; no response is in both, and
+    none that is left out in either.
+    """
+    rewards = {row: group.reward for row, group in enumerate(groups) if not np.isnan(group.reward).all()}
+    highest = sorted(rewards, key=lambda row: -np.nanmax(rewards[row]))
+    best = [(row, int(np.nanargmax(rewards[row]))) for row in highest[:samples]]
+    lowest = sorted(rewards, key=lambda row: np.nanmin(rewards[row]))
+    worst = [(row, int(np.nanargmin(rewards[row]))) for row in lowest[:samples]]
     return best, [place for place in worst if place not in best]
 
 
@@ -130,5 +132,5 @@ def _shortened(text: str) -> str:
     return f"{text[:_HEAD]}{_NOTE.format(left_out)}{text[-_TAIL:]}"
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

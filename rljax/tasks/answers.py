@@ -1,11 +1,9 @@
 """Extracts a response's answer as text, the vote of maj@k (Wang et al., arXiv 2203.11171)."""
 
-import re
-
 from rljax.tasks.base import Problem, Task
 from rljax.tasks.rewards.extraction import answer_finder
+from rljax.tasks.rewards.spelling import plain, ungrouped
 
-_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _PLACES = ("boxed", "marker", "number")
 
 
@@ -21,13 +19,12 @@ def last_answer(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{...}`, else the text after the last `####`, else the last
     number; None where there is none.
 
-    Answers that differ only in spaces, dollar signs, thousands separators or a final full stop are equal.
+    Answers that differ only in spaces, dollar signs, the spelling of numbers (`spelling.plain`), thousands
+    separators or a final full stop are equal.
     """
     candidates = (answer_finder(place)(text) for place in _PLACES)
     answer = next((candidate for candidate in candidates if candidate is not None), None)
     if answer is None:
         return None
-    plain = "".join(answer.replace("$", "").split()).removesuffix(".")
-    if _NUMBER.fullmatch(plain):
-        plain = plain.replace(",", "")
-    return plain or None
+    bare = plain(answer.replace("\\$", "").replace("$", ""))
+    return ungrouped("".join(bare.split()).removesuffix(".")) or None

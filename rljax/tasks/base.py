@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+Rewards = Mapping[str, float | None]
+"""The reward of a response, "reward", and its parts by name. None is what declined to judge it."""
+
 Split = Literal["train", "heldout", "warm_start"]
 SPLITS: tuple[str, ...] = get_args(Split)
 
@@ -57,7 +60,7 @@ class Task(Protocol):
         """Returns problem `index` of a split, the same one at every call. Any index from 0 on is valid."""
         ...
 
-    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+    def reward(self, problem: Problem, response_text: str) -> Rewards:
         """Judges a response.
 
         Args:
@@ -66,7 +69,8 @@ class Task(Protocol):
             execute or evaluate it, and take at most linear time in its length.
 
         Returns:
-          "reward", the number that training maximises, and its parts under other names.
+          "reward", the number that training maximises, and its parts under other names. Where it is None the
+          task declines: the response is left out of its group's statistics, and nothing is learned from it.
         """
         ...
 

@@ -7,6 +7,7 @@ position in the data is one integer here too. `task.rewards` judge the responses
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ _TEXT_ARGS = (
 )  # fmt: skip
 _ROLES = ("system", "user", "assistant")
 _NUMBER = re.compile(r"[0-9]+")
+_LARGEST_WHOLE = 2.0**53  # beyond it a float is an approximation, and 1e+16 says so
 
 
 class Dataset:
@@ -36,7 +38,8 @@ class Dataset:
       subset: subset of `hub`, if it has several.
       split: split of `hub` for training.
       heldout_split: split of `hub` for evaluation; without it, the hash of the prompt decides.
-      prompt: column with the prompt: text, or a list of messages {role, content}.
+      prompt: column with the prompt: text, or a list of messages {role, content}. This and every other column
+        may be a field within a column, by its path: reward_model.ground_truth.
       answer: column with the right answer; null where no reward needs it.
       answer_marker: marker in the answer's column; the answer is the text after it, as with "####" in GSM8K.
       difficulty: column with a whole number, alone or within text ("Level 3"); null makes all equally hard.
@@ -143,7 +146,7 @@ class Dataset:
             in_range = lowest is None or lowest <= problem.difficulty <= highest
             length = sum(len(message["content"]) for message in problem.messages)
             if in_range and (longest is None or length <= longest):
-                yield str(row[self._args["prompt"]]), problem
+                yield str(_column(row, self._args["prompt"])), problem
 
 
 def _digested(rows: Iterator[Row], digest: "hashlib._Hash") -> Iterator[Row]:
@@ -167,13 +170,17 @@ def _problem(place: str, row: Mapping[str, Any], args: Mapping[str, Any]) -> Pro
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
-    if name not in row:
-        raise ValueError(
-            f"there is no column {name!r}, only {', '.join(map(repr, row)) or 'an empty object'}"
-        )
-    if row[name] is None:
+    """Returns the value of a column; with dots in its name, of a field within a column."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(
+                f"there is no column {name!r}, only {', '.join(map(repr, row)) or 'an empty object'}"
+            )
+        value = value[part]
+    if value is None:
         raise ValueError(f"{name!r} is null")
-    return row[name]
+    return value
 
 
 def _messages(prompt: Any) -> Iterator[dict[str, str]]:
@@ -203,6 +210,11 @@ def _answer(row: Mapping[str, Any], args: Mapping[str, Any]) -> str:
     value = _column(row, args["answer"])
     if not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer should be text or a number, not a {type(value).__name__}")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"the answer is {value}, which is no number")
+        if value.is_integer() and abs(value) < _LARGEST_WHOLE:  # of a column in which some rows have none
+            value = int(value)
     if args["answer_marker"] is None:
         return str(value)
     answer = after_marker(str(value), args["answer_marker"])

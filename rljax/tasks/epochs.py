@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.base import Problem, Rewards, Split, Task
 from rljax.tasks.judging import Answered, judge
 from rljax.tasks.wrapper import Wrapper
 
@@ -23,7 +23,7 @@ class EpochTask(Wrapper):
     def problem(self, split: Split, index: int) -> Problem:
         return self._task.problem(split, index % self._problems if split == "train" else index)
 
-    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+    def rewards(self, answered: Sequence[Answered]) -> list[Rewards]:
         return judge(self._task, answered)
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:

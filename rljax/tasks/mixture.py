@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rljax.config import MixtureConfig
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Problem, Split, Task, problem_random
+from rljax.tasks.base import Problem, Rewards, Split, Task, problem_random
 from rljax.tasks.judging import Answered, judge
 from rljax.tasks.wrapper import Wrapper
 
@@ -45,9 +45,9 @@ class Mixture(Wrapper):
         problem = self._tasks[prefix].problem(split, inner)
         return dataclasses.replace(problem, id=f"{prefix}/{problem.id}")
 
-    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+    def rewards(self, answered: Sequence[Answered]) -> list[Rewards]:
         """Returns the rewards of many responses, in one call per task. Parts differ from task to task."""
-        judged: list[dict[str, float]] = [{}] * len(answered)
+        judged: list[Rewards] = [{}] * len(answered)
         for prefix, task in self._tasks.items():
             places = [i for i, (problem, _) in enumerate(answered) if problem.id.startswith(f"{prefix}/")]
             inner = [(_without(prefix, answered[i][0]), answered[i][1]) for i in places]

@@ -8,7 +8,7 @@ define are abstract.
 import abc
 from collections.abc import Sequence
 
-from rljax.tasks.base import Problem, Split, Task
+from rljax.tasks.base import Problem, Rewards, Split, Task
 from rljax.tasks.judging import Answered
 
 
@@ -47,14 +47,14 @@ class Wrapper(abc.ABC):
         """See `Task.problem`."""
 
     @abc.abstractmethod
-    def rewards(self, answered: Sequence[Answered]) -> list[dict[str, float]]:
+    def rewards(self, answered: Sequence[Answered]) -> list[Rewards]:
         """Returns the rewards of many responses, in order; see `Task.reward`."""
 
     @abc.abstractmethod
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         """See `rljax.tasks.answers.extracted_answer`."""
 
-    def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
+    def reward(self, problem: Problem, response_text: str) -> Rewards:
         """Returns the reward of one response; see `Task.reward`."""
         return self.rewards([(problem, response_text)])[0]
 

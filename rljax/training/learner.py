@@ -235,6 +235,8 @@ class Learner:
         config, algorithm = self._config, self._algorithm
         longest = config.rollout.max_response_length
         rewards = np.stack([group.reward for group in groups])  # [P, G]
+        scored = ~np.isnan(rewards) if algorithm.reward_coefficient else np.ones(rewards.shape, bool)
+        rewards = np.where(np.isnan(rewards), 0.0, rewards)
         completions = completions_of(groups)
         lengths = np.asarray([len(completion.response_ids) for completion in completions])
         rewards = algorithm.reward_coefficient * rewards
@@ -249,6 +251,9 @@ class Learner:
             logprobs[: len(completion.logprobs)] = completion.logprobs
             if completion.sampled_mask is not None:
                 sampled[: len(completion.sampled_mask)] = completion.sampled_mask
+
+        # Of responses with a reward: the others are in no mean, and nothing is learned from them.
+        counted = mask & scored.reshape(-1)[slice(None) if owners is None else owners][:, None]
 
         def gathered(name: str) -> np.ndarray:
             values = np.zeros(mask.shape, np.float32)
@@ -266,7 +271,7 @@ class Learner:
         values = None if self._critic is None else gathered("old_values")
         estimate = estimate_advantages(
             np.asarray(rewards, np.float32),
-            jnp.asarray(mask),
+            jnp.asarray(counted),
             algorithm.advantage_baseline,
             algorithm.advantage_normalization,
             algorithm.discount,
@@ -274,8 +279,12 @@ class Learner:
             None if penalties is None else jnp.asarray(penalties),
             None if values is None else jnp.asarray(values),
             None if owners is None else jnp.asarray(owners),
+            None if scored.all() else scored,
         )
-        advantages, kept = np.asarray(estimate.advantages), mask
+        advantages, kept = np.asarray(estimate.advantages), counted
+        if algorithm.mask_truncated:
+            whole = np.asarray([completion.finish_reason != "length" for completion in completions])
+            kept = counted & whole[:, None]
         if algorithm.corrects_rollout:
             correction = rollout_correction(
                 jnp.asarray(gathered("old_logprobs")),
@@ -286,13 +295,13 @@ class Learner:
                 algorithm.correction_low,
                 algorithm.correction_high,
             )
-            advantages, kept = advantages * np.asarray(correction.factors), np.asarray(correction.kept)
+            advantages, kept = advantages * np.asarray(correction.factors), kept & np.asarray(correction.kept)
             metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
         if values is not None:
-            explained = explained_variance(jnp.asarray(values), estimate.returns, jnp.asarray(mask))
+            explained = explained_variance(jnp.asarray(values), estimate.returns, jnp.asarray(counted))
             metrics |= {
                 "critic/explained_variance": float(explained),
-                "critic/value_mean": float(values[mask].mean()),
+                "critic/value_mean": float(values[counted].mean()),
             }
         prepared = []
         for minibatch in minibatches:

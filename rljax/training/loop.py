@@ -17,6 +17,7 @@ import numpy as np
 from rljax.algorithms.dynamic_sampling import DynamicSampler
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics, pass_shares
+from rljax.evaluation.metrics import PASSED_FROM, part_names, success_part
 from rljax.host_memory import give_back
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, WantedGroups, outcomes
@@ -122,12 +123,29 @@ def roll_out(run: TrainingRun) -> Rollout:
             run.cluster.learn(outcomes(groups))
         if not config.algorithm.dynamic_sampling:
             return Rollout(groups, sampled, statistics, timing)
-        sampler.offer(groups, np.stack([group.reward for group in groups]))
+        sampler.offer(groups, *sampling_rewards(run, groups))
         if run.run_ahead is not None:
             run.run_ahead.count_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
         begun = begin_round(run, run.step, begun.wanted.version)
+
+
+def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns what dynamic sampling decides by, float [P, G], and which responses are right, bool [P, G], or
+    None where no part of the reward says so.
+    """
+    part, success = run.config.algorithm.dynamic_sampling_part, run.config.evaluation.success
+    total = np.stack([group.reward for group in groups])
+    values = total
+    if part is not None:
+        names = part_names([rewards for group in groups for rewards in group.rewards])
+        part = success_part(names, part, "algorithm.dynamic_sampling_part")
+        values = np.where(np.isnan(total), np.nan, np.stack([group.part(part) for group in groups]))
+    judged_by = part or success or "correct"
+    judged = np.stack([group.part(judged_by) for group in groups])
+    known = not np.isnan(judged[~np.isnan(values)]).any()
+    return values, judged >= PASSED_FROM if known else None
 
 
 def take_arrived(run: TrainingRun) -> Rollout:
@@ -208,6 +226,8 @@ def advance(run: TrainingRun) -> signal.Signals | None:
     metrics = training_step(run)
     run.step += 1
     reporting.show_step(run, metrics)
+    if run.step == 1:
+        reporting.show_doubts(run, metrics)
 
     # EVALUATE
     last = run.step == config.training.steps

@@ -10,6 +10,9 @@ from rljax.rollout.collector import Group
 from rljax.rollout.summary import summarize_rollout
 from rljax.training.training_run import TrainingRun
 
+_FEW = 0.01  # share of responses
+_LARGE = 2.0**24
+
 
 def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> None:
     """Shows sampled tokens, finished responses, of `total`, what still compiles, and what workers do."""
@@ -38,6 +41,25 @@ def show_step(run: TrainingRun, metrics: Mapping[str, Any]) -> None:
             "length": metrics["response_length/mean"],
         },
     )
+
+
+def show_doubts(run: TrainingRun, metrics: Mapping[str, Any]) -> None:
+    """Says after the first step what makes rewards useless: answers that are never found, and numbers between
+    which float32 cannot tell.
+    """
+    for name, share in metrics.items():
+        if name.startswith("reward/") and name.endswith("answer_found") and share < _FEW:
+            reward = name.removeprefix("reward/").rpartition("/")[0] or run.config.task.name
+            how_many = "none" if share == 0 else f"{share:.1%}"
+            run.progress.message(
+                f"warning: {reward} found an answer in {how_many} of the first step's responses ({name});"
+                " compare what it looks for with what the prompts ask for and the samples of the report show"
+            )
+    if abs(metrics["reward/mean"]) > _LARGE:
+        run.progress.message(
+            f"warning: rewards are about {metrics['reward/mean']:.3g}, where float32 cannot tell neighbouring"
+            " whole numbers apart; lower their weight"
+        )
 
 
 def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: DecodeStatistics) -> None:

@@ -12,7 +12,7 @@ from rljax.agents.server import AgentServer
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.environments.use import check_environment
-from rljax.evaluation.judging import check_success
+from rljax.evaluation.judging import check_part, check_success
 from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.digest import base_digest
@@ -115,6 +115,7 @@ class TrainingRun:
         task = checked_task(config, progress.message)
         check_environment(config, task, processes.count())
         check_success(task, "heldout", config.evaluation)
+        check_part(task, "train", config.algorithm.dynamic_sampling_part, "algorithm.dynamic_sampling_part")
         heldout = distinct_problems(task, "heldout", config.evaluation.problems, progress.message)
 
         # The policy that step 0 starts from.

@@ -149,7 +149,7 @@ def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
         tmp_path, *TINY, section, "training.steps=1", "evaluation.problems=0", "rollout.prompts_per_step=1"
     )
     assert lines[-1]["reward/errors"] == 0.5 and lines[-1]["reward/timeouts"] == 0.25
-    assert lines[-1]["reward/mean"] == 1.0  # of the one that was well
+    assert lines[-1]["reward/mean"] == 1.0 and lines[-1]["reward/declined"] == 0.75  # one was well
     ((group,),) = learned
     assert group.episodes == (3,)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.algorithms.advantages import group_relative_advantages
+from rljax.algorithms.advantages import group_relative_advantages, leave_one_out_advantages
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "jit"])
@@ -42,6 +42,19 @@ def test_equal_rewards_are_exactly_zero(advantages_of, normalization):
     rewards = np.repeat(values[:, None], 7, axis=1)
     assert np.any(np.asarray(jax.numpy.mean(rewards, axis=1)) != values)
     np.testing.assert_array_equal(advantages_of(rewards, normalization=normalization), np.zeros((500, 7)))
+
+
+def test_a_response_that_is_left_out_is_in_no_mean_and_no_deviation(advantages_of):
+    """The other four are those of `test_std_by_hand`; groups of one and of none are 0, not NaN."""
+    rewards = np.array([[1.0, 9.0, 0.0, 0.0, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    scored = np.array([[True, False, True, True, True], [True, *[False] * 4], [False] * 5])
+    nothing = np.zeros((2, 5))
+    advantages = advantages_of(rewards, normalization="std", epsilon=0.0, scored=scored)
+    np.testing.assert_allclose(advantages, [[1.5, 0, -0.5, -0.5, -0.5], *nothing], rtol=1e-6)
+    advantages = advantages_of(rewards, normalization="none", scored=scored)
+    np.testing.assert_array_equal(advantages, [[0.75, 0, -0.25, -0.25, -0.25], *nothing])
+    alone = leave_one_out_advantages(rewards, scored=scored)
+    np.testing.assert_allclose(alone, [[1, 0, -1 / 3, -1 / 3, -1 / 3], *nothing], rtol=1e-6)
 
 
 def test_a_group_of_one_is_zero(advantages_of):

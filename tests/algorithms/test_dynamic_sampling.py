@@ -12,6 +12,9 @@ RIGHT, WRONG, MIXED = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]
 def test_informative_groups():
     rewards = [RIGHT, WRONG, MIXED, [0.1, 0.1, 0.1], [0.1, 0.1, 0.2]]
     np.testing.assert_array_equal(informative_groups(rewards), [False, False, True, False, True])
+    left_out = [[np.nan, 1.0, 0.0], [np.nan, 1.0, 1.0], [np.nan] * 3]
+    np.testing.assert_array_equal(informative_groups(left_out), [True, False, False])
+    assert not informative_groups([[1e9, 1e9 + 1, 1e9]]).any()  # nor do their advantages differ, in float32
     with pytest.raises(ValueError, match="rewards"):
         informative_groups([1.0, 0.0])
 
@@ -49,14 +52,37 @@ def test_gives_up_after_the_stated_rounds_and_says_what_it_saw():
     assert message.startswith(
         "algorithm.dynamic_sampling: 3 rounds gave 2 of 4 groups with differing rewards"
     )
-    assert "12 groups sampled: 8 all wrong, 2 all right" in message
+    assert "12 groups sampled, 8 all at the least reward (0), 2 all at the greatest (1); " in message
     assert "too hard" in message and "dynamic_sampling_max_rounds" in message and "\n" not in message
 
-    easy = DynamicSampler(num_groups=1, max_rounds=1)
-    with pytest.raises(
-        DynamicSamplingError, match=r"1 round gave 0 of 1 .*0 all wrong, 1 all right.*too easy"
-    ):
-        easy.offer(["a"], [RIGHT])
+
+SHAPED = [0.1, 0.1, 0.1]  # all wrong, in the right format
+
+
+@pytest.mark.parametrize(
+    ("rewards", "passed", "says"),
+    [
+        ([SHAPED] * 4, [WRONG] * 4, r"4 groups sampled, 4 all wrong, 0 all right; the task is too hard"),
+        (
+            [RIGHT, SHAPED],
+            [RIGHT, RIGHT],
+            r"sampled, 0 all wrong, 2 all right; the task is too easy",
+        ),
+        ([SHAPED, RIGHT], [MIXED, WRONG], r"1 all wrong, 0 all right, 1 all the same; the task is too hard"),
+        ([SHAPED] * 4, None, r"4 groups sampled, 4 all the same \(0\.1\); the rewards do not tell"),
+        (
+            [SHAPED, [np.nan] * 3],
+            None,
+            r"1 all the same \(0\.1\), 1 without a reward that counts; the",
+        ),
+        ([SHAPED, [np.nan, 1, 1]], None, r"1 all at the least reward \(0\.1\), 1 all at the greatest \(1\);"),
+    ],
+)
+def test_all_wrong_and_all_right_are_said_of_what_is_known_to_be(rewards, passed, says):
+    sampler = DynamicSampler(num_groups=1, max_rounds=1)
+    passed = None if passed is None else np.asarray(passed) > 0
+    with pytest.raises(DynamicSamplingError, match=says):
+        sampler.offer(range(len(rewards)), rewards, passed)
 
 
 def test_misuse_is_an_error():

@@ -1,5 +1,6 @@
 """Metrics of judged responses: by hand, and groups of difficulty that lose no problem."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -34,6 +35,22 @@ def test_metrics_of_a_problem_by_hand():
         "maj@2": pytest.approx((1 + 2 * 0.5 + 2) / 6),
         "maj@4": 1.0,
     }
+
+
+def test_responses_that_are_left_out_count_in_nothing():
+    """Of the three others two pass: pass@2 is 1; pass@4 has no estimate."""
+    problem = judged((1, "7"), (0, "8"), (0, "8"), (1, "7"))
+    rewards = [*problem.rewards[:2], {"reward": None}, {**problem.rewards[3], "more": None}]
+    problem = dataclasses.replace(problem, rewards=rewards)
+    assert problem_metrics(problem, (2, 4), "correct") == {
+        "reward": pytest.approx(0.7),
+        "correct": pytest.approx(2 / 3),
+        "mean@4": pytest.approx(2 / 3),
+        "pass@2": 1.0,
+        "maj@2": pytest.approx((1 + 0.5 + 0.5) / 3),
+    }
+    nothing = JudgedProblem(1, [{"reward": None}] * 2, ["7", "8"])
+    assert problem_metrics(nothing, (2,), None) == {}
 
 
 def test_an_answer_that_passes_only_sometimes_is_worth_its_mean():

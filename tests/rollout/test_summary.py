@@ -7,9 +7,10 @@ import types
 import numpy as np
 import pytest
 
+from rljax.errors import UserError
 from rljax.requests import Completion
-from rljax.rollout.collector import Group
-from rljax.rollout.metrics import reward_spread
+from rljax.rollout.collector import Group, outcomes
+from rljax.rollout.metrics import mean_rewards, reward_spread
 from rljax.rollout.summary import summarize_rollout
 from rljax.tasks.base import Problem
 
@@ -90,14 +91,19 @@ def test_every_bin_counts_its_responses():
 
 
 def test_a_step_is_bounded_and_strict_json():
-    """Long texts lose their middle; a reward that is no number is null."""
-    groups = [group("a", [math.nan, 1.0], [90_000, 90_000]), group("b", [math.inf, 0.0], [1, 1])]
+    """Long texts lose their middle; a reward that is no number is null; what is left out is no example."""
+    groups = [group("a", [None, 1.0], [90_000, 90_000]), group("b", [math.inf, 0.0], [1, 1])]
+    groups.append(group("c", [None, None]))
     running = [[(float(i), 3) for i in range(256)]]
     text = json.dumps(summarize(groups, samples=2, longest=100_000, running=running), allow_nan=False)
     assert len(text) < 20_000
     assert "characters left out" in text
-    worst = json.loads(text)["worst"][0]
-    assert worst["problem"] == "a" and worst["rewards"]["reward"] is None
+    kept = json.loads(text)
+    found = {
+        kind: [(each["problem"], each["rewards"]["reward"]) for each in kept[kind]]
+        for kind in ("best", "worst")
+    }
+    assert found == {"best": [("b", None), ("a", 1.0)], "worst": [("b", 0.0)]}
 
 
 def test_the_standard_error_is_that_of_the_prompts_means():
@@ -109,3 +115,16 @@ def test_the_standard_error_is_that_of_the_prompts_means():
     alone = reward_spread([group("a", [1.0, 0.0, 1.0, 0.0])])
     assert alone["reward/standard_error"] == pytest.approx(math.sqrt(1 / 3) / 2)
     assert reward_spread([group("a", [1.0])]) == {"reward/std": 0.0}
+
+
+def test_what_is_left_out_is_in_no_mean_but_counted():
+    groups = [group("a", [1.0, None, 0.0]), group("b", [None] * 3), group("c", [0.5, 0.5, 0.5])]
+    assert mean_rewards(groups) == {"reward": 0.5, "declined": 4 / 9}
+    spread = reward_spread(groups)
+    assert (
+        spread["reward/std"] == pytest.approx(math.sqrt(0.5 / 5)) and spread["reward/standard_error"] == 0.0
+    )
+    rewards = [outcome.reward for outcome in outcomes(groups)]
+    assert rewards == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5]  # for drafters: their group's mean
+    with pytest.raises(UserError, match="reward: all 3 responses are left out"):
+        mean_rewards(groups[1:2])

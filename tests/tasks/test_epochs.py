@@ -5,6 +5,7 @@ import pytest
 from rljax.tasks.base import SPLITS, Task
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.epochs import EpochTask
+from rljax.tasks.judging import own_reward
 
 
 @pytest.fixture
@@ -35,5 +36,5 @@ def test_rewards_are_the_tasks(task):
     epochs = EpochTask(task, 2)
     problem = epochs.problem("train", 3)
     for text in (problem.solution, "nonsense", ""):
-        assert epochs.reward(problem, text) == task.reward(problem, text)
+        assert epochs.reward(problem, text) == own_reward(task, problem, text)
     assert epochs.reward(problem, problem.solution)["reward"] > epochs.reward(problem, "nonsense")["reward"]

@@ -95,11 +95,12 @@ def test_each_problem_is_judged_by_its_own_task():
     problems = [task.problem("heldout", i) for i in range(4)]
     judged = task.rewards([(problem, problem.solution) for problem in problems])
     assert judged == [task.reward(problem, problem.solution) for problem in problems]
-    assert judged[0] == judged[2] == {"reward": 1.0, "correct": 1.0, "format": 1.0}
+    own = {"correct": 1.0, "format": 1.0, "answer_found": 1.0}
+    assert judged[0] == judged[2] == {"reward": 1.0} | own
     length = max(0, 10 - len(problems[1].solution)) / 10
     assert judged[1] == {
         "reward": 2 * length + 1.0, "length": length, "errors": 0.0, "timeouts": 0.0,
-        "task": 1.0, "task/correct": 1.0, "task/format": 1.0,
+        "task": 1.0, **{f"task/{name}": value for name, value in own.items()},
     }  # fmt: skip
     assert task.problem("train", 3) == configured_task(section, 0).problem("train", 3)
 

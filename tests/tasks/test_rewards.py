@@ -15,7 +15,7 @@ from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.registry import configured_task
 from rljax.tasks.rewards import failures, text
-from rljax.tasks.rewards.extraction import answer_finder, last_code_block
+from rljax.tasks.rewards.extraction import answer_finder, last_code_block, last_formula
 from rljax.tasks.rewards.pool import CheckerPool
 from tests.sandbox.processes import namespaces
 
@@ -77,10 +77,13 @@ def test_an_answer_that_is_cut_off_is_none(text):
 
 
 def test_finding_an_answer_takes_linear_time():
-    for evil in ("1" * 200_000, "-" * 200_000, "\\boxed{" * 50_000, "<answer>" * 50_000, "1,/" * 90_000):
+    for evil in ("1" * 200_000, "-" * 200_000, "\\boxed{" * 50_000, "<answer>" * 50_000, "1,/" * 90_000,
+                 "1" + ",22" * 90_000, "</think>" * 50_000, "\\boxed{1} " * 50_000, "= -" * 90_000,
+                 "\\boxed{1}" + " " * 200_000 + "\\boxed{1}"):  # fmt: skip
         start = time.process_time()
         for place in ("number", "boxed", "tag", "marker", "line"):
             answer_finder(place)(evil)
+        last_formula(evil)
         text.numeric()(problem("1"), evil)
         assert time.process_time() - start < 2.0
 
@@ -101,6 +104,14 @@ def test_code_is_the_last_closed_block():
         ("7", RESPONSE, {"answer_in": "tag"}, 1),
         ("7", "", {"answer_in": "tag"}, 0),
         ("", "", {}, 0),
+        ("-5", "\u22125", {}, 1),
+        ("5", "\u22125", {}, 0),
+        ("5", "it is \u22125", {"answer_in": "number"}, 0),
+        ("\uff11\uff12", "12", {}, 1),
+        ("1,234", "1\u202f234", {}, 1),
+        ("New York", "New\u00a0York", {}, 1),
+        ("7", "<think>\\boxed{5}</think>\\boxed{7}", {"answer_in": "boxed"}, 1),
+        ("5", "<think>\\boxed{5}</think> I cannot tell", {"answer_in": "boxed"}, 0),
     ],
 )
 def test_exact(right, response, args, value):
@@ -134,10 +145,51 @@ def test_exact(right, response, args, value):
         ("2", "9" * 100_000, {}, 0),
         ("2", "none", {}, 0),
         ("18", RESPONSE, {"answer_in": "marker", "marker": "is"}, 0),
+        *(("-5", f"it is {minus}5.", {}, 1) for minus in "-\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"),
+        ("5", "it is \u22125", {}, 0),
+        ("-5", "5", {}, 0),
+        ("\u22125", "-5", {}, 1),
+        ("10", "5\u221210", {}, 1),
+        ("-5", "x = - 5", {}, 1),
+        ("5", "- 5 apples", {}, 1),  # the bullet of a list
+        ("-5", "-$5", {}, 1),
+        ("-5", "\u2212\\$5", {}, 1),
+        ("1e-5", "1e\u22125", {}, 1),
+        ("0.5", "1\u20442", {}, 1),
+        *(("12345.5", f"about 12{comma}345.5", {}, 1) for comma in ",'\u2019\u2009\u202f\u00a0"),
+        *(("12345", f"${written}$", {}, 1) for written in ("12{,}345", "12\\,345", "12,\\!345")),
+        ("100000", "1,00,000 rupees", {}, 1),
+        ("2", "the roots are 1,2", {}, 1),
+        ("12", "the roots are 1,2", {}, 0),
+        ("5", "5, I think", {}, 1),
+        ("12", "\uff11\uff12", {}, 1),
+        *(("50%", f"it is {half}", {}, 1) for half in ("50%", "50 %", "$50\\%$", "50 percent", "0.5", "1/2")),
+        ("50", "50 %", {}, 0),  # a percent is a hundredth, whoever writes it
+        ("18", "18 cm", {}, 1),
+        ("18", "18 cm", {"answer_in": "line"}, 0),  # with a unit it is no number
+        ("18", "\\$18", {"answer_in": "line"}, 1),
     ],
 )
 def test_numeric(right, response, args, value):
     assert text.numeric(**args)(problem(right), response) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "formula"),
+    [
+        (r"I get \boxed{3}. Wait, no. So the answer is \boxed{2}.", r"\boxed{2}"),
+        (r"<think>maybe \boxed{5}?</think> The answer is $7$.", " The answer is $7$."),
+        (r"maybe \boxed{5}?</thinking>The answer is $7$.", "The answer is $7$."),
+        (r"It is \boxed{5}</think>", ""),
+        (r"first \boxed{9}, then $\boxed{\frac{1}{2}}$ or $\boxed{-1}$.", r"\boxed{\frac{1}{2}}, \boxed{-1}"),
+        (r"\boxed{1} \text{ and } \boxed{2}", r"\boxed{1}, \boxed{2}"),
+        (r"\boxed{\boxed{2}}", r"\boxed{2}"),
+        (r"\boxed{3}, no, \boxed{2", r"\boxed{2"),
+        ("$3$, no, $2$", "$3$, no, $2$"),
+    ],
+)
+def test_where_the_last_formula_stands(response, formula):
+    assert last_formula(response) == formula
 
 
 @pytest.mark.parametrize(("characters", "value"), [(0, 1), (10, 1), (15, 0.75), (30, 0), (99, 0)])
@@ -154,6 +206,7 @@ def test_rewards_add_up_by_weight(make):
     )
     asked = task.problem("train", 0)
     parts = {"exact": 1.0, "length": 0.5, "format": 1.0, "short": 3 / 6, "errors": 0.0, "timeouts": 0.0}
+    parts |= {"exact/answer_found": 1.0, "format/answer_found": 1.0}
     response = "x" * (5 - len(asked.answer)) + " " + asked.answer
     assert task.reward(asked, response) == {"reward": 1.0 - 0.25 + 0.25 + 1.0, **parts}
     assert task.reports == []
@@ -184,7 +237,8 @@ FAILURES = {
     "spin": "took more than 1 seconds (task.reward_timeout)",
     "text": 'it returned "1", not a number',
     "nan": "returned nan",
-    "nothing": "it returned a NoneType, not a number",
+    "pair": "it returned a tuple, not a number",
+    "parts": "it returned a mapping without 'score', only 'acc'",
 }
 
 
@@ -207,6 +261,46 @@ def test_a_reward_that_fails_counts_as_zero_and_is_counted_and_reported(make):
         prompt = json.dumps(asked.messages[0]["content"])
         assert report.startswith("task.rewards.0 (moody): ") and what in report
         assert f'problem {asked.id}, prompt {prompt}, response "{name}"' in report and "\n" not in report
+
+
+def test_a_response_that_a_reward_declines_is_left_out_and_is_not_zero(make):
+    """None by itself, and what fails where the config says so; a reward without weight decides nothing."""
+    rewards = {"name": f"{HERE}:moody"}, {"name": "length", "args": {"target": 9, "limit": 10}}
+    texts = ["fine", "nothing", "nan", "raise"]
+    task = make(*rewards, reward_errors="decline")
+    judged = task.rewards([(task.problem("train", 0), each) for each in texts])
+    assert [parts["reward"] for parts in judged] == [2.0, None, None, None]
+    assert [parts["moody"] for parts in judged] == [1.0, None, None, None]
+    assert [parts["length"] for parts in judged] == [1.0] * 4
+    assert [parts["errors"] for parts in judged] == [0.0, 0.0, 1.0, 1.0] and len(task.reports) == 2
+    task = make({**rewards[0], "weight": 0.0}, rewards[1])
+    assert task.reward(task.problem("train", 0), "nothing")["reward"] == 1.0
+
+
+def test_coroutine_functions_run_together_and_return_parts(make):
+    """Three at a time, for as long as each waits for two others; one that never ends and one that ends its
+    process take no other response with them.
+    """
+    reward = {"name": f"{HERE}:together", "args": {"size": 3}, "label": "own"}
+    task = make(reward, reward_parallel=3, reward_errors="zero", reward_timeout=2.0)
+    asked = task.problem("train", 0)
+    judged = task.rewards([(asked, f"{number}") for number in range(9)])
+    good = {"reward": 0.5, "own": 0.5, "own/most": 3.0, "own/acc": 1.0, "errors": 0.0, "timeouts": 0.0}
+    assert judged == [good] * 9
+    texts = ["alone", "raise", "nothing", "hang", "die", "alone"]
+    judged = task.rewards([(asked, each) for each in texts])
+    assert [parts["own"] for parts in judged] == [0.5, 0.0, None, 0.0, 0.0, 0.5]
+    assert [parts["errors"] for parts in judged] == [0, 1, 0, 0, 1, 0]
+    assert [parts["timeouts"] for parts in judged] == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_function_of_a_file_by_its_path(make, tmp_path, monkeypatch):
+    (tmp_path / "myrew.py").write_text("from beside import VALUE\ndef f(response): return VALUE\n")
+    (tmp_path / "beside.py").write_text("VALUE = 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    task = make({"name": "./myrew.py:f"}, {"name": f"{tmp_path}/myrew.py:f", "label": "same"})
+    parts = task.reward(task.problem("train", 0), "x")
+    assert (parts["f"], parts["same"]) == (0.25, 0.25)
 
 
 def test_reports_end_where_they_would_be_noise(make):
@@ -289,6 +383,21 @@ def test_math(make):
     judged = task.rewards([(asked, each) for each in right + wrong])
     assert [parts["math"] for parts in judged] == [1.0] * len(right) + [0.0] * len(wrong)
     assert [parts["errors"] for parts in judged] == [0.0] * len(judged)
+    assert [parts["math/answer_found"] for parts in judged[:6]] == [1.0] * 4 + [0.0] * 2
+    pairs = [
+        ("2", r"I get \boxed{3}. Wait, that is wrong. So the answer is \boxed{2}.", 1),
+        ("3", r"I get \boxed{3}. Wait, that is wrong. So the answer is \boxed{2}.", 0),
+        ("7", r"<think>maybe \boxed{5}?</think> The answer is $7$.", 1),
+        ("5", r"<think>maybe \boxed{5}?</think> The answer is $7$.", 0),
+        (r"\{1, 2\}", r"\boxed{1} and \boxed{2}", 1),
+        ("2", "so $3$, no, $2$", 1),
+        ("-5", "it is \u22125", 1),
+        ("5", "it is \u22125", 0),
+        ("12345", "12\u202f345", 1),
+        (r"18\text{ cm}", "18", 1),
+    ]
+    judged = task.rewards([(problem(right), response) for right, response, _ in pairs])
+    assert [parts["math"] for parts in judged] == [value for *_, value in pairs]
     start = time.monotonic()
     hard = task.reward(asked, "$9^{9^{9^{9^{9}}}}$")
     assert hard["math"] == 0.0 and time.monotonic() - start < 20
@@ -312,7 +421,8 @@ def test_reasoning_gym(tmp_path):
         mark = tmp_path / "escaped"
         evil = f"<answer>[open({str(mark)!r}, 'w').write('x')]</answer>"
         judged = task.rewards([(asked, each) for each in (f"<answer>{asked.answer}</answer>", "none", evil)])
-        assert judged[0] == {"reward": 1.0, "score": 1.0, "errors": 0.0, "timeouts": 0.0}
+        good = {"reward": 1.0, "score": 1.0, "score/answer_found": 1.0, "errors": 0.0, "timeouts": 0.0}
+        assert judged[0] == good and judged[1]["score/answer_found"] == 0.0
         assert judged[1]["score"] == 0.0 and judged[2]["score"] < 1.0 and not mark.exists()
         direct = create_dataset("string_insertion", seed=0, size=1)
         direct.score_answer(f"[open({str(mark)!r}, 'w').write('x')]", direct[0])
@@ -340,6 +450,7 @@ def test_reasoning_gym(tmp_path):
             ["task.rewards.0.name: no_such_module:f: importing", "ModuleNotFound"],
         ),
         ({"name": f"{HERE}:absent"}, ["task.rewards.0.name:", f"{HERE} has no absent"]),
+        ({"name": "./absent.py:f"}, ["task.rewards.0.name: ./absent.py:f: there is no file ./absent.py in"]),
         ({"name": f"{HERE}:NOT_A_FUNCTION"}, ["task.rewards.0.name:", "is a int, not a function"]),
         ({"name": f"{HERE}:no_response"}, ["task.rewards.0.name:", "takes no keyword `response`"]),
         ({"name": f"{HERE}:too_many"}, ["task.rewards.0.name:", "cannot be called", "'what'"]),

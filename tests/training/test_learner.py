@@ -164,6 +164,42 @@ def test_the_batches_of_grpo_and_dapo_are_those_of_their_equations(params, group
         assert minibatch.old_logprobs is None and minibatch.old_values is None
 
 
+def test_what_declined_and_what_was_cut_off_is_not_learned(params, groups):
+    """A group of three of which one has no reward: by hand, the advantages of two. A response that was cut off
+    is in its group's mean and not in the loss. Neither counts in an average over tokens.
+    """
+    first, second, third = groups
+    three = dataclasses.replace(
+        first,
+        completions=[*first.completions, second.completions[0]],
+        rewards=[{"reward": 1.0}, {"reward": 0.0}, {"reward": None}],
+    )
+    cut = [dataclasses.replace(third.completions[0], finish_reason="length"), third.completions[1]]
+    rewards = [{"reward": 3.0}, {"reward": 1.0}, {"reward": 2.0}]
+    other = dataclasses.replace(third, completions=[*cut, second.completions[1]], rewards=rewards)
+    kept = [0, 1, 4, 5]
+    lengths = [len(each.response_ids) for each in (*three.completions, *other.completions)]
+    for keys, expected in (
+        ({"name": "dr_grpo"}, [0.5, -0.5, 0, 1.0, -1.0, 0.0]),
+        ({"name": "rloo", "kl_coefficient": 0.0}, [1.0, -1.0, 0, 1.5, -1.5, 0.0]),
+        ({"name": "grpo", "kl_coefficient": 0.0}, [0.5**0.5, -(0.5**0.5), 0, 1.0, -1.0, 0.0]),
+        (
+            {"name": "reinforce++", "kl_coefficient": 0.0, "advantage_normalization": "none"},
+            [1, 0, 0, 3, 1, 2],
+        ),
+    ):
+        keys = keys | {"aggregation": "token_mean", "mask_truncated": True}
+        minibatches, _ = prepared(make_learner(params, keys), params, [three, other])
+        found = (tokens_of(minibatches, "advantages"), tokens_of(minibatches, "weights"))
+        for i, (advantage, weight) in enumerate(zip(*found, strict=True)):
+            np.testing.assert_allclose(advantage, np.full(lengths[i], expected[i]), rtol=1e-5, atol=1e-6)
+            count = sum(lengths[each] for each in kept) if i in kept else np.inf
+            np.testing.assert_allclose(weight, np.full(lengths[i], 1 / count), rtol=1e-6)
+    skipping = {"name": "dr_grpo", "skip_zero_advantages": True, "mask_truncated": True}
+    minibatches, _ = prepared(make_learner(params, skipping), params, [three, other])
+    assert sorted(minibatches[0].members) == [0, 1, 4]
+
+
 def test_tokens_come_back_from_where_they_were_laid(params, groups):
     learner = make_learner(params, {"name": "dapo"}, minibatches_per_step=2)
     minibatches = learner._pack(groups, 0)

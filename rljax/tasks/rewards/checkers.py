@@ -2,22 +2,30 @@
 
 A factory takes the arguments of a reward and returns its checker. The worker calls it; a ValueError is about
 an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
-"data"}, and returns a number; those of environments and agents take and return other mappings. A checker
+"data"}, and returns a `Score`; those of environments and agents take and return other mappings. A checker
 that cannot judge by every reference answer has a function `check_answer`, which raises a ValueError for an
-answer that it cannot use.
+answer that it cannot use. A checker that judges several responses at once is a coroutine function.
 """
 
 import asyncio
 import inspect
 import json
 import math as mathematics
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rljax.importing import load
+from rljax.tasks.rewards.extraction import last_formula
+from rljax.tasks.rewards.spelling import plain
 
 Checker = Callable[[Mapping[str, Any]], Any]
+
+Score = float | dict[str, float | None] | None
+"""A number; {"score", parts by name...}; or None, as "score" too, where the reward declines to judge. The
+part "answer_found" is 1 where the response had an answer to judge, else 0.
+"""
 
 
 def format(pattern: str, whole: bool = True) -> Checker:
@@ -34,11 +42,19 @@ def format(pattern: str, whole: bool = True) -> Checker:
     except (re.error, TypeError, RecursionError) as error:
         raise ValueError(f"args.pattern: is no regular expression: {error}") from error
     match = compiled.fullmatch if whole else compiled.search
-    return lambda request: float(match(request["response"].strip()) is not None)
+
+    def check(request: Mapping[str, Any]) -> Score:
+        found = float(match(request["response"].strip()) is not None)
+        return {"score": found, "answer_found": found}
+
+    return check
 
 
 def math() -> Checker:
     """Rewards 1 if the response's last formula is mathematically equal to the answer, else 0, by math-verify.
+
+    `last_formula` says where it stands. Where there is no box, math-verify takes what follows the last
+    "answer is", else the last formula or number.
 
     Runs in the sandbox because sympy evaluates text as Python. The time limits of math-verify need signals
     and are off: the worker bounds the time.
@@ -51,15 +67,16 @@ def math() -> Checker:
 
     def parsed(answer: str) -> list[Any]:
         formula = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-        reference = parse(formula, parsing_timeout=None)
+        reference = parse(plain(formula), parsing_timeout=None)
         if not reference:
             raise ValueError(f"math-verify finds no formula in the answer {answer[:60]!r}")
         return reference
 
-    def check(request: Mapping[str, Any]) -> float:
+    def check(request: Mapping[str, Any]) -> Score:
         reference = parsed(request["answer"])
-        response = parse(request["response"], parsing_timeout=None)
-        return float(verify(reference, response, timeout_seconds=None))
+        response = parse(plain(last_formula(request["response"])), parsing_timeout=None)
+        equal = verify(reference, response, timeout_seconds=None)
+        return {"score": float(equal), "answer_found": float(bool(response))}
 
     check.check_answer = parsed
     check({"answer": "\\frac{1}{2}", "response": "$0.5$"})  # loads modules that the first use imports
@@ -77,9 +94,10 @@ def reasoning_gym(dataset: str, config: Mapping[str, Any], tag: str) -> Checker:
 
     environment = create_dataset(dataset, **config)
 
-    def check(request: Mapping[str, Any]) -> float:
+    def check(request: Mapping[str, Any]) -> Score:
         answer = extract_answer(request["response"], tag_name=tag)
-        return float(environment.score_answer(answer, environment[request["data"]["item"]]))
+        score = environment.score_answer(answer, environment[request["data"]["item"]])
+        return {"score": float(score), "answer_found": float(answer is not None)}
 
     return check
 
@@ -88,7 +106,8 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     """Calls a function of the user's, by its import path `module:function`.
 
     The function gets `args`, and the keywords among `response`, `answer`, `messages` and `data` that its
-    signature names.
+    signature names. It returns a `Score`; other parts than numbers are left out. It may be a coroutine
+    function.
 
     Raises:
       ValueError: the function cannot be imported, or cannot be called with these arguments.
@@ -98,10 +117,14 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     if "response" not in keywords:
         raise ValueError(f"name: {path}: takes no keyword `response`")
 
-    def check(request: Mapping[str, Any]) -> float:
-        return _number(target(**{name: request[name] for name in keywords}, **args))
+    async def check_async(request: Mapping[str, Any]) -> Score:
+        return as_score(await target(**{name: request[name] for name in keywords}, **args))
 
-    return check
+    def check(request: Mapping[str, Any]) -> Score:
+        return as_score(target(**{name: request[name] for name in keywords}, **args))
+
+    called = target if inspect.isroutine(target) else type(target).__call__
+    return check_async if inspect.iscoroutinefunction(called) else check
 
 
 def environment(path: str, args: Mapping[str, Any]) -> Checker:
@@ -172,6 +195,16 @@ def _keywords(
             f" {error}"
         ) from error
     return keywords
+
+
+def as_score(value: Any) -> Score:
+    """Returns what a function has returned as a `Score`; raises a TypeError where it is none."""
+    if not isinstance(value, Mapping):
+        return None if value is None else _number(value)
+    if "score" not in value:
+        raise TypeError(f"it returned a mapping without 'score', only {', '.join(map(repr, value))}")
+    parts = {str(name): float(part) for name, part in value.items() if isinstance(part, numbers.Real)}
+    return {**parts, "score": None if value["score"] is None else _number(value["score"])}
 
 
 def _number(value: Any) -> float:

@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError
@@ -11,26 +12,27 @@ from rljax.sandbox.code_tests import CodeTest, check_limits, parse_tests, run_te
 from rljax.sandbox.limits import Limits
 from rljax.sandbox.process import Sandbox, SandboxError
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Problem, Split, Task
-from rljax.tasks.judging import Answered
+from rljax.tasks.base import Problem, Rewards, Split, Task
+from rljax.tasks.judging import Answered, own_reward
+from rljax.tasks.rewards.checkers import Score
 from rljax.tasks.rewards.endpoints import checked
 from rljax.tasks.rewards.extraction import last_code_block
-from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, shown
+from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, Kind, shown
 from rljax.tasks.rewards.pool import CheckerPool, checker_sandbox
 from rljax.tasks.rewards.registry import Reward, make_reward
-from rljax.tasks.rewards.text import number
+from rljax.tasks.rewards.spelling import number
 from rljax.tasks.wrapper import Wrapper
 
 _PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
-
-Parts = dict[str, float]
 
 
 class RewardedTask(Wrapper):
     """A task's problems, judged by a weighted sum of rewards.
 
-    A response's parts are "reward", the sum; every reward by the name of its metric, before weighting;
-    "errors", 1 if a reward raised or died on the response, else 0; and "timeouts", 1 if one took too long.
+    A response's parts are "reward", the sum; every reward by the name of its metric, before weighting, with
+    its own parts behind a slash; "errors", 1 if a reward raised or died on the response, else 0; and
+    "timeouts", 1 if one took too long. A reward that declines is None, and so is the sum, unless its weight
+    is 0.
 
     Args:
       task: source of the problems, and of the reward `task` where it has one. An attribute `checker` (name
@@ -86,14 +88,20 @@ class RewardedTask(Wrapper):
     def problem(self, split: Split, index: int) -> Problem:
         return self._task.problem(split, index)
 
-    def rewards(self, answered: Sequence[Answered]) -> list[Parts]:
+    def rewards(self, answered: Sequence[Answered]) -> list[Rewards]:
         """Returns the rewards of many responses, computed in parallel.
 
         Raises:
           UserError: a reward failed, and `task.reward_errors` is "stop"; or it took too long, and
             `task.reward_timeouts` is.
         """
-        under_way = [[self._begin(reward, *pair) for reward in self._rewards] for pair in answered]
+        together = [] if self._pool is None else self._pool.together
+        asked = [(reward, _request(*pair)) for pair in answered for reward in together]
+        judged = iter(self._pool.compute_together(asked, self._config.reward_parallel) if asked else ())
+        under_way = [
+            [next(judged) if reward in together else self._begin(reward, *pair) for reward in self._rewards]
+            for pair in answered
+        ]
         try:
             return [self._total(pair, futures) for pair, futures in zip(answered, under_way, strict=True)]
         finally:
@@ -159,15 +167,15 @@ class RewardedTask(Wrapper):
             )
             if self._config.reward_errors == "stop":
                 raise ConfigError(f"{message}. Leave such rows out, or set task.reward_errors: zero")
-            self._report(f"{message}. Responses to them count as 0")
+            what = "are left out" if self._failures.declines("errors") else "count as 0"
+            self._report(f"{message}. Responses to them {what}")
 
     def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
         """Starts computing one reward of one response; cheap rewards are computed at once."""
         if reward.place in ("here", "task"):
             done: concurrent.futures.Future = concurrent.futures.Future()
             try:
-                judge = self._task.reward if reward.place == "task" else reward.compute
-                done.set_result(judge(problem, text))
+                done.set_result(self._own(reward, problem, text))
             except Exception as error:
                 done.set_exception(CheckerError(f"raised {error!r}"))
             return done
@@ -176,35 +184,44 @@ class RewardedTask(Wrapper):
             return endpoint.executor.submit(endpoint.score, problem, text, self._config.reward_timeout)
         if reward.place == "tests":
             return self._pool.executor.submit(self._run_tests, reward, problem, text)
-        request = {
-            "messages": list(problem.messages),
-            "response": text,
-            "answer": problem.answer,
-            "data": dict(problem.data or {}),
-        }
-        return self._pool.executor.submit(self._pool.compute, reward, request)
+        return self._pool.executor.submit(self._pool.compute, reward, _request(problem, text))
 
-    def _run_tests(self, reward: Reward, problem: Problem, text: str) -> float:
+    def _own(self, reward: Reward, problem: Problem, text: str) -> Score:
+        """Computes a reward in this process."""
+        if reward.place == "task":
+            parts = dict(own_reward(self._task, problem, text))
+            return {"score": parts.pop("reward"), **parts}
+        value = reward.compute(problem, text)
+        if not hasattr(reward.compute, "vote"):
+            return value
+        return {"score": value, "answer_found": float(reward.compute.vote(text) is not None)}
+
+    def _run_tests(self, reward: Reward, problem: Problem, text: str) -> Score:
         settings, tests = reward.compute, _tests(reward, problem)
         code = last_code_block(text)
         passed = run_tests(self._sandbox, code, tests, settings.seconds, self._config.reward_timeout)
-        return sum(passed) / len(passed) if settings.partial else float(all(passed))
+        score = sum(passed) / len(passed) if settings.partial else float(all(passed))
+        return {"score": score, "answer_found": float(code is not text)}
 
-    def _total(self, answered: Answered, futures: Sequence[concurrent.futures.Future]) -> Parts:
-        total, parts, failures = 0.0, {}, {"errors": 0.0, "timeouts": 0.0}
+    def _total(self, answered: Answered, futures: Sequence[concurrent.futures.Future]) -> Rewards:
+        total: float | None = 0.0
+        parts: dict[str, float | None] = {}
+        failures = {"errors": 0.0, "timeouts": 0.0}
         for reward, future in zip(self._rewards, futures, strict=True):
             try:
-                value = future.result()
+                score: Score = future.result()
             except (CheckerError, SandboxError) as error:
-                kind = "timeouts" if isinstance(error, CheckerTimeout) else "errors"
+                kind: Kind = "timeouts" if isinstance(error, CheckerTimeout) else "errors"
                 self._fail(reward, answered, str(error), kind)
-                value, failures[kind] = 0.0, 1.0
-            if isinstance(value, dict):  # the task's reward, with its parts
-                task_parts = {f"{reward.metric}/{name}": x for name, x in value.items() if name != "reward"}
-                parts |= task_parts
-                value = value["reward"]
-            total += reward.weight * value
+                score, failures[kind] = None if self._failures.declines(kind) else 0.0, 1.0
+            value = score["score"] if isinstance(score, dict) else score
+            if isinstance(score, dict):
+                parts |= {f"{reward.metric}/{name}": part for name, part in score.items() if name != "score"}
             parts[reward.metric] = value
+            if value is None:
+                total = total if reward.weight == 0 else None
+            elif total is not None:
+                total += reward.weight * value
         return {"reward": total, **parts, **failures}
 
     def _fail(self, reward: Reward, answered: Answered, what: str, kind: str) -> None:
@@ -215,6 +232,16 @@ class RewardedTask(Wrapper):
             f" response {shown(text)}"
         )
         self._failures.take(message, kind)
+
+
+def _request(problem: Problem, text: str) -> dict[str, Any]:
+    """Returns what a checker is asked."""
+    return {
+        "messages": list(problem.messages),
+        "response": text,
+        "answer": problem.answer,
+        "data": dict(problem.data or {}),
+    }
 
 
 def _tests(reward: Reward, problem: Problem) -> list[CodeTest]:

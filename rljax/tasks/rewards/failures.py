@@ -7,6 +7,8 @@ from typing import Literal
 from rljax.config import TaskConfig
 from rljax.errors import UserError
 
+Kind = Literal["errors", "timeouts"]
+
 _SHOWN = 160  # characters of a prompt, response or answer in an error
 REPORTED = 10  # failures that are shown; the others are counted only
 
@@ -34,11 +36,17 @@ class Failures:
         self._config, self._report = config, report
         self._reported = 0
 
-    def take(self, message: str, kind: Literal["errors", "timeouts"]) -> None:
+    def declines(self, kind: Kind) -> bool:
+        """Returns whether the response is left out after a failure; else its reward counts as 0."""
+        return getattr(self._config, f"reward_{kind}") == "decline"
+
+    def take(self, message: str, kind: Kind) -> None:
         """Takes a failure; raises a UserError where it stops the run."""
         key = f"reward_{kind}"
         if getattr(self._config, key) == "stop":
-            raise UserError(f"{message}. task.{key}: zero counts such a reward as 0")
+            raise UserError(
+                f"{message}. task.{key}: zero counts such a reward as 0, decline leaves the response out"
+            )
         self._reported += 1
         if self._reported <= REPORTED:
             self._report(message)

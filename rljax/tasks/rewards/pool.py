@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import rljax
 from rljax.errors import ConfigError
 from rljax.sandbox.process import Process, Sandbox, start_unconfined
+from rljax.tasks.rewards.checkers import Score, as_score
 from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
 from rljax.tasks.rewards.registry import Reward
 
 _START_SECONDS = 120.0  # a user's module may import many packages
 _GRACE_SECONDS = 5.0  # on top of the time limit, which a sandboxed worker enforces itself
 _MAX_ANSWER = 1 << 20
+_JUDGED_TOGETHER = 1024  # responses per request to a coroutine function
 _CHECKED_TOGETHER = 32  # answers per request: starting a child takes as long as parsing a few answers
 _WORKER = "rljax.tasks.rewards.worker"
 _Value = TypeVar("_Value")
@@ -36,6 +38,7 @@ class CheckerPool:
 
     Attributes:
       executor: the threads.
+      together: the rewards that judge several responses at once (`compute_together`), once `check` has run.
       close: ends all workers; also called when the pool is garbage-collected.
     """
 
@@ -51,10 +54,12 @@ class CheckerPool:
         self._sandbox = sandbox
         self._seconds = seconds
         self.executor = concurrent.futures.ThreadPoolExecutor(threads, "rljax-reward")
+        self._loop = concurrent.futures.ThreadPoolExecutor(1, "rljax-async-reward")
         self._workers = threading.local()
         self._started: list[Process] = []
+        self.together: list[Reward] = []
         self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _end, self.executor, self._started)
+        self.close = weakref.finalize(self, _end, (self.executor, self._loop), self._started)
 
     def check(self) -> None:
         """Starts one worker for each place; raises a ConfigError for an invalid reward."""
@@ -62,9 +67,57 @@ class CheckerPool:
             if any(reward.place == place for reward in self._rewards):
                 self.executor.submit(self._worker, place).result()
 
-    def compute(self, reward: Reward, request: Mapping[str, Any]) -> float:
+    def compute(self, reward: Reward, request: Mapping[str, Any]) -> Score:
         """Computes one reward of one response; see `ask`."""
-        return self.ask(reward, request, float)
+        return self.ask(reward, request, as_score)
+
+    def compute_together(
+        self, asked: Sequence[tuple[Reward, Mapping[str, Any]]], parallel: int
+    ) -> list[concurrent.futures.Future]:
+        """Computes rewards that are coroutine functions (`together`), on one loop.
+
+        Args:
+          asked: rewards, each with a request.
+          parallel: most of them under way at once.
+
+        Returns:
+          A future for each, with its `Score` or the error of `ask`.
+        """
+        futures: list[concurrent.futures.Future] = [concurrent.futures.Future() for _ in asked]
+        places = {reward.place: self._rewards_at(reward.place) for reward, _ in asked}
+        requests = [{"number": places[reward.place].index(reward), **each} for reward, each in asked]
+        for begin in range(0, len(asked), _JUDGED_TOGETHER):
+            part = slice(begin, begin + _JUDGED_TOGETHER)
+            self._loop.submit(self._judge, requests[part], futures[part], parallel)
+        return futures
+
+    def _judge(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        futures: Sequence[concurrent.futures.Future],
+        parallel: int,
+    ) -> None:
+        seconds = -(-len(requests) // parallel) * self._seconds + _GRACE_SECONDS
+        try:
+            data = {"together": requests, "parallel": parallel}
+            replies: list[Any] = self._exchange("worker", data, list, seconds)
+        except CheckerError as error:
+            if len(requests) > 1:  # one of them ended the worker, or blocks the loop
+                half = len(requests) // 2
+                self._judge(requests[:half], futures[:half], parallel)
+                self._judge(requests[half:], futures[half:], parallel)
+                return
+            replies = [error]
+        except Exception as error:
+            replies = [error] * len(requests)
+        for future, reply in zip(futures, replies, strict=True):
+            try:
+                if isinstance(reply, Exception):
+                    raise reply
+                future.set_result(as_score(self._value(reply)))
+            except Exception as error:
+                if not future.cancelled():
+                    future.set_exception(error)
 
     def ask(self, reward: Reward, request: Mapping[str, Any], kind: Callable[[Any], _Value]) -> _Value:
         """Returns a reward's answer to a request, from the calling thread's worker; call it within
@@ -79,24 +132,32 @@ class CheckerPool:
           CheckerTimeout: the reward took too long.
           CheckerError: the reward raised or died.
         """
-        worker = self._worker(reward.place)
         number = self._rewards_at(reward.place).index(reward)
         seconds = self._seconds + (_GRACE_SECONDS if reward.place == "sandbox" else 0.0)
-        data = json.dumps({"number": number, **request}, default=str).encode() + b"\n"
+        return self._exchange(reward.place, {"number": number, **request}, kind, seconds)
+
+    def _exchange(
+        self, place: str, request: Mapping[str, Any], kind: Callable[[Any], _Value], seconds: float
+    ) -> _Value:
+        worker = self._worker(place)
+        data = json.dumps(request, default=str).encode() + b"\n"
         finished = worker.exchange(data, seconds, _MAX_ANSWER, line=True)
         if finished.ending == "timeout":
-            self._drop(reward.place)
+            self._drop(place)
             raise CheckerTimeout(self._seconds, self._key)
         try:
-            answer = json.loads(finished.output)
-            if set(answer) == {"timeout"}:
-                raise CheckerTimeout(self._seconds, self._key)
-            if "error" not in answer:
-                return kind(answer["value"])
+            return kind(self._value(json.loads(finished.output)))
         except (ValueError, TypeError, KeyError, RecursionError):
-            self._drop(reward.place)
+            self._drop(place)
             raise CheckerError("ended its worker process") from None
-        raise CheckerError(str(answer["error"]))
+
+    def _value(self, reply: Mapping[str, Any]) -> Any:
+        """Returns the value of a reply; see `ask` for what it raises."""
+        if set(reply) == {"timeout"}:
+            raise CheckerTimeout(self._seconds, self._key)
+        if "error" in reply:
+            raise CheckerError(str(reply["error"]))
+        return reply["value"]
 
     def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
         """Returns the answers that the reward cannot judge by (`check_answer`) or takes too long to parse."""
@@ -108,7 +169,7 @@ class CheckerPool:
         refused: list[str] = []
         while answers:
             try:
-                accepted = int(self.compute(reward, {"answers": answers}))
+                accepted = self.ask(reward, {"answers": answers}, int)
             except CheckerError:
                 if len(answers) > 1:  # one of them is at fault
                     half = len(answers) // 2
@@ -171,11 +232,14 @@ class CheckerPool:
         if "error" in answer:
             process.close()
             raise ConfigError(f"{rewards[answer['number']].key}.{answer['error']}")
+        if place == "worker":
+            self.together = [rewards[number] for number in answer["together"]]
         return process
 
 
-def _end(executor: concurrent.futures.Executor, started: list[Process]) -> None:
-    executor.shutdown(wait=False, cancel_futures=True)
+def _end(executors: Sequence[concurrent.futures.Executor], started: list[Process]) -> None:
+    for executor in executors:
+        executor.shutdown(wait=False, cancel_futures=True)
     for process in started:
         process.close()
 

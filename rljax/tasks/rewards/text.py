@@ -3,34 +3,33 @@
 `vote` of a reward returns the response's answer in a normal form (equal answers are equal texts), for maj@k.
 """
 
-import re
 from collections.abc import Callable
 from fractions import Fraction
 
 from rljax.tasks.base import Problem
 from rljax.tasks.rewards.extraction import answer_finder
+from rljax.tasks.rewards.spelling import number, plain
 
 TextReward = Callable[[Problem, str], float]
-
-_SMALL_EXPONENT = re.compile(r"[^eE]*(?:[eE][+-]?[0-9]{1,3})?")  # 1e999999999 would fill the memory
-_LONGEST_NUMBER = 60  # characters; converting n digits takes time quadratic in n
 
 
 def exact(answer_in: str = "response", marker: str = "####", ignore_case: bool = False) -> TextReward:
     """Rewards 1 if the response's answer equals the problem's, character by character, else 0. White space at
-    the ends does not count. For the arguments see `answer_finder`.
+    the ends does not count, nor how signs and digits are spelled (`spelling.plain`). For the arguments see
+    `answer_finder`.
     """
     find = answer_finder(answer_in, marker)
 
+    def normal(answer: str) -> str:
+        answer = plain(answer).strip()
+        return answer.casefold() if ignore_case else answer
+
     def reward(problem: Problem, response: str) -> float:
-        answer, right = find(response), problem.answer.strip()
-        if answer is not None and ignore_case:
-            answer, right = answer.casefold(), right.casefold()
-        return float(answer == right)
+        return float(vote(response) == normal(problem.answer))
 
     def vote(response: str) -> str | None:
         answer = find(response)
-        return answer.casefold() if answer is not None and ignore_case else answer
+        return None if answer is None else normal(answer)
 
     reward.vote = vote
     return reward
@@ -40,7 +39,8 @@ def numeric(
     answer_in: str = "number", marker: str = "####", tolerance: float = 0.0, relative: float = 0.0
 ) -> TextReward:
     """Rewards 1 if the response's answer is the problem's number, else 0. "1,234.50", "1/2" and "50%" are
-    numbers.
+    numbers, in any spelling (`spelling.number`); "18 cm" is none, except where answer_in is "number", which
+    leaves units out.
 
     Args:
       answer_in: place of the answer; see `answer_finder`.
@@ -80,17 +80,3 @@ def length(target: int, limit: int) -> TextReward:
     if limit <= target:
         raise ValueError(f"args.limit: {limit} should be more than args.target {target}")
     return lambda problem, response: min(1.0, max(0.0, (limit - len(response)) / (limit - target)))
-
-
-def number(text: str) -> Fraction | None:
-    """Parses a number exactly; returns None for other text."""
-    text = text.strip().strip("$").strip().removesuffix(".").replace(",", "")
-    percent = text.endswith("%")
-    text = text.removesuffix("%").strip()
-    if len(text) > _LONGEST_NUMBER or not text.isascii() or not _SMALL_EXPONENT.fullmatch(text):
-        return None
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return None
-    return value / 100 if percent else value

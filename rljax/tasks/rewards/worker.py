@@ -1,17 +1,21 @@
 """A process that computes rewards: JSON lines in, JSON lines out.
 
-The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"ok": true} or
-{"error", "number"} with the number of the invalid reward. Every further line is a request, {"number",
-"messages", "response", "answer", "data"}; the reply is {"value"}, {"error"} or {"timeout"}. It may also be
-{"number", "answers"}: the value is then the number of leading answers that the reward can judge by. Requests
-to an environment, and the values of its replies, are those of `rljax.environments.episodes.Episodes.answer`.
+The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"together"},
+the numbers of the rewards that judge several responses at once, or {"error", "number"} with the number of the
+invalid reward. Every further line is a request, {"number", "messages", "response", "answer", "data"}; the
+reply is {"value"}, {"error"} or {"timeout"}. It may also be {"number", "answers"}: the value is then the
+number of leading answers that the reward can judge by. A request to coroutine functions is {"together":
+requests, "parallel"}: the value is the list of their replies. Requests to an environment, and the values of
+its replies, are those of `rljax.environments.episodes.Episodes.answer`.
 
 With `fork`, a child process computes each reply and ends at the time limit. The sandbox needs this: a
 response may take over the process that evaluates it, and that process must not judge the next response.
 """
 
+import asyncio
 import contextlib
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -23,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rljax.tasks.rewards.checkers import CHECKERS, Checker
+from rljax.tasks.rewards.checkers import CHECKERS, Checker, as_score
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _MAX_ANSWER = 1 << 16
@@ -40,14 +44,21 @@ def main() -> None:
     os.dup2(2, 1)  # text printed by a reward must not mix with replies
     setup = json.loads(requests.readline())
     made = _set_up(setup["rewards"])
-    _send(answers, made if isinstance(made, dict) else {"ok": True})
+    if isinstance(made, dict):
+        _send(answers, made)
+        return
+    together = [number for number, checker in enumerate(made) if inspect.iscoroutinefunction(checker)]
+    _send(answers, {"together": together})
+    runner = asyncio.Runner()  # one loop for all requests: what a function opens stays open
     for line in requests:
         request = json.loads(line)
-        checker = made[request["number"]]
-        _send(
-            answers,
-            _in_child(checker, request, setup["seconds"]) if setup["fork"] else _check(checker, request),
-        )
+        if "together" in request:
+            reply = {"value": runner.run(_together(made, request, setup["seconds"]))}
+        elif setup["fork"]:
+            reply = _in_child(made[request["number"]], request, setup["seconds"])
+        else:
+            reply = _check(made[request["number"]], request)
+        _send(answers, reply)
 
 
 def _send(answers: Any, answer: Mapping[str, Any]) -> None:
@@ -73,9 +84,35 @@ def _check(checker: Checker, request: Mapping[str, Any]) -> dict[str, Any]:
         value = _judgeable(checker, request["answers"]) if "answers" in request else checker(request)
     except Exception as error:
         return {"error": f"raised {str(repr(error))[:300]}"}
-    if isinstance(value, Mapping):  # of an environment
-        return {"value": value}
-    return {"value": value} if math.isfinite(value) else {"error": f"returned {value}"}
+    return _reply(value)
+
+
+def _reply(value: Any) -> dict[str, Any]:
+    """Returns the reply with a checker's value; an error where a number of a `Score` is not finite."""
+    numbers = value if isinstance(value, Mapping) and "score" in value else {"score": value}
+    for name, number in numbers.items():
+        if isinstance(number, float) and not math.isfinite(number):
+            return {"error": f"returned {number}" + ("" if name == "score" else f" as {name}")}
+    return {"value": value}
+
+
+async def _together(
+    checkers: Sequence[Checker], request: Mapping[str, Any], seconds: float
+) -> list[dict[str, Any]]:
+    """Computes several rewards, each within so many seconds, at most `parallel` at a time."""
+    free = asyncio.Semaphore(request["parallel"])
+
+    async def judged(each: Mapping[str, Any]) -> dict[str, Any]:
+        async with free:
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    return _reply(await checkers[each["number"]](each))
+            except Exception as error:
+                if limit.expired():
+                    return {"timeout": seconds}
+                return {"error": f"raised {str(repr(error))[:300]}"}
+
+    return await asyncio.gather(*map(judged, request["together"]))
 
 
 def _judgeable(checker: Checker, answers: Sequence[str]) -> int:
@@ -116,8 +153,7 @@ def _in_child(checker: Checker, request: Mapping[str, Any], seconds: float) -> d
     try:
         reply = json.loads(answer)
         if set(reply) == {"value"}:
-            value = float(reply["value"])
-            return {"value": value} if math.isfinite(value) else {"error": f"returned {value}"}
+            return _reply(as_score(reply["value"]))
         return {"error": str(reply["error"])[:300]}
     except (ValueError, TypeError, KeyError, RecursionError):
         return {"error": "died without an answer"}
