@@ -65,6 +65,17 @@ def test_prompts_may_be_conversations(tmp_path):
     assert problem.answer == "4"
 
 
+@pytest.mark.parametrize(
+    ("stored", "answer"),
+    [("31.0", "31"), ("-2.0", "-2"), ("0.5", "0.5"), ("1e16", "1e+16"), ('"31.0"', "31.0"), ("31", "31")],
+)
+def test_a_column_of_floats_holds_whole_numbers(tmp_path, stored, answer):
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "Hi", "answer": {stored}}}\n')
+    heldout = write(tmp_path / "b.jsonl", [{"prompt": "1+1?", "answer": 2}])
+    task = Dataset(0, str(tmp_path / "a.jsonl"), heldout)
+    assert task.problem("train", 0).answer == answer
+
+
 def test_splits_are_disjoint_by_the_prompt_and_cover_the_file(path):
     task = Dataset(0, path, **COLUMNS)
     heldout = sum(is_heldout(row["question"]) for row in ROWS)
@@ -178,6 +189,11 @@ GOOD = '{"prompt": "1+1?", "answer": "2"}\n'
             ["bad.jsonl:2: the last message should be the user's"],
         ),
         (GOOD + '{"prompt": "x", "answer": {"value": 1}}', {}, ["bad.jsonl:2: the answer should be text"]),
+        (GOOD + '{"prompt": "x", "answer": NaN}', {}, ["bad.jsonl:2: the answer is nan, which is no number"]),
+        (GOOD + '{"prompt": "x", "answer": Infinity}', {}, ["bad.jsonl:2: the answer is inf"]),
+        (GOOD + '{"prompt": "x", "answer": null}', {}, ["bad.jsonl:2: 'answer' is null"]),
+        (GOOD, {"answer": "answer.right"}, ["bad.jsonl:1: there is no column 'answer.right', only 'prompt'"]),
+        ('{"prompt": "x", "a": {"b": null}}', {"answer": "a.b"}, ["bad.jsonl:1: 'a.b' is null"]),
         (GOOD, {"answer_marker": "####"}, ["bad.jsonl:1: there is nothing after '####' in 'answer'"]),
         (GOOD, {"difficulty": "answer", "difficulties": [3, 4]}, ["task.args.path:", "has no problem"]),
         (GOOD, {"difficulty": "prompt"}, ["bad.jsonl:1: the difficulty should be one whole number"]),

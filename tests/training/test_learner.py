@@ -165,8 +165,8 @@ def test_the_batches_of_grpo_and_dapo_are_those_of_their_equations(params, group
 
 
 def test_what_declined_and_what_was_cut_off_is_not_learned(params, groups):
-    """A group of three of which one has no reward: by hand, the advantages of two. A response that was cut off
-    is in its group's mean and not in the loss. Neither counts in an average over tokens.
+    """A group of three of which one has no reward: by hand, the advantages of two. A response that was cut
+    off is in its group's mean and not in the loss. Neither counts in an average over tokens.
     """
     first, second, third = groups
     three = dataclasses.replace(

@@ -79,6 +79,49 @@ def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, judge, capsys)
     assert whole[1]["reward/length"] != whole[2]["reward/length"]
 
 
+@pytest.mark.slow
+def test_verls_files_and_a_reward_that_declines_is_asynchronous_and_returns_parts(tmp_path, capsys):
+    """Parquet as verl lays it out, read by its column names; with dynamic sampling by a part of the reward. A
+    reward that looks for tags which nothing asks for is said to find none.
+    """
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, numbers in (("train", range(24)), ("test", range(24, 32))):
+        rows = [
+            {
+                "data_source": "sums",
+                "prompt": [{"role": "user", "content": f"{i}+1="}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": f"{i + 1}"},
+                "extra_info": {"split": name, "index": i},
+            }
+            for i in numbers
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    files = {"path": str(tmp_path / "train.parquet"), "heldout_path": str(tmp_path / "test.parquet")}
+    section = {
+        "name": "dataset",
+        "args": {**files, "answer": "reward_model.ground_truth"},
+        "rewards": [
+            {"name": "tests.tasks.reward_functions:from_the_text_later", "label": "luck"},
+            {"name": "exact", "weight": 0.0, "args": {"answer_in": "tag"}},
+        ],
+    }
+    sampling = "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_part=luck/acc"
+    lines = train(tmp_path, f"task={json.dumps(section)}", *COMMON, *sampling, "rollout.samples_per_prompt=4",
+                  "algorithm.mask_truncated=true", "evaluation.samples=4")  # fmt: skip
+    for line in lines[1:]:
+        assert 0 < line["reward/declined"] < 1 and 0 < line["evaluation/declined"] < 1
+        assert 0 < line["reward/luck/acc"] < 1 and 0 < line["reward/luck/style"] < 1
+        assert line["reward/mean"] == line["reward/luck"]
+        assert line["reward/mean"] == pytest.approx(0.1 + 2 * line["reward/luck/style"])  # of the scored ones
+        assert line["reward/exact/answer_found"] == 0 == line["reward/errors"]
+        assert 0 <= line["evaluation/mean@4"] <= line["evaluation/pass@2"] <= 1
+    said = capsys.readouterr().out
+    assert "exact found an answer in none of the first step's responses" in " ".join(said.split())
+    steps = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    assert all(each["rewards"]["reward"] is not None for each in json.loads(steps[0])["best"])
+
+
 def refused(directory, *overrides):
     with pytest.raises(UserError) as caught:
         run(load_config(write_config(directory), [*COMMON, *overrides]))
