@@ -115,7 +115,9 @@ class TrainingRun:
         task = checked_task(config, progress.message)
         check_environment(config, task, processes.count())
         check_success(task, "heldout", config.evaluation)
-        check_part(task, "train", config.algorithm.dynamic_sampling_part, "algorithm.dynamic_sampling_part")
+        if config.agents is None:  # else the task does not judge
+            part = config.algorithm.dynamic_sampling_part
+            check_part(task, "train", part, "algorithm.dynamic_sampling_part")
         heldout = distinct_problems(task, "heldout", config.evaluation.problems, progress.message)
 
         # The policy that step 0 starts from.

@@ -1,11 +1,15 @@
 """Datasets, mixtures and rewards of a config, through whole runs."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rljax.config import load_config
 from rljax.errors import UserError
+from rljax.rollout.collector import Group
+from rljax.training.loop import sampling_rewards
 from rljax.training.session import run
 from tests.tasks.reward_server import reward_server
 from tests.training.tiny_run import train, write_config
@@ -120,6 +124,33 @@ def test_verls_files_and_a_reward_that_declines_is_asynchronous_and_returns_part
     assert "exact found an answer in none of the first step's responses" in " ".join(said.split())
     steps = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
     assert all(each["rewards"]["reward"] is not None for each in json.loads(steps[0])["best"])
+
+
+def test_dynamic_sampling_decides_by_the_part_that_is_named():
+    """The format alone differs in the first group, in which a reward has declined, too."""
+    rewards = [
+        [{"reward": 0.1, "acc": 0.0}, {"reward": 0.0, "acc": 0.0}, {"reward": None, "acc": 1.0}],
+        [{"reward": 1.0, "acc": 1.0}, {"reward": 0.1, "acc": 0.0}, {"reward": 0.0, "acc": 0.0}],
+    ]
+    groups = [Group(None, (1,), [], each) for each in rewards]
+
+    def decided(part, success=None):
+        algorithm = SimpleNamespace(dynamic_sampling_part=part)
+        evaluation = SimpleNamespace(success=success)
+        config = SimpleNamespace(algorithm=algorithm, evaluation=evaluation)
+        return sampling_rewards(SimpleNamespace(config=config), groups)
+
+    values, passed = decided("acc")
+    np.testing.assert_array_equal(values, [[0, 0, np.nan], [1, 0, 0]])
+    np.testing.assert_array_equal(passed[:, :2], [[False, False], [True, False]])
+    values, passed = decided(None)
+    np.testing.assert_array_equal(values, [[0.1, 0, np.nan], [1, 0.1, 0]])
+    assert passed is None
+    np.testing.assert_array_equal(decided(None, "acc")[1][:, :2], [[False, False], [True, False]])
+    with pytest.raises(
+        UserError, match=r"algorithm\.dynamic_sampling_part: .* no part 'ac'; did you mean 'acc'"
+    ):
+        decided("ac")
 
 
 def refused(directory, *overrides):
