@@ -157,9 +157,9 @@ class Learner:
           The new state, and metrics averaged over the updates (see `Trainer.update`), with `update/padding`
           (share of what is computed), `update/prompt_tokens_shared` (share of the tokens that are copies of
           prompts and not computed again), `time/logprobs` and `time/update`; `update/skipped`, the share of
-          response tokens whose responses were left out because their advantage is 0 (entropy, mismatch and
-          `policy/...` are measured on the others); `correction/...` with a rollout correction (see
-          `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
+          response tokens whose responses were left out because nothing is learned from them (entropy,
+          mismatch and `policy/...` are measured on the others); `correction/...` with a rollout correction
+          (see `rollout_correction`), `reward/kl_penalty` (mean KL penalty per response) with kl_in: reward,
           with a teacher also `teacher/kl` (KL of the policy to it, by k1, in nats per token), and
           `critic/...` with a critic. With `sampled_by`, `mismatch/...` is that of all tokens, each under
           the version that sampled it.

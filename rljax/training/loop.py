@@ -139,8 +139,9 @@ def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndar
     total = np.stack([group.reward for group in groups])
     values = total
     if part is not None:
-        names = part_names([rewards for group in groups for rewards in group.rewards])
-        part = success_part(names, part, "algorithm.dynamic_sampling_part")
+        for group in groups:  # those of a mixture may differ in their parts
+            if not np.isnan(group.reward).all():
+                success_part(part_names(group.rewards), part, "algorithm.dynamic_sampling_part")
         values = np.where(np.isnan(total), np.nan, np.stack([group.part(part) for group in groups]))
     judged_by = part or success or "correct"
     judged = np.stack([group.part(judged_by) for group in groups])

@@ -151,6 +151,9 @@ def test_dynamic_sampling_decides_by_the_part_that_is_named():
         UserError, match=r"algorithm\.dynamic_sampling_part: .* no part 'ac'; did you mean 'acc'"
     ):
         decided("ac")
+    groups.append(Group(None, (1,), [], [{"reward": 1.0}] * 3))  # of another task
+    with pytest.raises(UserError, match=r"have no part 'acc'"):
+        decided("acc")
 
 
 def refused(directory, *overrides):

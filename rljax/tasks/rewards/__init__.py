@@ -2,6 +2,7 @@
 
 registry.py    the rewards by name, where they run, and their arguments
 extraction.py  finds the answer in a response
+spelling.py    one spelling of the numbers in it
 text.py        exact, numeric, length: cheap, computed in the training process
 checkers.py    format, math, functions of yours, reasoning-gym: computed in workers, which can be killed
 endpoints.py   judge, reward_model: computed by a server
