@@ -226,7 +226,7 @@ def test_logarithm_of_a_device_without_log1p():
     np.testing.assert_allclose(mosaic_gpu._log1p(jnp.asarray(-u)), exact, rtol=1e-6)
 
 
-SIZES = {"Qwen2.5": 151_936, "Llama-3.1": 128_256, "GPT-2, odd": 50_257}
+SIZES = {"Qwen2.5": 151_936, "SmolLM2": 49_152, "GPT-2, odd": 50_257}
 
 
 @pytest.mark.parametrize("vocab_size", SIZES.values(), ids=SIZES)

@@ -3,7 +3,8 @@
 Bulk copies (TMA) load the groups to shared memory, where they are read once for their range and once for
 their integers; another copy stores the bytes. Blocks are small, so that several on a processor wait for
 memory at the same time. In 4 bits the two inputs of a byte are half a row apart. If half a row is not a whole
-number of groups, a block has half a group of bytes, and loads both whole groups for their ranges.
+number of groups, a block has a part of a group's bytes, and loads both whole groups for their ranges. A
+smaller last group is filled up with zeros, in a copy of the matrix.
 """
 
 import functools
@@ -33,17 +34,18 @@ def round_to_nearest(
     outputs, inputs = weight.shape
     if weight.dtype not in (jnp.float32, jnp.bfloat16):
         raise Refused(f"weights are float32 or bfloat16, not {weight.dtype}")
-    if group not in _GROUPS or inputs % group:
+    if group not in _GROUPS or inputs % min(_GROUPS):
         raise Refused(
-            f"{inputs} inputs in groups of {group or 'a whole row'}: it takes whole groups of 64 or 128"
+            f"{inputs} inputs in groups of {group or 'a whole row'}: it takes multiples of 64 inputs, in"
+            " groups of 64 or 128"
         )
     if outputs < _ROWS or outputs % _ALIGNED:
         raise Refused(f"{outputs} outputs, it needs a multiple of {_ALIGNED}, and at least {_ROWS}")
     parts = 2 if bits == 4 else 1  # groups per block
-    width = math.gcd(group, inputs // 2) if bits == 4 else group
-    step = min(width, _SWIZZLE // weight.dtype.itemsize)
     columns = inputs // parts
-    of_groups = jax.ShapeDtypeStruct((outputs, inputs // group), jnp.float32)
+    width = math.gcd(group, columns)
+    step = min(width, _SWIZZLE // weight.dtype.itemsize)
+    of_groups = jax.ShapeDtypeStruct((outputs, pl.cdiv(inputs, group)), jnp.float32)
     dtype = jnp.uint8 if bits == 4 else jnp.int8
     values, scale, *zero = plgpu.kernel(
         functools.partial(_kernel, bits=bits, group=group, step=step, interpret=interpret),
@@ -57,7 +59,7 @@ def round_to_nearest(
         grid_names=("chunk", "tile"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpreter() if interpret else None,
-    )(weight)
+    )(jnp.pad(weight, ((0, 0), (0, -inputs % group))))
     return values, scale, zero[0].astype(jnp.uint8) if zero else None
 
 

@@ -31,6 +31,7 @@ from rljax.sharding import MESH_AXES, row_multiple
 
 _CHUNK_ENTRIES = 2**26  # tokens times entries of a chunk: errors of 128 MiB
 _CHUNK_STEP = 1024
+_WIDTHS = 64  # of hidden states: multiples of a step of Hopper's kernel
 _LARGEST_CHUNK = 8192  # entries; bounds the copy of the LM head in the compute dtype: 64 MiB at d = 4096
 
 
@@ -146,8 +147,8 @@ def differentiable(
         raise Refused("it knows temperatures above 0, but neither top-k, top-p, min-p nor penalties")
     if hidden.dtype != jnp.bfloat16:
         raise Refused(f"it multiplies bfloat16, not {hidden.dtype}; see policy.compute_dtype")
-    if width % 128:
-        raise Refused(f"it takes hidden states whose width is a multiple of 128, not {width}")
+    if width % _WIDTHS:
+        raise Refused(f"it takes hidden states whose width is a multiple of {_WIDTHS}, not {width}")
     split = None if mesh is None else _Split.of(mesh, len(targets), len(lm_head))
     padding = len(lm_head) - used_rows
     if split is not None and split.vocab is not None and padding * mesh.shape[split.vocab] >= len(lm_head):
@@ -267,12 +268,23 @@ def _over_chunks(device: Device, tokens: int, lm_head: Array, used_rows: int, dt
     whole = used_rows // size
 
     def add_chunk(index, carry):
-        head = lax.dynamic_slice_in_dim(lm_head, index * size, size).astype(dtype)
+        head = _cast(lax.dynamic_slice_in_dim(lm_head, index * size, size), dtype)
         return add(carry, head, index * size, size)
 
     carry = lax.fori_loop(0, whole, add_chunk, carry) if whole else carry
     left = used_rows - whole * size
     if left:
-        head = jnp.pad(lm_head[whole * size : used_rows].astype(dtype), ((0, -left % device.columns), (0, 0)))
+        head = _cast(lm_head[whole * size : used_rows], dtype)
+        head = jnp.pad(head, ((0, -left % device.columns), (0, 0)))
         carry = add(carry, head, whole * size, left)
     return carry
+
+
+def _cast(chunk: Array, dtype: jnp.dtype) -> Array:
+    """Casts a part of the LM head. XLA moves a cast that narrows in front of the slice, and so would hold a
+    copy of the whole LM head; it leaves a rounding, after which the cast changes nothing, where it is.
+    """
+    if chunk.dtype == dtype:
+        return chunk
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(chunk, kind.nexp, kind.nmant).astype(dtype)
