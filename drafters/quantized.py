@@ -35,7 +35,7 @@ from rljax import target
 from rljax.errors import ConfigError, known_names
 from rljax.kernels.round_to_nearest import base, round_to_nearest
 from rljax.kernels.round_to_nearest.grid import grid, nearest
-from rljax.kernels.tuned import is_tuned
+from rljax.kernels.tuned import has_kernel
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.blocked_weights import whole
@@ -303,12 +303,12 @@ def _default_bits() -> int:
     """Bits of a weight that may pay on this device; a warning where none is known to."""
     if target.platform() == "cpu":
         return 8
-    if is_tuned("quantized_product"):
+    if has_kernel("quantized_product"):
         return 4
     warnings.warn(
         f"speculation.drafter: quantized will hardly pay on {target.device().device_kind}: no product of 4"
-        " bits is tuned for it, so 8 bits are used; measure one (scripts/bench_kernels.py --tune) or set the"
-        " drafter's bits",
+        " bits is a kernel there, so 8 bits are used; measure one (scripts/bench_kernels.py --tune) or set"
+        " the drafter's bits",
         stacklevel=2,
     )
     return 8

@@ -58,6 +58,11 @@ def device() -> Any:
     return jax.devices()[0] if target is None else target.device
 
 
+def is_hopper() -> bool:
+    """Whether the devices are NVIDIA GPUs of compute capability 9.0, which Mosaic GPU's kernels are for."""
+    return platform() == "gpu" and getattr(device(), "compute_capability", "") == "9.0"
+
+
 def device_count() -> int:
     """Returns the number of devices."""
     target = _TARGET.get()

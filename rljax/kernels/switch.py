@@ -6,6 +6,7 @@ error lists every reason. (The design follows Tokamax.)
 """
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
 
     Args:
       op: name of the operation: of its folder, and of the function in each of its files.
-      implementation: see `KernelChoice`.
+      implementation: see `KernelChoice`. Where a backend of the default refuses, a warning says why.
       sizes: sizes of the policy that the default depends on; each operation documents its numbers.
       args, kwargs: arguments of the function. Interpreting backends also get `interpret=True`.
 
@@ -38,13 +39,17 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
       Refused: every named backend refused.
     """
     names = tuned.default(op, sizes) if implementation is None else backend_names(implementation)
-    refusals = []
+    refusals: list[str] = []
     for name in names:
         try:
             function = backend(op, name)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except Refused as refusal:
             refusals.append(f"{name}: {refusal}")
+            continue
+        if implementation is None and refusals:
+            warnings.warn(f"kernels.{op}: {name} in the place of {'; '.join(refusals)}", stacklevel=2)
+        return result
     raise Refused(f"{op}: " + "; ".join(refusals))
 
 
@@ -58,7 +63,7 @@ def backend(op: str, name: str) -> Callable[..., Any]:
     if name not in IMPLEMENTATIONS:
         raise UserError(f"{op}: {name!r} is no implementation; {known_names(name, IMPLEMENTATIONS)}")
     platform = target.platform()
-    if name == "mosaic_gpu" and not (platform == "gpu" and _is_hopper()):
+    if name == "mosaic_gpu" and not target.is_hopper():
         raise Refused(f"it runs on NVIDIA GPUs of compute capability 9.0, not on {_device()}; {_INSTEAD}")
     if name == "mosaic_tpu" and platform != "tpu":
         raise Refused(f"it runs on TPUs, not on {_device()}; {_INSTEAD}")
@@ -77,10 +82,6 @@ def backend(op: str, name: str) -> Callable[..., Any]:
         return function(*args, interpret=True, **kwargs)
 
     return interpreted
-
-
-def _is_hopper() -> bool:
-    return getattr(target.device(), "compute_capability", "") == "9.0"
 
 
 def _device() -> str:

@@ -1,6 +1,7 @@
 """Quantized weights: against NumPy, at every size, and what is shared with the policy and what is reused."""
 
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -202,23 +203,24 @@ def test_what_cannot_be_is_named(fails, message):
         fails()
 
 
-class _Device:
-    device_kind = "NVIDIA H100 80GB"
+_A100 = SimpleNamespace(device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
+_H100 = SimpleNamespace(device_kind="NVIDIA H100 80GB", compute_capability="9.0")
 
 
 @pytest.mark.parametrize(
-    ("backend", "table", "bits", "warns"),
+    ("backend", "device", "table", "bits", "warns"),
     [
-        ("cpu", {}, 8, False),
-        ("gpu", {}, 8, True),
-        ("gpu", {("NVIDIA A100", "quantized_product"): []}, 8, True),
-        ("gpu", {("NVIDIA H100", "tree_attention"): []}, 8, True),
-        ("gpu", {("NVIDIA H100", "quantized_product"): []}, 4, False),
+        ("cpu", jax.devices("cpu")[0], {}, 8, False),
+        ("gpu", _A100, {}, 8, True),
+        ("gpu", _A100, {("NVIDIA H100", "quantized_product"): []}, 8, True),
+        ("gpu", _A100, {("NVIDIA A100", "tree_attention"): []}, 8, True),
+        ("gpu", _A100, {("NVIDIA A100", "quantized_product"): []}, 4, False),
+        ("gpu", _H100, {}, 4, False),
     ],
 )
-def test_four_bits_are_the_default_where_a_kernel_is_tuned(monkeypatch, backend, table, bits, warns):
+def test_four_bits_are_the_default_where_a_kernel_is(monkeypatch, backend, device, table, bits, warns):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [_Device()])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(tuned, "TUNED", table)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -226,4 +228,4 @@ def test_four_bits_are_the_default_where_a_kernel_is_tuned(monkeypatch, backend,
         assert QuantizedDrafter(QuantizedArguments(bits=4)).format.bits == 4  # a choice is a choice
     said = [str(warning.message) for warning in caught]
     assert len(said) == warns
-    assert all("will hardly pay on NVIDIA H100 80GB" in line and "\n" not in line for line in said)
+    assert all("will hardly pay on NVIDIA A100-SXM4-80GB" in line and "\n" not in line for line in said)

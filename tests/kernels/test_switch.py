@@ -1,12 +1,15 @@
 """Which backend computes an operation, and what is said where none can."""
 
+import dataclasses
 import sys
 import types
+import warnings
 
 import jax
 import numpy as np
 import pytest
 
+from rljax import target
 from rljax.errors import UserError
 from rljax.kernels import switch, tuned
 from rljax.kernels.compaction import compaction
@@ -66,6 +69,36 @@ def test_an_unknown_name():
 def test_an_operation_without_that_kernel(monkeypatch):
     with pytest.raises(Refused, match="there is no such kernel for this operation"):
         switch.backend("switch", "xla")
+
+
+def _device(capability):
+    """Context of a GPU that is not there."""
+    device = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability=capability)
+    return target.tracing_for(device, 1, "gpu")
+
+
+def test_hopper_has_kernels_where_nothing_was_measured(monkeypatch):
+    ops = {field.name for field in dataclasses.fields(KernelChoice)} - {"mesh"}
+    with _device("9.0"):
+        found = {op for op in ops if tuned.default(op, (9, 64)) == ("mosaic_gpu", "xla")}
+        assert found == {op for op in ops if tuned.has_kernel(op)} == ops - {"compaction"}
+        assert tuned.default("compaction", (3, 64)) == ("xla",)
+        monkeypatch.setattr(tuned, "TUNED", {("NVIDIA H200", _OP): [((4, 0), ("xla",))]})
+        assert tuned.default(_OP, (4, 9)) == ("xla",)  # a measurement decides
+        assert tuned.default(_OP, (3, 9)) == ("mosaic_gpu", "xla")
+    monkeypatch.setattr(tuned, "TUNED", {})
+    with _device("8.0"):
+        assert {tuned.default(op, (9, 64)) for op in ops} == {("xla",)}
+
+
+def test_what_a_default_kernel_refuses_is_computed_and_said():
+    with _device("9.0"), pytest.warns(UserWarning) as said:
+        assert call(_OP, None, (1,), 7) == ("xla", 7)
+    (line,) = [str(warning.message) for warning in said]
+    assert line == "kernels.noisy_argmax: xla in the place of mosaic_gpu: odd numbers such as 7"
+    with warnings.catch_warnings(), _device("9.0"):
+        warnings.simplefilter("error")
+        assert call(_OP, ("mosaic_gpu", "xla"), (1,), 7) == ("xla", 7)  # as was asked
 
 
 def test_the_default_is_measured_or_xla(monkeypatch):
