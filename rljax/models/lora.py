@@ -27,7 +27,7 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.adapted import AdaptedWeight
-from rljax.numerics.rows import exact_products
+from rljax.numerics.products import exact_products
 
 Matrices = dict[str, Any]
 """The adapted matrices: {"layers": [{name: [out, in]}, ...]}."""

@@ -25,7 +25,8 @@ from jax import Array, lax
 
 from rljax import target
 from rljax.numerics.attention import scale_queries, weigh_chunk
-from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max
+from rljax.numerics.products import exact_products
+from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max
 
 _QUERY_BLOCK = 128
 """Number of queries that are paired with the same keys of their chunk, those up to the end of the block."""

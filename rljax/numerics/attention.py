@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
-from rljax.numerics.rows import KEY_CHUNK, Numerics, exact_products, row_max, row_sum
+from rljax.numerics.products import exact_products
+from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
 
 MASKED = -1e30
 """The score of a masked key: finite, so that a row with no visible key yields zeros instead of NaN.

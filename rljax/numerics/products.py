@@ -61,9 +61,24 @@ def unmeasured_form(compute_dtype: str) -> ProductForm:
     return forms(compute_dtype)[0 if compute_dtype == "float32" else 1]
 
 
+def exact_products() -> lax.Precision | None:
+    """Returns the precision of products that must not round float32 factors: by default a GPU rounds them to
+    TF32 and a TPU to bfloat16. A CPU has one precision only.
+    """
+    return None if target.platform() == "cpu" else lax.Precision.HIGHEST
+
+
 def dot(rows: Array, weight: Array) -> Array:
     """Multiplies rows [R, in] by weight [out, in]: float32 [R, out]. All products of a policy use it."""
-    return lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return _product(rows, weight, ((1,), (1,)))
+
+
+def _product(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    """Contracts these axes of a and b, with sums in float32; float32 factors are not rounded."""
+    precision = exact_products() if a.dtype == b.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 @jax.custom_vjp
@@ -91,10 +106,7 @@ def _rounded_dot_forward(rows: Array, weight: Array) -> tuple[Array, tuple[Array
 def _rounded_dot_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     rows, weight = residuals
     cotangent = cotangent.astype(rows.dtype)
-    outputs = (((1,), (0,)), ((), ()))
-    d_rows = lax.dot_general(
-        cotangent, weight.astype(rows.dtype), outputs, preferred_element_type=jnp.float32
-    )
+    d_rows = _product(cotangent, weight.astype(rows.dtype), ((1,), (0,)))
     d_weight = sum_of_outer_products(cotangent, rows)
     return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype)
 
@@ -110,10 +122,10 @@ def sum_of_outer_products(a: Array, b: Array) -> Array:
     (`scripts/bench_engine.py --only price`, the updates).
     """
     if target.platform() != "cpu" or target.device_count() > 1:
-        return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return _product(a, b, ((0,), (0,)))
     a, b = (jnp.pad(factor, ((0, factor.shape[0] % 2), (0, 0))) for factor in (a, b))
     a, b = (factor.reshape(2, -1, factor.shape[1]) for factor in (a, b))
-    return lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    return _product(a, b, ((0, 1), (0, 1)))
 
 
 def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = False) -> Array:

@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from rljax import target
 from rljax.numerics.kernel_choice import KernelChoice
-from rljax.numerics.products import ProductForm, unmeasured_form
+from rljax.numerics.products import ProductForm, exact_products, unmeasured_form
 
 KEY_CHUNK = 256
 """Number of keys whose weighted values are summed in one product; chunks are then added in order."""
@@ -64,13 +64,6 @@ class Numerics:
     def product_form(self) -> ProductForm:
         """The form of products; only those of a row-invariant policy are padded."""
         return self.measured_form or unmeasured_form(self.compute_dtype)
-
-
-def exact_products() -> lax.Precision | None:
-    """Returns the precision of products that must not round float32 factors: by default a GPU rounds them to
-    TF32 and a TPU to bfloat16. A CPU has one precision only.
-    """
-    return None if target.platform() == "cpu" else lax.Precision.HIGHEST
 
 
 def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:

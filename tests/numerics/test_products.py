@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from rljax import target
 from rljax.models.linear import linear
 from rljax.numerics import products
 from rljax.numerics.rows import Numerics
+
+HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
 def factors(rows: int, inputs: int = 48, outputs: int = 80):
@@ -40,15 +43,38 @@ def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
     np.testing.assert_allclose(np.asarray(d_weight, np.float64), exact.T @ x, rtol=1e-4, atol=1e-4)
 
 
-def factor_types(jaxpr) -> list[tuple[str, str]]:
-    """The types of both factors of every product, in calls too."""
-    types = []
+@pytest.mark.parametrize(("platform", "exact"), [("cpu", None), ("gpu", HIGHEST), ("tpu", HIGHEST)])
+def test_accelerators_round_no_factor_of_a_float32_policy(platform, exact):
+    """By default a GPU would compute in TF32. A CPU's programs name no precision."""
+
+    def precisions(dtype):
+        x, weight, _ = factors(8)
+
+        def loss(x, weight):
+            return jnp.sum(linear(x, weight, Numerics(compute_dtype=dtype)).astype(jnp.float32))
+
+        with target.tracing_for(jax.devices()[0], 1, platform):
+            jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x.astype(dtype), weight)
+        return {equation.params["precision"] for equation in products_in(jaxpr.jaxpr)}
+
+    assert precisions("float32") == {exact}
+    assert precisions("bfloat16") == {None}
+
+
+def products_in(jaxpr) -> list:
+    """The equations of all products, in calls too."""
+    found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            types.append(tuple(str(factor.aval.dtype) for factor in equation.invars))
+            found.append(equation)
         for inner in jaxprs_in_params(equation.params):
-            types += factor_types(inner)
-    return types
+            found += products_in(inner)
+    return found
+
+
+def factor_types(jaxpr) -> list[tuple[str, str]]:
+    """The types of both factors of every product."""
+    return [tuple(str(factor.aval.dtype) for factor in each.invars) for each in products_in(jaxpr)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
