@@ -6,11 +6,13 @@ Batch and cache length are rounded up to a bucket, in place of CUDA graphs captu
 
 import dataclasses
 
+from rljax import target
 from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
 from rljax.numerics.rows import KEY_CHUNK
 
 _SHORT_PROMPTS = (16, 32)  # prefill lengths below a block of the cache
+_FIRST_OF_FEW = 8  # slots: tiles of tensor cores and matrix units are not smaller
 _MOST_SHARES = 2  # a pass computes attention for this many times a slot's share of rows, for every slot
 
 
@@ -97,21 +99,22 @@ def make_buckets(
 ) -> Buckets:
     """Returns buckets up to `max_slots` slots and `max_length` positions.
 
-    Unless they are given, batch buckets double, and cache buckets grow by a half at a time. A row-invariant
-    engine computes at least two rows. Batch buckets are multiples of `row_multiple`, the number of devices
-    that share the slots.
+    Unless they are given, batch buckets double, and cache buckets grow by a half at a time. On an
+    accelerator, where programs take long to compile, and empty slots and unused positions little time, batch
+    buckets begin at 8 and grow fourfold, and cache buckets double. A row-invariant engine computes at least
+    two rows. Batch buckets are multiples of `row_multiple`, the number of devices that share the slots.
 
     Raises:
       ConfigError: explicit buckets that do not hold max_slots or max_length, batch buckets that the devices
         cannot share, or cache buckets off the key block.
     """
-    smallest = max(2 if row_invariant else 1, row_multiple)
+    smallest, few = max(2 if row_invariant else 1, row_multiple), target.platform() != "cpu"
     if batch_buckets is None:
         batch = []
-        size = smallest
+        size = max(smallest, -(-_FIRST_OF_FEW // row_multiple) * row_multiple) if few else smallest
         while size < max_slots:
             batch.append(size)
-            size *= 2
+            size *= 4 if few else 2
         batch.append(max(-(-max_slots // row_multiple) * row_multiple, smallest))
     else:
         batch = sorted({max(bucket, 2 if row_invariant else 1) for bucket in batch_buckets})
@@ -128,8 +131,10 @@ def make_buckets(
         size = 2 * KEY_BLOCK
         while size < max_length:
             cache.append(size)
-            larger = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-            size = larger
+            if few:
+                size *= 2
+            else:
+                size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
         cache.append(size)
         cache = sorted({_valid_cache_length(size) for size in cache})
     else:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rljax import target
 from rljax.errors import UserError
 from rljax.learning.prompt_sharing import compact_tokens
 from rljax.models.compact_tokens import CompactTokens
@@ -45,22 +46,15 @@ class Packing:
     def microbatches(self, rows_per_microbatch: int, row_multiple: int = 1) -> list[range]:
         """Returns the rows of each micro-batch: as many full ones as possible, then smaller ones.
 
-        The sizes are `rows_per_microbatch` and its halves, so that few programs are compiled and hardly any
-        row is empty: 10 rows by 4 are 4 + 4 + 2. Ranges may reach past `num_rows`, to empty rows.
+        The sizes are those of `microbatch_sizes`: 10 rows by 4 are 4 + 4 + 2 on a CPU, 4 + 4 + 1 + 1 on an
+        accelerator. Ranges may reach past `num_rows`, to empty rows.
 
         Args:
           rows_per_microbatch: the largest size.
           row_multiple: divisor of every size and of rows_per_microbatch: the number of devices that share the
             rows of a batch. With rows_per_microbatch itself all micro-batches have the same size.
         """
-        if rows_per_microbatch % row_multiple:
-            raise ValueError(
-                f"rows_per_microbatch: {rows_per_microbatch} is not a multiple of row_multiple {row_multiple}"
-            )
-        units, sizes = rows_per_microbatch // row_multiple, []
-        while units:
-            sizes.append(units * row_multiple)
-            units //= 2
+        sizes = microbatch_sizes(rows_per_microbatch, row_multiple)
         batches: list[range] = []
         first = 0
         while first < self.num_rows:
@@ -78,6 +72,23 @@ class Packing:
         """
         positions = (self.num_rows if num_rows is None else num_rows) * self.pack_length
         return 1.0 - int(self.lengths.sum()) / positions if positions else 0.0
+
+
+def microbatch_sizes(rows_per_microbatch: int, row_multiple: int = 1) -> list[int]:
+    """Returns the numbers of rows of micro-batches, descending, each of which is a program of its own:
+    `rows_per_microbatch` and its halves, so that hardly any row is empty. On an accelerator, where a program
+    takes long to compile and rows little time, only every other one of them. Arguments as in
+    `Packing.microbatches`.
+    """
+    if rows_per_microbatch % row_multiple:
+        raise ValueError(
+            f"rows_per_microbatch: {rows_per_microbatch} is not a multiple of row_multiple {row_multiple}"
+        )
+    units, sizes, step = rows_per_microbatch // row_multiple, [], 2 if target.platform() == "cpu" else 4
+    while units:
+        sizes.append(units * row_multiple)
+        units //= step
+    return sizes
 
 
 def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK) -> Packing:

@@ -23,7 +23,7 @@ from rljax.algorithms.value_loss import value_loss
 from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
-from rljax.learning.packing import PackedBatch, build_batch, pack_sequences
+from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
@@ -137,13 +137,12 @@ class Critic:
 
     def warm_up(self, state: TrainState) -> None:
         """Compiles every program that `values` and `update` need, without running any."""
-        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
-        while rows >= self._row_multiple:  # the sizes that `Packing.microbatches` cuts
+        nothing = pack_sequences([], self._pack_length)
+        for rows in microbatch_sizes(self._rows_per_microbatch, self._row_multiple):
             batch = self._put(build_batch([], nothing, range(rows)))
             self._values_program((state.params, batch, self._rope))
             targets = ValueTargets(batch.advantages, batch.advantages)
             self._accumulation.compile(state, (batch, targets, self._rope), self._step, ("values",))
-            rows = rows // self._row_multiple // 2 * self._row_multiple
 
     def values(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Returns values before each target, float32 [R, T] per batch; undefined outside `response_mask`."""

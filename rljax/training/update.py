@@ -28,7 +28,7 @@ from rljax.config import AlgorithmConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
-from rljax.learning.packing import PackedBatch, build_batch, pack_sequences
+from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
@@ -301,10 +301,11 @@ class Trainer:
         """Yields a batch of each size that `Packing.microbatches` cuts; none where prompts are shared, whose
         sizes are known later.
         """
-        nothing, rows = pack_sequences([], self._pack_length), self._rows_per_microbatch
-        while rows >= self.row_multiple and self.share_prompts != "on":
+        if self.share_prompts == "on":
+            return
+        nothing = pack_sequences([], self._pack_length)
+        for rows in microbatch_sizes(self._rows_per_microbatch, self.row_multiple):
             yield self._put(build_batch([], nothing, range(rows)))
-            rows = rows // self.row_multiple // 2 * self.row_multiple
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
         """Returns logprobs of the targets under the sampling distribution, float32 [R, T] per batch."""

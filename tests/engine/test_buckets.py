@@ -2,6 +2,7 @@
 
 import pytest
 
+from rljax import target
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.kv_cache import KEY_BLOCK
 from rljax.errors import ConfigError
@@ -57,3 +58,14 @@ def test_explicit_buckets_are_taken_in_order_and_once():
 def test_explicit_buckets_that_cannot_serve_are_refused(batch, cache, message):
     with pytest.raises(ConfigError, match=message):
         make_buckets(6, 500, True, batch, cache)
+
+
+@pytest.mark.parametrize(
+    ("max_slots", "row_multiple", "batch"),
+    [(64, 1, (8, 32, 64)), (256, 1, (8, 32, 128, 256)), (8, 1, (8,)), (1, 1, (2,)), (24, 6, (12, 24))],
+)
+def test_accelerators_have_few(max_slots, row_multiple, batch):
+    with target.tracing_for(None, row_multiple, "gpu"):
+        buckets = make_buckets(max_slots, 2000, True, row_multiple=row_multiple)
+        assert buckets.batch == batch and buckets.cache == (128, 256, 512, 1024, 2048)
+        assert make_buckets(8, 500, True, (2, 8), (128, 512)).batch == (2, 8)  # as was asked

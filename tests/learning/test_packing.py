@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rljax import target
 from rljax.errors import UserError
-from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
+from rljax.learning.packing import (
+    TrainingSequence,
+    build_batch,
+    microbatch_sizes,
+    pack_groups,
+    pack_sequences,
+)
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
@@ -134,6 +141,13 @@ def test_micro_batches_leave_hardly_a_row_empty():
     assert packing.microbatches(4) == [range(4), range(4, 8), range(8, 10)]
     assert packing.microbatches(6) == [range(6), range(6, 9), range(9, 10)]
     assert packing.microbatches(4, row_multiple=4) == [range(4), range(4, 8), range(8, 12)]
+    with target.tracing_for(
+        None, 1, "gpu"
+    ):  # of every other size, so that half as many programs are compiled
+        assert packing.microbatches(4) == [range(4), range(4, 8), range(8, 9), range(9, 10)]
+        assert microbatch_sizes(8) == [8, 2]
+        assert packing.microbatches(8) == [range(8), range(8, 10)]
+    assert microbatch_sizes(8) == [8, 4, 2, 1]
     assert packing.padding_fraction(12) == pytest.approx(2 / 12)
     with pytest.raises(ValueError, match="multiple"):
         packing.microbatches(4, row_multiple=3)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax import target
 from rljax.algorithms.losses import aggregation_weights
 from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import TrainingSequence, build_batch, microbatch_sizes, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
@@ -218,16 +219,41 @@ def test_init_leaves_the_callers_params_alone(params, sequences):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("reference", [False, True])
-def test_nothing_compiles_after_warm_up(params, sequences, reference):
-    pool = ExecutablePool()
+class RecordingPool(ExecutablePool):
+    """Also notes the kinds of programs that it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = set()
+
+    def get(self, key, *args, **kwargs):
+        self.keys.add(key)
+        return super().get(key, *args, **kwargs)
+
+    def number_of(self, kind):
+        return sum(key[0] == kind for key in self.keys)
+
+
+@pytest.fixture
+def traced_for(request):
+    with target.tracing_for(jax.devices()[0], 1, request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize(
+    ("traced_for", "reference", "programs"), [("cpu", False, 3), ("gpu", True, 2)], indirect=["traced_for"]
+)
+def test_nothing_compiles_after_warm_up(params, sequences, traced_for, reference, programs):
+    """A CPU has programs of 4, 2 and 1 rows; an accelerator, for which compiling takes longer, of 4 and 1."""
+    pool = RecordingPool()
     update = trainer(rows=4, pool=pool)
     state = update.init(params)
     update.warm_up(state, reference)
     if reference:
         update.warm_up_reference(state.params)
+    assert pool.number_of("gradients") == programs
     count = pool.compilations
-    for rows in (4, 2, 1):
+    for rows in microbatch_sizes(4):
         batches = microbatches(sequences, rows)
         logprobs = update.score(state.params, batches) if reference else None
         state, _ = update.update(state, batches, logprobs)
