@@ -121,6 +121,17 @@ class RunDirectory:
         self._changes = self._compare(config, allow_changes)
         return self._changes
 
+    def compute_dtype(self) -> str | None:
+        """Returns the number type of the run that goes on here; None if none does, or if its config is
+        unreadable, which `begin` says.
+        """
+        if not self._has_progress() or not self.config_path.exists():
+            return None
+        try:
+            return load_config(self.config_path).policy.compute_dtype
+        except ConfigError:
+            return None
+
     def write_config(self, config: ExperimentConfig, allow_changes: bool = False) -> list[Change]:
         """Writes the resolved config, and returns what differs from the one that was there.
 

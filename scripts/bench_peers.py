@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from peer_benchmarks.environments import PEERS, interpreter
 from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
-from rljax.config import ExperimentConfig, load_config
+from rljax.config import ExperimentConfig, load_config, with_compute_dtype
 from rljax.errors import UserError
 from rljax.models.transformer import num_params
 from rljax.rollout.collector import TRAINING, WantedGroups
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in PEERS:
                 raise UserError(f"--peers: {name!r} is not one; they are {', '.join(PEERS)}")
         settings = [*_OVERRIDES, *arguments.overrides]
-        config = load_config(arguments.config, settings)
+        config = with_compute_dtype(load_config(arguments.config, settings), jax.default_backend())
         check_config(config)
         micro_batch = _micro_batch(arguments.micro_batch, config)
         pythons = [interpreter(name, arguments.environments, arguments.python) for name in names]

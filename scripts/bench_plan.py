@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from planning_benchmarks.comparisons import decoding_rows, update_rows
 from planning_benchmarks.whole_run import run_rows
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.config import ExperimentConfig, load_config
+from rljax.config import ExperimentConfig, load_config, with_compute_dtype
 from rljax.planning.planner import Plan, default_lengths, make_plan
 from rljax.planning.topologies import parse_topology
 
@@ -33,7 +33,7 @@ def _planned(config: ExperimentConfig) -> Plan:
 def _benchmark(path: str, overrides: Sequence[str]) -> Benchmark:
     @functools.cache
     def config() -> ExperimentConfig:
-        return load_config(path, list(overrides))
+        return with_compute_dtype(load_config(path, list(overrides)), "cpu")
 
     @functools.cache
     def planned() -> Plan:

@@ -60,7 +60,7 @@ def refusal(path, *overrides) -> str:
 def test_defaults_fill_what_the_file_leaves_out(config_file):
     config = load_config(config_file, [])
     assert config.rollout.samples_per_prompt == 8
-    assert config.engine.row_invariant is True
+    assert config.engine.row_invariant == config.policy.compute_dtype == "auto"
     assert config.warm_start is None
 
 

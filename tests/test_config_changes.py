@@ -2,7 +2,7 @@
 
 import pytest
 
-from rljax.config import load_config
+from rljax.config import load_config, with_compute_dtype
 from rljax.config.changes import config_changes
 from rljax.errors import ConfigError
 from rljax.run_directory import RunDirectory
@@ -46,6 +46,41 @@ def test_outlined_layers_change_bits_in_bfloat16_only(dtype, same):
     old = make_config(policy=policy | {"outline_layers": "off"})
     (change,) = config_changes(old, make_config(policy=policy | {"outline_layers": "on"}))
     assert (change.name, change.harmless) == ("policy.outline_layers", same)
+
+
+@pytest.mark.parametrize("setting", [True, "warn"])
+def test_what_happens_where_nothing_is_exact_changes_no_bit(setting):
+    other = make_config(engine={"row_invariant": setting})
+    for old, new in ((make_config(), other), (other, make_config())):
+        (change,) = config_changes(old, new)
+        assert (change.name, change.harmless) == ("engine.row_invariant", True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "recorded", "dtype"),
+    [
+        ("auto", "cpu", None, "float32"),
+        ("auto", "gpu", None, "bfloat16"),
+        ("auto", "tpu", None, "bfloat16"),
+        ("auto", "gpu", "float32", "float32"),  # a run that began with it
+        ("float32", "gpu", "bfloat16", "float32"),  # which `config_changes` then names
+    ],
+)
+def test_the_number_type_of_a_platform(setting, platform, recorded, dtype):
+    config = make_config(policy=make_config().policy.model_dump() | {"compute_dtype": setting})
+    settled = with_compute_dtype(config, platform, recorded)
+    assert settled.policy.compute_dtype == dtype
+    assert settled == with_compute_dtype(settled, "tpu")
+
+
+def test_a_run_that_goes_on_keeps_its_number_type(run):
+    assert run.compute_dtype() is None
+    run.begin(with_compute_dtype(make_config(), "gpu"))
+    assert run.compute_dtype() is None  # nothing to go on from
+    run.append_metrics({"step": 0})
+    assert run.compute_dtype() == "bfloat16"
+    resumed = with_compute_dtype(make_config(), "cpu", run.compute_dtype())
+    assert run.begin(resumed) == []
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def _number_types(backend: str) -> str:
     from rljax.provenance import cpu_flags
 
     if backend != "cpu":
-        return "float32, bfloat16 (faster: set policy.compute_dtype=bfloat16)"
+        return "float32, bfloat16 (faster, and what policy.compute_dtype: auto takes here)"
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     if fast:
         return f"float32, bfloat16 ({fast[0]}: measure which is faster, policy.compute_dtype)"
@@ -163,7 +163,9 @@ def _number_types(backend: str) -> str:
 
 
 def _invariance() -> str:
-    """Measures a tiny policy, in seconds."""
+    """Measures a tiny policy in the number type of `policy.compute_dtype: auto`, in seconds."""
+    import jax
+
     from rljax.engine.buckets import make_buckets
     from rljax.engine.invariance import measure, row_counts
     from rljax.models.config import ModelConfig
@@ -171,11 +173,12 @@ def _invariance() -> str:
 
     policy = ModelConfig("qwen3", 256, 64, 1, 4, 2, 16, 192, qk_norm=True, tie_embeddings=True)
     buckets = make_buckets(4, 64, True, batch_buckets=(1, 4), cache_buckets=(64,), verify_buckets=(4,))
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:
-        result = measure(policy, Numerics(True, "float32"), row_counts(buckets))
+        result = measure(policy, Numerics(True, dtype), row_counts(buckets))
     except Exception as error:
         return f"could not be measured: {type(error).__name__}: {str(error).splitlines()[0]}"
-    found = "exact in float32" if result.exact else f"NOT exact in float32: {'; '.join(result.failures)}"
+    found = f"exact in {dtype}" if result.exact else f"NOT exact in {dtype}: {'; '.join(result.failures)}"
     return f"{found} for a tiny policy; every run measures its own (docs/row-invariance.md)"
 
 

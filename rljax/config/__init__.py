@@ -19,6 +19,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     section.py       base class and types of all sections
     loading.py       reads an ExperimentConfig from a file and overrides, and writes one
     packaged.py      finds the configs that come with rljax, from any directory
+    compute_dtype.py what policy.compute_dtype: auto stands for
     keys.py          the schema as a list of keys; suggests the nearest key for a misspelt one
     yaml_dialect.py  the YAML dialect of configs
     help.py          the text of --help
@@ -27,6 +28,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
 from rljax.config.agents import AgentsConfig
 from rljax.config.algorithm import AlgorithmConfig, CriticConfig
 from rljax.config.cluster import ClusterConfig
+from rljax.config.compute_dtype import with_compute_dtype
 from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.help import describe_keys
@@ -80,4 +82,5 @@ __all__ = [
     "make_config",
     "read_mapping",
     "to_yaml",
+    "with_compute_dtype",
 ]

@@ -64,6 +64,8 @@ def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]
     harmless: tuple[str, ...] = _HARMLESS
     if new.engine.row_invariant:
         harmless += _IF_ROW_INVARIANT
+        if old.engine.row_invariant:  # true, warn and auto compute the same
+            harmless += ("engine.row_invariant",)
         if new.policy.compute_dtype == "float32":
             harmless += _IF_ROW_INVARIANT_IN_FLOAT32
         if new.engine.verification == "coupled":  # otherwise a pass with more rows may flip near-ties

@@ -116,22 +116,23 @@ class EngineConfig(Section):
         description="Most responses decoded at once; further ones wait. Raise it for throughput until"
         " memory or arithmetic is the limit.",
     )
-    row_invariant: bool | Literal["warn"] = Field(
-        True,
+    row_invariant: bool | Literal["auto", "warn"] = Field(
+        "auto",
         description="Make the tokens and logprobs of a request independent of the batch, bit for bit. A"
         " measurement at the start checks this; where it fails, true stops the run, and warn"
-        " continues and counts differences (mismatch/tokens). Set false for the most speed where"
-        " near-ties may flip.",
+        " continues and counts differences (mismatch/tokens). auto is true on a CPU and warn on a GPU or"
+        " TPU. Set true where a run must be exact or not begin, false for the most speed where near-ties"
+        " may flip.",
     )
     batch_buckets: Buckets | None = Field(
         None,
-        description="Compiled batch sizes, ascending; null is powers of two. Set fewer to compile faster,"
-        " more to waste less in the long tail.",
+        description="Compiled batch sizes, ascending; null is powers of two on a CPU and 8, 32, 128 on"
+        " a GPU or TPU. Set fewer to compile faster, more to waste less in the long tail.",
     )
     cache_buckets: Buckets | None = Field(
         None,
-        description="Compiled KV cache lengths, ascending; null grows by a half. Set them to fit known"
-        " lengths.",
+        description="Compiled KV cache lengths, ascending; null grows by a half on a CPU and doubles on"
+        " a GPU or TPU. Set them to fit known lengths.",
     )
     decode_steps_per_sync: Count = Field(
         16,

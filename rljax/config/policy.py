@@ -120,11 +120,13 @@ class PolicyConfig(Section):
         description="Adapter to train instead of all weights; null trains all. Set it, {} for its defaults,"
         " where weights, gradients and moments do not fit.",
     )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
         description="Type of activations and of the weights in computation; master weights are float32,"
-        " except for the base of policy.lora, which has this type. Set bfloat16 on TPU and GPU, where it is"
-        " fast and halves memory; on most CPUs float32 is faster.",
+        " except for the base of policy.lora, which has this type. auto is bfloat16 on a GPU or TPU, where it"
+        " is fast and halves memory, and float32 on a CPU; a run that is resumed keeps the type that it began"
+        " with. Set bfloat16 on a CPU with fast products of it (AMX), float32 on an accelerator for fewer"
+        " rounding errors at several times the cost.",
     )
     outline_layers: AutoOnOff = Field(
         "auto",

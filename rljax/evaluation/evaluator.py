@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from drafters.registry import make_drafters
-from rljax.config import ExperimentConfig, check_devices
+from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
 from rljax.config.cluster import check_with_workers
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.environments.task import environment_of
@@ -89,6 +89,7 @@ class Evaluator:
         output: str | os.PathLike[str],
         progress: Progress,
     ) -> None:
+        config = with_compute_dtype(config, jax.default_backend())
         self.saved, self.config, self.split, self.progress = saved, config, split, progress
         check_devices(config.mesh, jax.device_count())
         check_with_workers(config)
@@ -134,7 +135,7 @@ class Evaluator:
             **{f"evaluation.{name}": value for name, value in config.evaluation.sampling_changes.items()},
             **({"environment": config.environment.model_dump()} if self._has_turns else {}),
             "policy.compute_dtype": config.policy.compute_dtype,
-            "engine.row_invariant": config.engine.row_invariant,
+            "engine.row_invariant": bool(config.engine.row_invariant),
         }
         return settings, {f"task.{name}": value for name, value in judging.items()}
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from drafters.registry import make_drafters, states_read
 from rljax import target
-from rljax.config import ExperimentConfig, check_devices
+from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
 from rljax.learning.packing import pack_sequences
@@ -198,6 +198,7 @@ def make_plan(
     """
     compilers = ThreadPoolExecutor(os.cpu_count() or 1)
     planning, hardware = make_planning(config, topology, hardware, compilers)
+    config = planning.config
     where = f"one of {topology.name} ({hardware.kind})"
     depth = planning.model.num_layers
     with tracing(planning, topology), _ended(compilers):
@@ -278,6 +279,7 @@ def make_planning(
             "speculation.decoupled.window: the devices that draft are not planned; set 0, which plans those"
             " of the mesh"
         )
+    config = with_compute_dtype(config, platform_of(topology))
     model, eos_token_ids = planned_policy(config)
     check_devices(config.mesh, topology.num_devices)
     devices = compile_devices(topology)
@@ -286,8 +288,8 @@ def make_planning(
     mesh = _mesh(config, devices)
     if mesh is not None:
         replicated_axes(model, mesh)  # raises where the mesh does not divide the policy
-    buckets = make_buckets_of(config, mesh, speculative=True)
     with target.tracing_for(devices[0], topology.num_devices, platform_of(topology)):
+        buckets = make_buckets_of(config, mesh, speculative=True)
         drafters = make_drafters(config.speculation)
         numerics = unmeasured_numerics(config, model, mesh)
         read = states_read(drafters, model)

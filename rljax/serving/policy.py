@@ -23,7 +23,14 @@ from drafters.base import Drafter
 from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.registry import DRAFTERS, make_drafters
-from rljax.config import ExperimentConfig, MeshConfig, PolicyConfig, RolloutConfig, TaskConfig
+from rljax.config import (
+    ExperimentConfig,
+    MeshConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TaskConfig,
+    with_compute_dtype,
+)
 from rljax.config.cluster import ClusterConfig, check_with_workers
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
@@ -312,7 +319,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     cluster = _cluster(config.cluster, options)
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     parts |= {"cluster": cluster}
-    config = config.model_copy(update=parts)
+    config = with_compute_dtype(config.model_copy(update=parts), jax.default_backend())
     longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
     if longest > most:
         raise ConfigError(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from drafters.base import Drafter
 from drafters.registry import rehearse_drafters, states_read
 from rljax import processes, target
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.config.learning import TrainingConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import Buckets, make_buckets
@@ -56,7 +56,7 @@ def make_numerics(
     row-invariance, or on a mesh).
 
     Raises:
-      ConfigError: `engine.row_invariant` is true, but row-invariance does not hold on this device.
+      ConfigError: row-invariance does not hold on this device, and `engine.row_invariant` asks for it.
     """
     engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
     if mesh is not None or not (engine.row_invariant or engine.weight_blocks):
@@ -68,12 +68,19 @@ def make_numerics(
         invariance = dataclasses.replace(invariance, form=form)
     if not engine.row_invariant:
         return dataclasses.replace(numerics, measured_form=invariance.form), None
-    if engine.row_invariant is True and not invariance.exact:
+    if not invariance.exact and stops_unless_exact(engine.row_invariant, target.platform()):
         raise ConfigError(
-            f"engine.row_invariant: true does not hold here, {'; '.join(invariance.failures)}; set warn to go"
+            f"engine.row_invariant: does not hold here, {'; '.join(invariance.failures)}; set warn to go"
             " on and count the tokens that differ, or false"
         )
     return dataclasses.replace(numerics, measured_form=invariance.form), invariance
+
+
+def stops_unless_exact(row_invariant: bool | str, platform: str) -> bool:
+    """Whether a run under this `engine.row_invariant` stops where its numerics are not exact. auto stops on a
+    CPU, where a form of products is exact on every processor seen so far.
+    """
+    return row_invariant is True or (row_invariant == "auto" and platform == "cpu")
 
 
 def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mesh | None) -> Numerics:
@@ -90,7 +97,7 @@ def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mes
         outline = "on" if frugal else "off"
     return Numerics(
         bool(config.engine.row_invariant),
-        config.policy.compute_dtype,
+        with_compute_dtype(config, target.platform()).policy.compute_dtype,
         kernels if mesh is None else kernels.on_mesh(mesh),
         outline_layers=outline == "on",
     )
@@ -99,7 +106,11 @@ def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mes
 def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> str:
     """Returns one line for the user on whether bits depend on the batch."""
     if invariance is not None:
-        return invariance.summary(config.policy.compute_dtype)
+        dtype = with_compute_dtype(config, target.platform()).policy.compute_dtype
+        summary = invariance.summary(dtype)
+        if invariance.exact:
+            return summary
+        return f"{summary}; near-ties may flip, and training counts the tokens that differ (mismatch/tokens)"
     if config.engine.row_invariant:
         return "numerics: exactness is not measured on a mesh"
     return "numerics: engine.row_invariant is off, so bits may depend on the batch"

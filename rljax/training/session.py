@@ -11,7 +11,7 @@ import jax
 from drafters.registry import TRAINED_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
-from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
+from rljax.config import CheckpointConfig, ExperimentConfig, check_devices, with_compute_dtype
 from rljax.config.changes import Change
 from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import check_over_processes
@@ -52,6 +52,8 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.ended_by_others())
         directory = _locked_directory(config.run_dir, stack)
+        recorded = processes.from_first(directory.compute_dtype)
+        config = with_compute_dtype(config, jax.default_backend(), recorded)
         stop = stack.enter_context(StopRequest(progress.message, first=None))
         changes: list[Change] = []
         processes.from_first(lambda: changes.extend(directory.begin(config, allow_changes)))

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from drafters.registry import make_drafters
 from rljax import processes
 from rljax.agents.server import AgentServer
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.engine.executables import ExecutablePool
 from rljax.environments.use import check_environment
 from rljax.evaluation.judging import check_part, check_success
@@ -104,6 +105,7 @@ class TrainingRun:
         cluster: "ClusterDecoder | None" = None,
     ) -> None:
         # What the run is about: config, files, task.
+        config = with_compute_dtype(config, jax.default_backend())
         self.config, self.directory, self.start = config, directory, start
         self.stop = StopRequest(progress.message) if stop is None else stop
         self.checkpoints, self.progress, self.cluster = checkpoints, progress, cluster

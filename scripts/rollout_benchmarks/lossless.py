@@ -78,7 +78,8 @@ def lossless_rows(config: ExperimentConfig, steps: int) -> list[Row]:
             plain.append(Scheduler(run.engine, len(requests)).run(params, requests)[0])
         times = PassTimes()
         for number, name in enumerate(_DRAFTERS):
-            rows.append(_compare(run, f"lossless/{config.policy.compute_dtype}/{name}", name, plain, times))
+            row = f"lossless/{run.config.policy.compute_dtype}/{name}"
+            rows.append(_compare(run, row, name, plain, times))
             progress.step(number + 1, {"tokens_per_second": 0.0})
     return rows
 

@@ -20,7 +20,7 @@ from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
-from tests.exactness import exact_numerics
+from tests.exactness import MOST_FLIPS, exact_numerics
 
 VOCAB, LONGEST = 96, 512
 NUMERICS = Numerics()
@@ -392,7 +392,8 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
         sequence = np.zeros((1, 128), np.int32)  # what follows cannot be seen from before it
         sequence[0, : len(each.prompt) + 16] = each.prompt + tokens
         expected = np.asarray(best(jnp.asarray(sequence)))[len(each.prompt) - 1 : len(each.prompt) + 15]
-        assert tokens == expected.tolist()
+        most = 0 if jax.default_backend() == "cpu" else max(1, MOST_FLIPS * 16)
+        assert np.count_nonzero(np.asarray(tokens) != expected) <= most  # each follows the tokens before it
         assert logprobs == [0.0] * 16
 
 

@@ -16,8 +16,9 @@ from rljax.models.config import ModelConfig
 from rljax.models.linear import product
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
-from rljax.training.assembly import make_numerics
+from rljax.training.assembly import make_numerics, numerics_line, stops_unless_exact
 from tests.engine.test_engine import SAMPLING, ask, decode, lively_params
+from tests.exactness import check_same
 from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced
 from tests.training.tiny_run import write_config
 
@@ -91,7 +92,35 @@ def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
             make_numerics(config, POLICY, None)
         config = load_config(write_config(tmp_path), ["engine.row_invariant=warn"])
         numerics, found = make_numerics(config, POLICY, None)
-        assert numerics.row_invariant and "not exact" in found.summary("float32")
+        said = numerics_line(config, found)
+        assert numerics.row_invariant and "not exact in float32" in said
+        assert said.endswith("training counts the tokens that differ (mismatch/tokens)")
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "stops"),
+    [
+        ("auto", "cpu", True),
+        ("auto", "gpu", False),
+        ("auto", "tpu", False),
+        (True, "gpu", True),
+        ("warn", "cpu", False),
+    ],
+)
+def test_where_nothing_is_exact_accelerators_go_on(setting, platform, stops):
+    assert stops_unless_exact(setting, platform) is stops
+
+
+def test_tests_count_flips_on_accelerators_and_demand_all_bits_on_a_cpu():
+    plain = [([1, 2, 3] * 20, [-0.5] * 60)] * 3
+    flipped = [([1, 2, 3] * 10 + [9] * 30, [-0.51] * 30 + [-7.0] * 30), *plain[1:]]
+    check_same(plain, plain, platform="cpu")
+    check_same(flipped, plain, platform="gpu")
+    for outputs, platform in ((flipped, "cpu"), ([([1, 2, 4], [-1.0] * 3)] * 3, "gpu")):
+        with pytest.raises(AssertionError):
+            check_same(outputs, plain, platform=platform)
+    with pytest.raises(AssertionError):  # before the flip
+        check_same([([1, 2, 3] * 20, [-0.7] * 60), *plain[1:]], plain, platform="gpu")
 
 
 def test_row_invariance_that_is_off_is_not_measured(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
 from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
-from tests.exactness import exact_numerics
+from tests.exactness import check_same, exact_numerics
 
 LONGEST = 512
 GROUPED, SINGLE = "three", "one"
@@ -194,15 +194,6 @@ def world(request):
     return world_of(*request.param)
 
 
-def check_same(emitted, plain):
-    for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(emitted.outputs, plain, strict=True):
-        assert tokens == plain_tokens
-        if jax.default_backend() == "cpu":
-            assert logprobs == plain_logprobs
-        else:
-            np.testing.assert_allclose(logprobs, plain_logprobs, atol=1e-3)
-
-
 def check_sped_up(emitted, plain, tokens_a_pass):
     """Drafts were accepted, and wrong ones rejected."""
     assert sum(emitted.counts) == sum(len(tokens) for tokens, _ in plain)
@@ -212,7 +203,7 @@ def check_sped_up(emitted, plain, tokens_a_pass):
 def test_trees_give_the_bits_of_plain_decoding(world):
     """Through finished slots, compaction, and the end of the first 256 keys."""
     emitted = speculate(world.engine, world.params, world.asked, tangled(world.truth), 7, capacity=LONGEST)
-    check_same(emitted, world.plain)
+    check_same(emitted.outputs, world.plain)
     check_sped_up(emitted, world.plain, 2.0)
 
 
@@ -225,7 +216,7 @@ def test_trees_of_any_size(nodes):
     asked, plain = world.asked[:2], world.plain[:2]
     truth = world.truth
     emitted = speculate(world.engine, world.params, asked, tangled(truth, nodes), nodes, capacity=LONGEST)
-    check_same(emitted, plain)
+    check_same(emitted.outputs, plain)
     check_sped_up(emitted, plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
 
 
@@ -236,7 +227,7 @@ def test_trees_of_any_size_in_any_policy(world, nodes):
         emitted = speculate(
             world.engine, world.params, world.asked, tangled(world.truth, seed), nodes, capacity=LONGEST
         )
-        check_same(emitted, world.plain)
+        check_same(emitted.outputs, world.plain)
 
 
 def test_chains_across_every_position_of_the_chunk_boundary():
@@ -254,7 +245,7 @@ def test_chains_across_every_position_of_the_chunk_boundary():
                 row.valid[first - 1 :] = False
 
         emitted = speculate(world.engine, world.params, asked, draft, 15, capacity=LONGEST)
-        check_same(emitted, plain)
+        check_same(emitted.outputs, plain)
         assert emitted.counts[:2] == [first, first]
 
 
@@ -266,7 +257,7 @@ def test_caches_that_grow_and_slots_with_gaps():
     truth = [tokens for tokens, _ in plain]
     for order in ([4, 0, 2], [0, 3, 1]):
         emitted = speculate(world.engine, world.params, asked, tangled(truth), 7, order)
-        check_same(emitted, plain)
+        check_same(emitted.outputs, plain)
         check_sped_up(emitted, plain, 2.0)
 
 
@@ -275,7 +266,7 @@ def test_a_drafter_that_always_lies_costs_passes_only():
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=24) for each in world.asked]
     emitted = speculate(world.engine, world.params, asked, lies(world.truth), 7, capacity=LONGEST)
-    check_same(emitted, [(tokens[:24], logprobs[:24]) for tokens, logprobs in world.plain])
+    check_same(emitted.outputs, [(tokens[:24], logprobs[:24]) for tokens, logprobs in world.plain])
     assert emitted.passes == 24 and set(emitted.counts) == {1}
 
 
@@ -300,7 +291,7 @@ def test_some_nodes_of_some_slots():
     emitted = speculate(
         world.engine, world.params, world.asked, tangled(world.truth, 5), 7, capacity=LONGEST, take=take
     )
-    check_same(emitted, world.plain)
+    check_same(emitted.outputs, world.plain)
     assert sizes == {6, 12, 24} and len(shares) > 3 and max(emitted.counts) > 4
 
 
@@ -309,7 +300,7 @@ def test_no_drafts_at_all_is_plain_decoding():
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=12) for each in world.asked]
     emitted = speculate(world.engine, world.params, asked, lambda *_: None, 7, capacity=LONGEST)
-    check_same(emitted, [(tokens[:12], logprobs[:12]) for tokens, logprobs in world.plain])
+    check_same(emitted.outputs, [(tokens[:12], logprobs[:12]) for tokens, logprobs in world.plain])
 
 
 @pytest.mark.parametrize("value", [1e4, -3e38, float("nan"), float("inf")])
@@ -322,7 +313,9 @@ def test_what_is_not_committed_is_invisible(world, value):
     emitted = speculate(
         world.engine, world.params, asked, tangled(world.truth, 3), 7, capacity=LONGEST, poisoned=value
     )
-    check_same(emitted, [(t[: e.limit], l[: e.limit]) for e, (t, l) in zip(asked, world.plain, strict=True)])
+    check_same(
+        emitted.outputs, [(t[: e.limit], l[: e.limit]) for e, (t, l) in zip(asked, world.plain, strict=True)]
+    )
 
 
 def test_only_the_accepted_path_is_written():
@@ -408,7 +401,7 @@ def test_sampling_distributions(sampling):
     plain = decode(engine, params, asked, capacity=ROOM)
     truth = [tokens for tokens, _ in plain]
     emitted = speculate(engine, params, asked, tangled(truth), 7, capacity=ROOM)
-    check_same(emitted, plain)
+    check_same(emitted.outputs, plain)
     check_sped_up(emitted, plain, 2.0)
 
 
@@ -422,7 +415,7 @@ def test_eos_inside_an_accepted_run_ends_it_there():
         plain = decode(ending, params, asked, capacity=ROOM)
         # Drafted beyond the end, and rightly.
         emitted = speculate(ending, params, asked, chain(truth), 15, capacity=ROOM)
-        check_same(emitted, plain)
+        check_same(emitted.outputs, plain)
         for (tokens, _), longer in zip(plain, truth, strict=True):
             assert tokens == longer[: len(tokens)]
             if len(tokens) < 48:
@@ -438,7 +431,7 @@ def test_the_longest_response_ends_inside_an_accepted_run(limits):
     asked = ask([4, 9], limits)
     plain = decode(engine, params, asked, capacity=ROOM)
     emitted = speculate(engine, params, asked, chain(truth), 15, capacity=ROOM)
-    check_same(emitted, plain)
+    check_same(emitted.outputs, plain)
     assert [len(tokens) for tokens, _ in emitted.outputs] == list(limits)
     assert emitted.passes == -(-max(limits) // 16)
 
@@ -453,7 +446,7 @@ def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     truth = [tokens for tokens, _ in plain]
     for then in (chain(truth), tangled(truth, prompt)):
         emitted = speculate(engine, params, asked, then, 15)
-        check_same(emitted, plain)
+        check_same(emitted.outputs, plain)
     first = speculate(engine, params, asked, chain(truth), 15, most=1)
     assert first.counts == [min(16, 64 - prompt + 1), 16]
 

@@ -228,7 +228,9 @@ def test_a_mesh_of_tpus(tmp_path):
 @HAS_CUDA
 @pytest.mark.slow
 def test_one_gpu(tmp_path):
-    plan = _plan(_config(tmp_path, "policy.compute_dtype=bfloat16"), "h100:1", hardware=None)
+    """With its defaults: in bfloat16, and with the kernels for Hopper."""
+    plan = _plan(_config(tmp_path), "h100:1", hardware=None)
+    assert plan.run.config.policy.compute_dtype == "bfloat16"
     assert {program.kind for program in plan.programs} >= {"generate", "gradients", "apply", "prefill"}
     assert json.loads(json.dumps(as_json(plan)))["topology"] == "h100:1"
 

@@ -19,6 +19,7 @@ def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path
     (session,) = directory.read_sessions()
     assert "numerics: exact in float32 on this processor, products of" in said
     assert f"fingerprint {session['numerics']}" in said
+    assert load_config(directory.config_path).policy.compute_dtype == "float32"  # what auto stood for
 
     other = session | {"numerics": "0badf00d"}
     directory.sessions_path.write_text(json.dumps(other) + "\n")
@@ -32,7 +33,7 @@ def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path
 
 def test_where_nothing_is_exact_a_run_is_refused_or_counts(tmp_path, capsys):
     with replaced(every_count):
-        with pytest.raises(ConfigError, match="row_invariant: true does not hold here"):
+        with pytest.raises(ConfigError, match="row_invariant: does not hold here"):
             run(load_config(write_config(tmp_path)))
         lines = train(tmp_path, "engine.row_invariant=warn", "training.steps=1")
     assert "numerics: not exact in float32" in capsys.readouterr().out
