@@ -1,0 +1,116 @@
+"""Compiled programs as a benchmark looks at them: the seconds that compiling took, and kernels a step."""
+
+import re
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rljax.engine.executables import ExecutablePool
+
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:to_apply|calls|body|(?:true|false)_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# They start nothing: names for parts of memory, constants, and ends of what another operation has started.
+_NO_KERNEL = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+}
+
+
+class TimedPool(ExecutablePool):
+    """Compiled programs, and the seconds that each took.
+
+    Attributes:
+      by_key: (program, seconds) by key: the kind, such as "generate", and then sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_key: dict[tuple[Hashable, ...], tuple[Any, float]] = {}
+
+    def get(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        args: tuple,
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Callable[..., Any]:
+        """See `ExecutablePool.get`."""
+        start, known = time.perf_counter(), key in self
+        program = super().get(key, function, args, donate_argnums)
+        if not known:
+            self.by_key[key] = program, time.perf_counter() - start
+        return program
+
+    def find(self, *key: Hashable) -> tuple[Any, float]:
+        """Returns (program, seconds) of the first program whose key begins so."""
+        return next(found for other, found in self.by_key.items() if other[: len(key)] == key)
+
+
+def compile_together(calls: list[Callable[[], object]]) -> float:
+    """Makes calls that compile, each in a thread of its own; returns the seconds until the last is done."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result()
+    return time.perf_counter() - start
+
+
+def kernels_of_loop(text: str) -> int:
+    """Counts what one step of a program's main loop starts on a GPU: kernels, library calls and copies.
+
+    Args:
+      text: `as_text()` of a compiled program. Its main loop is the one whose step starts the most. Loops
+        inside count as often as the text says, once where it does not; of branches the longest counts.
+    """
+    computations, loops = _parsed(text)
+    return max((_kernels(body, computations) for body in loops), default=0)
+
+
+def kernels_of_program(text: str) -> int:
+    """As `kernels_of_loop`, for all of a program that has no loop of steps."""
+    computations, _ = _parsed(text)
+    return _kernels("ENTRY", computations)
+
+
+def _parsed(text: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
+    """Returns the (operation, line) pairs of every computation, and the bodies of all loops."""
+    computations: dict[str, list[tuple[str, str]]] = {}
+    loops, current = [], ""
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = "ENTRY" if line.startswith("ENTRY") else found[1]
+            computations[current] = []
+        elif found := _OPERATION.match(line):
+            computations[current].append((found[1], line))
+            if found[1] == "while":
+                loops.append(re.search(r"body=%?([\w.\-]+)", line)[1])
+    return computations, loops
+
+
+def _kernels(name: str, computations: dict[str, list[tuple[str, str]]]) -> int:
+    """Kernels that a computation starts."""
+    count = 0
+    for operation, line in computations[name]:
+        if operation in _NO_KERNEL or operation.endswith("-done"):
+            continue
+        if operation not in ("while", "call", "conditional", "async-start"):
+            count += 1  # a fusion's own computation is inside of its kernel
+            continue
+        names = _CALLED.findall(line)
+        for branches in _BRANCHES.findall(line):
+            names += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        called = [_kernels(each, computations) for each in names]
+        trips = _TRIPS.search(line)
+        count += max(called, default=1) * (int(trips[1]) if trips else 1)
+    return count

@@ -1,0 +1,81 @@
+"""The decode loop: milliseconds a step, the share of the memory's bandwidth, and the kernels it starts."""
+
+import statistics
+from collections.abc import Sequence
+
+from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_loop
+from engine_benchmarks.real_shapes import (
+    POLICIES,
+    TINY,
+    cache_bytes,
+    gpu_numerics,
+    make_engine,
+    random_params,
+    read_bytes,
+)
+from gpu_parts.part import Part, run
+from kernel_benchmarks.ceilings import copy_bandwidth
+from rljax.models.config import ModelConfig
+from rljax.speculation.warm_up import time_passes
+
+_LENGTH = 2048  # positions of a slot's cache, half of them filled
+_STEPS = 16  # between two host syncs, as a run decodes
+_REPEATS = 9
+_PER_POLICY = 20.0  # seconds that compiling and measuring takes at least, the 8B policy's
+
+
+def measure(part: Part) -> None:
+    """Times all slots busy in half-filled caches; the smaller policy first."""
+    bandwidth = copy_bandwidth(8 if part.quick else 2048)
+    if part.quick:
+        _measure_policy(part, "tiny", TINY, (2,), bandwidth)
+        return
+    for name in ("Qwen3-1.7B", "Qwen3-8B"):
+        if part.left() < _PER_POLICY:
+            part.note(f"{name} left out: {part.left():.0f} s are left")
+            continue
+        _measure_policy(part, name, POLICIES[name], (8, 1, 64), bandwidth)
+
+
+def _measure_policy(
+    part: Part, name: str, config: ModelConfig, batches: Sequence[int], bandwidth: float
+) -> None:
+    pool, numerics = TimedPool(), gpu_numerics(config, part.quick)
+    length = 128 if part.quick else _LENGTH
+    engines = [make_engine(config, numerics, pool, batch, length) for batch in batches]
+    params = engines[0].load_params(random_params(config))
+    together = compile_together(
+        [lambda engine=engine: engine.compile_plain(params, *_shape(engine)) for engine in engines]
+    )
+    for batch, engine in zip(batches, engines, strict=True):
+        slots, length = _shape(engine)
+        program, compile_seconds = pool.find("generate", slots, length)
+        repeats = 1 if part.quick else _REPEATS
+        seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
+        step = statistics.median(seconds)
+        size = read_bytes(params) + cache_bytes(config, slots * (length + _STEPS) / 2)
+        part.row(
+            f"{name}/batch {batch}",
+            1e3 * step,
+            "ms/step",
+            compile_seconds=compile_seconds,
+            repeats=repeats,
+            compiled_together_seconds=together,
+            share_of_bandwidth=size / step / bandwidth,
+            bytes=size,
+            copy_bandwidth=bandwidth,
+            kernels=kernels_of_loop(program.as_text()),
+            tokens_per_second=batch / step,
+            least_ms=1e3 * min(seconds),
+            most_ms=1e3 * max(seconds),
+            computed_slots=slots,
+            filled_positions=length // 2,
+        )
+
+
+def _shape(engine) -> tuple[int, int]:
+    return engine.buckets.batch[0], engine.buckets.cache[0]
+
+
+if __name__ == "__main__":
+    run("decode", measure)

@@ -1,0 +1,324 @@
+"""A rollout with a long tail and a slot for every response: plain, and with three kinds of drafts.
+
+The policy is the one in the folder that `REPORT_POLICY` names (`gpu_parts/carry.py`). Without a folder it is
+the long-tail benchmark's, trained here for a few seconds and grown to 95 million parameters.
+"""
+
+import dataclasses
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters.registry import make_drafters, rehearse_drafters
+from engine_benchmarks.compiled import compile_together
+from engine_benchmarks.real_shapes import KERNELS
+from gpu_parts.carry import joined
+from gpu_parts.part import Part, run
+from rljax.config import ExperimentConfig, load_config
+from rljax.engine.executables import ExecutablePool
+from rljax.numerics.rows import Numerics
+from rljax.progress import Progress
+from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.prompts import Prompts
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.noise import request_key
+from rljax.tasks.registry import checked_task
+from rljax.training.assembly import make_scheduler, unmeasured_numerics, warm_up
+from rljax.training.interruption import StopRequest
+from rljax.training.policy import Policy, grown_policy, make_policy
+from rljax.training.warm_start import warm_start
+from rollout_benchmarks.flips import Count
+from rollout_benchmarks.variants import SPECULATION_OFF, VARIANTS, unrewarded
+
+_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "bench_long_tail.yaml"
+_EPOCHS = 2
+_PER_VARIANT = 15.0  # seconds that compiling and two rollouts take at least
+
+# 64 responses, each in a slot of its own, and few programs: in the tail, 512 rows take the largest trees.
+_RUN = (
+    "policy.compute_dtype=bfloat16",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "rollout.max_prompt_length=64",
+    "engine.max_slots=64",
+    "engine.batch_buckets=[64]",
+    "engine.cache_buckets=[512]",
+    "engine.row_invariant=warn",
+    "engine.compilation_cache=null",
+    "speculation.verify_buckets=[128,512]",
+    "speculation.max_drafts=15",
+    "speculation.max_batch=64",
+    *(f"kernels.{op}=[{','.join(names)}]" for op, names in KERNELS.items()),
+)
+_WARM_START = ("warm_start.steps=300",)
+_REAL = (
+    "policy.shape=null",
+    "policy.growth=null",
+    "warm_start=null",
+    "rollout.max_response_length=896",
+    "engine.cache_buckets=[1024]",
+    "training.pack_length=1024",  # nothing is trained, but a config's rows hold its responses
+)
+_QUICK = (
+    "policy.growth=null",
+    "policy.shape.hidden_size=64",
+    "policy.shape.num_layers=1",
+    "policy.shape.num_heads=2",
+    "policy.shape.num_kv_heads=1",
+    "policy.shape.mlp_size=64",
+    "warm_start=null",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_prompt_length=16",
+    "rollout.max_response_length=32",
+    "engine.max_slots=4",
+    "engine.batch_buckets=[4]",
+    "engine.cache_buckets=[256]",
+    "speculation.verify_buckets=[16]",
+    "speculation.max_drafts=7",
+    *(f"kernels.{op}=xla" for op in KERNELS),
+)
+
+# The head is new: it learns from the first epoch's responses, all at once behind the rollout.
+_HEAD = {"variant": "eagle", "depths": [4], "learning_rate": 3e-3, "train_below": 0, "slices": 128, "rows": 8}
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "SRT": {"drafter": "srt"},
+    "W4, always a chain of 5": {**VARIANTS["quantized always"], "args": {"bits": 4}},
+    "EAGLE": {"drafter": "eagle", "args": _HEAD},
+}
+
+_QUESTIONS = (
+    "A train covers {a} km in {b} minutes. How far does it go in an hour? Explain every step.",
+    "Write a short story about a lighthouse keeper who counts {a} ships and {b} stars.",
+    "List the steps to bake bread for {a} people, and say why each of them matters.",
+    "What is {a} times {b}? Show the calculation, then check the answer.",
+    "Explain to a child why the sky is blue, in about {a} words.",
+    "Write a Python function that sums the multiples of {b} below {a}, and explain it.",
+    "Name {b} countries and a typical dish of each.",
+    "Tom has {a} apples and gives {b} to each of his friends. How many friends can he give apples to?",
+    "Summarize how a bill becomes a law, in {b} points.",
+)
+"""For a policy that follows instructions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """What all rollouts share.
+
+    Attributes:
+      part: collects the rows.
+      name: the policy's, for the rows.
+      config: of the run.
+      policy: the policy.
+      numerics: see `Numerics`.
+      pool: compiled programs.
+      epochs: requests of every epoch: the same prompts, other noise.
+    """
+
+    part: Part
+    name: str
+    config: ExperimentConfig
+    policy: Policy
+    numerics: Numerics
+    pool: ExecutablePool
+    epochs: list[list[Request]]
+
+    def scheduler(self, keys: dict[str, Any]) -> tuple[Scheduler, Any, float]:
+        """Returns a scheduler that drafts by keys of the section `speculation`, the weights that it decodes
+        with, and the seconds that compiling took, with measuring the passes.
+        """
+        speculation = self.config.speculation.model_copy(update=SPECULATION_OFF | keys)
+        config = self.config.model_copy(update={"speculation": speculation})
+        drafters = make_drafters(speculation)
+        scheduler = make_scheduler(config, self.policy, drafters, self.numerics, self.pool, None)
+        engine, start = scheduler.engine, time.perf_counter()
+        params = engine.load_params(self.policy.params)
+        batch, length = engine.buckets.batch[0], engine.buckets.cache[0]
+        longest = engine.prefill_length(config.rollout.max_prompt_length)
+        compile_together(
+            [
+                functools.partial(engine.compile_plain, params, batch, length),
+                *(
+                    functools.partial(engine.compile_prefill, params, batch, padded)
+                    for padded in engine.prefill_lengths
+                    if padded <= longest
+                ),
+                *(
+                    functools.partial(engine.compile_verify, params, batch, length, *each)
+                    for each in engine.buckets.passes(batch)
+                ),
+            ]
+        )
+        warm_up(scheduler, params, config, wait=True)
+        return scheduler, params, time.perf_counter() - start
+
+
+def measure(part: Part) -> None:
+    """Rolls out plainly, and then with one drafter after another; counts what differs from plain decoding."""
+    with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as directory:
+        folder = None if part.quick else os.environ.get("REPORT_POLICY")
+        config = _config(part.quick, folder)
+        speculation = config.speculation.model_copy(update=SPECULATION_OFF | _DRAFTERS["SRT"])
+        rehearsed = beside.submit(rehearse_drafters, speculation)  # numba's loops, while XLA compiles
+        bench = _make_bench(part, config, folder, Path(directory))
+        baseline = _plain(bench)
+        rehearsed.result()
+        for name, keys in _DRAFTERS.items():
+            if part.quick and name == "EAGLE":
+                part.note("EAGLE left out: its many programs take a CPU too long for a look")
+                continue
+            if part.left() < _PER_VARIANT:
+                part.note(f"{name} left out: {part.left():.0f} s are left")
+                continue
+            _drafted(bench, name, keys, baseline)
+
+
+def _config(quick: bool, folder: str | None) -> ExperimentConfig:
+    if folder is not None:
+        path = joined(Path(folder))
+        return load_config(_CONFIG, [*_RUN, *_REAL, f"policy.path={path}"])
+    return load_config(_CONFIG, [*_RUN, *(_QUICK if quick else _WARM_START)])
+
+
+def _make_bench(part: Part, config: ExperimentConfig, folder: str | None, directory: Path) -> _Bench:
+    task = checked_task(config)
+    policy = make_policy(config, task, directory / "tokenizer")
+    pool, start = ExecutablePool(), time.perf_counter()
+    if config.warm_start is not None:
+        # In float32, as the policy was trained that the benchmark's other figures are of.
+        trained_in = config.model_copy(
+            update={"policy": config.policy.model_copy(update={"compute_dtype": "float32"})}
+        )
+        numerics = unmeasured_numerics(trained_in, policy.config, None)
+        with Progress() as progress:
+            stop = StopRequest(progress.message)
+            shared = (numerics, pool, None, progress, directory / "warm_start", stop)
+            policy = warm_start(trained_in, policy, task, *shared)
+        part.note(f"the policy's warm start took {time.perf_counter() - start:.0f} s")
+    if config.policy.growth is not None:
+        policy = grown_policy(policy, config.policy.growth, config.seed)
+    rollout = config.rollout
+    if folder is not None:
+        prompts = _questions(policy, rollout.prompts_per_step)
+    else:
+        source = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out=True)
+        indices, _ = source.next_problems("train", 0, rollout.prompts_per_step)
+        prompts = [source.tokens(task.problem("train", index)) for index in indices]
+    epochs = [
+        [
+            Request(
+                prompt,
+                request_key(config.seed, epoch, index, sample),
+                rollout.max_response_length,
+                step=epoch,
+            )
+            for index, prompt in enumerate(prompts)
+            for sample in range(rollout.samples_per_prompt)
+        ]
+        for epoch in range(_EPOCHS)
+    ]
+    name = "tiny" if part.quick else Path(folder).name if folder else "95M"
+    return _Bench(part, name, config, policy, unmeasured_numerics(config, policy.config, None), pool, epochs)
+
+
+def _questions(policy: Policy, count: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    texts = [_QUESTIONS[index].format(a=rng.integers(30, 90), b=rng.integers(3, 9)) for index in range(count)]
+    system = {"role": "system", "content": "Answer in full sentences."}  # short, as prompts are
+    return [
+        tuple(policy.tokenizer.encode_chat([system, {"role": "user", "content": text}])) for text in texts
+    ]
+
+
+def _plain(bench: _Bench) -> list[tuple[list[Completion], float]]:
+    """Adds the rows of plain decoding; returns the responses of every epoch, and the seconds they took."""
+    scheduler, params, compile_seconds = bench.scheduler({})
+    baseline = []
+    for epoch, requests in enumerate(bench.epochs, 1):
+        taken = []
+        for _ in range(1 if bench.part.quick else 2):
+            start = time.perf_counter()
+            completions, statistics = scheduler.run(params, requests)
+            taken.append(time.perf_counter() - start)
+        seconds = sum(taken) / len(taken)
+        baseline.append((completions, seconds))
+        bench.part.row(
+            f"{bench.name}/plain/epoch {epoch}",
+            statistics.tokens / seconds,
+            "tokens/s",
+            compile_seconds=compile_seconds,
+            repeats=len(taken),
+            seconds=seconds,
+            **_counts(statistics, completions),
+            busy_slots=statistics.tokens / (statistics.steps * len(requests)),
+        )
+    return baseline
+
+
+def _drafted(
+    bench: _Bench, name: str, keys: dict[str, Any], baseline: Sequence[tuple[list[Completion], float]]
+) -> None:
+    """Adds the rows of one drafter, which learns from every epoch."""
+    scheduler, params, compile_seconds = bench.scheduler(keys)
+    speculator = scheduler.speculator
+    assert speculator is not None
+    for epoch, (requests, (expected, plain_seconds)) in enumerate(
+        zip(bench.epochs, baseline, strict=True), 1
+    ):
+        start = time.perf_counter()
+        completions, statistics = scheduler.run(params, requests)
+        seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        speculator.learn(unrewarded(requests, completions))
+        learn_seconds = time.perf_counter() - start
+        count = Count()
+        for number, (one, other) in enumerate(zip(expected, completions, strict=True)):
+            count.compare(one, other, {"request": number})
+        bench.part.row(
+            f"{bench.name}/{name}/epoch {epoch}",
+            statistics.tokens / seconds,
+            "tokens/s",
+            compile_seconds=compile_seconds,
+            repeats=1,
+            plain_tokens_per_second=_tokens(expected) / plain_seconds,
+            ratio=(statistics.tokens / seconds) / (_tokens(expected) / plain_seconds),
+            accept_length=statistics.accept_length,
+            acceptance=statistics.accepted / max(statistics.drafted, 1),
+            verifying_passes=statistics.verified,
+            compared_tokens=count.tokens,
+            flips=len(count.flips),
+            different_logprobs=count.logprobs,
+            flips_shown=count.flips[:5],
+            seconds=seconds,
+            learn_seconds=learn_seconds,
+            host_seconds=statistics.host_seconds,
+            draft_seconds=statistics.draft_seconds,
+            **_counts(statistics, completions),
+        )
+
+
+def _tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(each.response_ids) for each in completions)
+
+
+def _counts(statistics: DecodeStatistics, completions: Sequence[Completion]) -> dict[str, float]:
+    lengths = [len(each.response_ids) for each in completions]
+    return {
+        "tokens": statistics.tokens,
+        "passes": statistics.steps,
+        "responses": len(lengths),
+        "length_mean": float(np.mean(lengths)),
+        "length_p75": float(np.percentile(lengths, 75)),
+        "length_max": max(lengths),
+    }
+
+
+if __name__ == "__main__":
+    run("rollout", measure)

@@ -1,0 +1,114 @@
+"""The update: tokens per second and MFU of a full update at 1.7B, one row of 4,096 tokens."""
+
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from engine_benchmarks.compiled import TimedPool
+from engine_benchmarks.real_shapes import POLICIES, TINY, gpu_config, gpu_numerics, random_params
+from engine_benchmarks.update import GRPO
+from gpu_parts.part import Part, run
+from rljax.config import OptimizerConfig
+from rljax.errors import UserError
+from rljax.learning.optimizer import make_optimizer
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import num_params
+from rljax.planning.command import present_topology
+from rljax.planning.topologies import hardware_of, parse_topology
+from rljax.sampling.distribution import SamplingParams
+from rljax.training.update import Trainer
+
+_TOKENS, _SEQUENCES, _PROMPT = 4096, 4, 128
+_REPEATS = 5
+
+
+def measure(part: Part) -> None:
+    """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
+    name, config = ("tiny", TINY) if part.quick else ("Qwen3-1.7B", POLICIES["Qwen3-1.7B"])
+    tokens, repeats = (256, 1) if part.quick else (_TOKENS, _REPEATS)
+    training = gpu_config().training.model_copy(update={"pack_length": tokens, "rows_per_microbatch": 1})
+    pool = TimedPool()
+    trainer = Trainer(
+        config,
+        gpu_numerics(config, part.quick),
+        SamplingParams(),
+        GRPO,
+        training,
+        make_optimizer(**OptimizerConfig().model_dump(), total_updates=1),
+        pool,
+    )
+    params = random_params(config)
+    state = trainer.init(params)
+    del params
+    sequences = _sequences(config, tokens)
+    lengths = [sequence.length for sequence in sequences]
+    batch = build_batch(sequences, pack_sequences(lengths, tokens), range(1))
+    state, metrics = trainer.update(state, [batch])  # compiles
+    compile_seconds = sum(seconds for _, seconds in pool.by_key.values())
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        state, metrics = trainer.update(state, [batch])
+        jax.block_until_ready(state.params)
+        taken.append(time.perf_counter() - start)
+    seconds, flops = statistics.median(taken), _flops(config, lengths)
+    part.row(
+        f"{name}/{tokens} tokens",
+        tokens / seconds,
+        "tokens/s",
+        compile_seconds=compile_seconds,
+        repeats=repeats,
+        seconds=seconds,
+        least_seconds=min(taken),
+        most_seconds=max(taken),
+        remat=training.remat,
+        gradients_compile_seconds=pool.find("gradients")[1],
+        gradient_norm=metrics["gradient_norm"],
+        **_utilization(part, flops, seconds),
+    )
+
+
+def _sequences(config: ModelConfig, tokens: int) -> list[TrainingSequence]:
+    """Returns sequences of random tokens, of one length, that fill a row."""
+    rng, length = np.random.default_rng(0), tokens // _SEQUENCES
+    prompt = min(_PROMPT, length // 2)
+    return [
+        TrainingSequence(
+            prompt_ids=rng.integers(0, config.vocab_size, prompt),
+            response_ids=rng.integers(0, config.vocab_size, length - prompt),
+            rollout_logprobs=rng.normal(-np.log(config.vocab_size), 0.2, length - prompt),
+            advantage=float(rng.normal()),
+            weight=1.0 / (_SEQUENCES * (length - prompt)),
+        )
+        for _ in range(_SEQUENCES)
+    ]
+
+
+def _flops(config: ModelConfig, lengths: list[int]) -> float:
+    """FLOPs of the model in one update: 6 a weight and token, and attention to the tokens before (Chowdhery
+    et al., "PaLM", 2022, appendix B). What remat computes again does not count.
+    """
+    unused = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    pairs = sum(length**2 / 2 for length in lengths)
+    attention = 12.0 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 6.0 * (num_params(config) - unused) * sum(lengths) + attention
+
+
+def _utilization(part: Part, flops: float, seconds: float) -> dict[str, float]:
+    """Figures of MFU against the data sheet's dense bfloat16 FLOP/s (`rljax/planning/hardware.py`)."""
+    rate = flops / seconds
+    if part.quick:
+        return {"flops": flops, "flops_per_second": rate}
+    try:
+        peak = hardware_of(parse_topology(present_topology()), "bfloat16").flops["bfloat16"]
+    except UserError as error:
+        part.note(f"no MFU: {error}")
+        return {"flops": flops, "flops_per_second": rate}
+    return {"flops": flops, "flops_per_second": rate, "peak": peak, "mfu": rate / peak}
+
+
+if __name__ == "__main__":
+    run("update", measure)

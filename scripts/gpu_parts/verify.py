@@ -1,0 +1,111 @@
+"""The price of a draft, in plain steps: passes over 16 and 64 rows, and steps of the quantized drafter."""
+
+import dataclasses
+import functools
+
+from drafters.quantized import QuantizedPolicy, default_format
+from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_program
+from engine_benchmarks.real_shapes import (
+    POLICIES,
+    TINY,
+    gpu_numerics,
+    make_engine,
+    random_params,
+    read_bytes,
+)
+from gpu_parts.part import Part, run
+from rljax.benchmarking import compare
+from rljax.engine.engine import DecodeEngine
+from rljax.models.transformer import Params
+from rljax.speculation.warm_up import time_drafts, time_passes
+
+_LENGTH = 2048  # positions of a slot's cache, half of them filled, as of the part `decode`
+_PASSES = 16  # between two host syncs
+_REPEATS = 9
+_PER_BATCH = 8.0  # seconds that three programs take at least
+
+_ROWS = {8: (16, 64), 1: (16, 64), 32: (64, 512)}
+"""Rows of a pass, the last tokens of the slots included, by batch: the most valuable first. A pass has more
+rows than slots, so that 32 slots have 2 or 16 each.
+"""
+
+
+def measure(part: Part) -> None:
+    """Times passes in turn with plain steps, all slots busy in half-filled caches."""
+    name, config = ("tiny", TINY) if part.quick else ("Qwen3-1.7B", POLICIES["Qwen3-1.7B"])
+    numerics = gpu_numerics(config, part.quick)
+    pool, params = TimedPool(), None
+    length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
+    for batch, rows in ({2: (16,)} if part.quick else _ROWS).items():
+        if part.left() < _PER_BATCH:
+            part.note(f"batch {batch} left out: {part.left():.0f} s are left")
+            continue
+        engine = make_engine(config, numerics, pool, batch, length, rows)
+        params = engine.load_params(random_params(config)) if params is None else params
+        _verify_rows(part, f"{name}/batch {batch}", engine, pool, params, repeats)
+    if part.left() < _PER_BATCH:
+        part.note(f"steps of the quantized drafter left out: {part.left():.0f} s are left")
+        return
+    engine = make_engine(config, numerics, pool, 2 if part.quick else 8, length)
+    _draft_row(part, name, engine, pool, params, repeats)
+
+
+def _verify_rows(
+    part: Part, label: str, engine: DecodeEngine, pool: TimedPool, params: Params, repeats: int
+) -> None:
+    """Adds the rows of one batch."""
+    slots, length = engine.buckets.batch[0], engine.buckets.cache[0]
+    passes = engine.buckets.passes(slots)
+    together = compile_together(
+        [
+            functools.partial(engine.compile_plain, params, slots, length),
+            *(functools.partial(engine.compile_verify, params, slots, length, *each) for each in passes),
+        ]
+    )
+    seconds = time_passes(engine, params, slots, length, repeats, _PASSES)
+    for rows, nodes in passes:
+        program, compile_seconds = pool.find("verify", slots, length, nodes, rows)
+        timing = compare(seconds[rows], seconds[0])
+        part.row(
+            f"{label}/{rows} rows",
+            1.0 / timing.ratio,
+            "plain steps",
+            compile_seconds=compile_seconds,
+            repeats=repeats,
+            compiled_together_seconds=together,
+            ms=1e3 * timing.seconds,
+            plain_step_ms=1e3 * timing.baseline_seconds,
+            least=1.0 / timing.ratio_high,
+            most=1.0 / timing.ratio_low,
+            kernels=kernels_of_program(program.as_text()),
+            computed_slots=slots,
+            nodes_of_a_slot=nodes + 1,
+        )
+
+
+def _draft_row(
+    part: Part, name: str, engine: DecodeEngine, pool: TimedPool, params: Params, repeats: int
+) -> None:
+    """Adds a step of the 4-bit drafter, against a step of the same program with the policy's weights."""
+    slots, length = engine.buckets.batch[0], engine.buckets.cache[0]
+    fmt = dataclasses.replace(default_format(4), activations="float")
+    quantized = QuantizedPolicy(fmt, kernels=engine.numerics.kernels)
+    weights = quantized.refresh(params)
+    policy_times = time_drafts(engine, params, slots, length, repeats)
+    timing = compare(time_drafts(engine, weights, slots, length, repeats), policy_times)
+    compile_seconds = [seconds for key, (_, seconds) in pool.by_key.items() if key[0] == "draft"]
+    part.row(
+        f"{name}/batch {slots}/a draft of the W4 policy",
+        1.0 / timing.ratio,
+        "steps with the policy's weights",
+        compile_seconds=sum(compile_seconds),
+        repeats=repeats,
+        ms=1e3 * timing.seconds,
+        policy_ms=1e3 * timing.baseline_seconds,
+        ratio_of_bytes=quantized.read_bytes / read_bytes(params),
+        refresh_ms=1e3 * quantized.seconds,
+    )
+
+
+if __name__ == "__main__":
+    run("verify", measure)
