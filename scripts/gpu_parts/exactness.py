@@ -1,0 +1,298 @@
+"""Part `exactness`: whether a token depends on what is computed beside it, and what it costs if it does not.
+
+First a policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and
+the training pass scores what it decoded. A response is compared up to its first difference. Then products
+with the policy's weights over numbers of rows, in several formulations, with Triton's products and without.
+Both happen without autotuning first, and then with it: two variants of this part.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import ArrayLike
+
+from drafters.simple import SimpleDrafterAdapter
+from engine_benchmarks.compiled import TimedPool, compile_together
+from engine_benchmarks.real_shapes import POLICIES, TINY, gpu_numerics, make_engine, random_params
+from gpu_parts.part import Part, run
+from kernel_benchmarks.products import REPEATS, compare_rows, float32_error
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.invariance import RowCounts
+from rljax.engine.invariance import measure as measure_invariance
+from rljax.learning.packing import PackedBatch, Packing, TrainingSequence, build_batch, pack_sequences
+from rljax.models.config import ModelConfig
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params
+from rljax.numerics.rows import Numerics
+from rljax.requests import Completion, Request
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
+from rljax.training.scoring import score_packed
+from rollout_benchmarks.flips import Count
+from rollout_benchmarks.lossless import EveryPass, take_turns
+
+_SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
+_ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
+_QUICK_SHAPES, _QUICK_ROWS = ((256, 128),), (1, 64, 128)
+_SHARPNESS = 6.0  # of the final norm: random weights are sure of some tokens then, and unsure of others
+_WRONG = 0.2  # of the drafts
+_PER_PRODUCT = 6.0  # seconds that a product takes at least
+_PER_MEASUREMENT = 15.0  # seconds that a run's own measurement takes at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of what is decoded.
+
+    Attributes:
+      slots: requests, all decoded at a time.
+      alone: requests that are decoded one by one, too.
+      prompt, response: tokens of each.
+      cache: positions of a slot.
+      rows: rows of a verifying pass.
+      packed: tokens of a row of the training pass.
+    """
+
+    slots: int
+    alone: int
+    prompt: int
+    response: int
+    cache: int
+    rows: int
+    packed: int
+
+
+_SIZES = Sizes(slots=64, alone=16, prompt=32, response=160, cache=256, rows=256, packed=1024)
+_QUICK = Sizes(slots=2, alone=1, prompt=8, response=24, cache=64, rows=8, packed=64)
+
+
+def measure(part: Part) -> None:
+    """Counts flips, then compares products, as long as there is time."""
+    # Kernels that were chosen by another part would be read where none are to be measured.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    config = TINY if part.quick else dataclasses.replace(POLICIES["Qwen3-1.7B"], num_layers=4)
+    numerics = gpu_numerics(config, part.quick)
+    _count_flips(part, config, numerics, _QUICK if part.quick else _SIZES)
+    _compare_products(part)
+    if part.quick:
+        return
+    if part.left() < _PER_MEASUREMENT:
+        part.note(f"what a run would say at its start is not measured: {part.left():.0f} s are left")
+        return
+    counts = RowCounts((2, 64, 256), (2, 64), ((64, 3),))
+    invariance = measure_invariance(config, numerics, counts)
+    part.note(f"a run would say: {invariance.summary(numerics.compute_dtype)}")
+
+
+# -- decoding ----------------------------------------------------------------------------------------------
+
+
+class _Known:
+    """Drafts that are known to be right, but for some: the responses of plain decoding.
+
+    Args:
+      requests, completions: plain decoding.
+      vocab: size of the vocabulary.
+    """
+
+    def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
+        rng = np.random.default_rng(0)
+        self._drafts: dict[tuple[int, ...], np.ndarray] = {}
+        for request, completion in zip(requests, completions, strict=True):
+            right = completion.response_ids
+            wrong = (right + 1 + rng.integers(vocab - 1, size=len(right))) % vocab
+            self._drafts[request.prompt_ids] = np.where(rng.random(len(right)) < _WRONG, wrong, right)
+        self._prompt = len(requests[0].prompt_ids)
+
+    def propose(self, tokens: np.ndarray, limit: int) -> np.ndarray:
+        """See `SimpleDrafter`."""
+        drafts = self._drafts[tuple(tokens[: self._prompt].tolist())]
+        return drafts[len(tokens) - self._prompt :][:limit]
+
+
+def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
+    """Writes how often decoding alone and with drafts left plain decoding in a batch, and how far the
+    logprobs of the training pass are from those of the rollout.
+    """
+    pool = TimedPool()
+    engine = make_engine(config, numerics, pool, sizes.slots, sizes.cache, (sizes.rows,))
+    alone = make_engine(config, numerics, pool, 1, sizes.cache)  # which computes 2 slots
+    weights = random_params(config)
+    weights["final_norm"] *= _SHARPNESS
+    params = engine.load_params(weights)
+    score = _TrainingPass(config, numerics, sizes)
+    length = engine.prefill_length(sizes.prompt)
+    calls = [functools.partial(score.compile, params)]
+    for each in (engine, alone):
+        slots = each.buckets.batch[0]
+        calls += [
+            functools.partial(each.compile_prefill, params, slots, length),
+            functools.partial(each.compile_insert, (slots, length), slots, sizes.cache),
+            functools.partial(each.compile_plain, params, slots, sizes.cache),
+        ]
+        calls += [
+            functools.partial(each.compile_verify, params, slots, sizes.cache, *size)
+            for size in each.buckets.passes(slots)
+        ]
+    seconds = compile_together(calls)
+    requests = _requests(config.vocab_size, sizes)
+    plain = Scheduler(engine, sizes.slots).run(params, requests)[0]
+    lonely = [Scheduler(alone, 1).run(params, [request])[0][0] for request in requests[: sizes.alone]]
+    _flip_row(part, "alone", plain[: sizes.alone], lonely, seconds)
+    _flip_row(part, "with drafts", plain, _drafted(engine, params, requests, plain), seconds)
+    differences = score.differences(params, requests, plain)
+    part.row(
+        "the training pass from the rollout",
+        float(differences.max()),
+        "nats at most",
+        compile_seconds=seconds,
+        repeats=None,
+        mean=float(differences.mean()),
+        share_with_other_bits=float((differences > 0).mean()),
+        tokens=len(differences),
+        mean_logprob=float(np.concatenate([each.logprobs for each in plain]).mean()),
+    )
+
+
+def _requests(vocab: int, sizes: Sizes) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            tuple(rng.integers(vocab, size=sizes.prompt).tolist()), request_key(0, 0, 0, i, 0), sizes.response
+        )
+        for i in range(sizes.slots)
+    ]
+
+
+def _drafted(
+    engine: DecodeEngine, params: Params, requests: Sequence[Request], plain: Sequence[Completion]
+) -> list[Completion]:
+    """Returns the responses with drafts in every second pass."""
+    every_pass = EveryPass()
+    drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
+    choice = StrategyChoice(choose_rows=every_pass)
+    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=choice)
+    speculator.warm_up(params, len(requests[0].prompt_ids))
+    take_turns(speculator, every_pass, alone=False)
+    return Scheduler(engine, len(requests), speculator=speculator).run(params, requests)[0]
+
+
+def _flip_row(
+    part: Part, how: str, plain: Sequence[Completion], other: Sequence[Completion], compile_seconds: float
+) -> None:
+    count, drift = Count(), 0.0
+    for number, (one, two) in enumerate(zip(plain, other, strict=True)):
+        count.compare(one, two, {"request": number})
+        equal = np.cumprod(one.response_ids == two.response_ids).astype(bool)
+        drift = max(drift, float(np.abs(one.logprobs - two.logprobs)[equal].max(initial=0.0)))
+    part.row(
+        f"flips, {how}",
+        1e4 * len(count.flips) / count.tokens,
+        "in 10,000 tokens",
+        compile_seconds=compile_seconds,
+        repeats=None,
+        flips=len(count.flips),
+        tokens=count.tokens,
+        other_logprobs=count.logprobs,
+        largest_drift=drift,
+        drafted=sum(each.drafted for each in other),
+        accepted=sum(each.accepted for each in other),
+        shown=count.flips[:4],
+    )
+
+
+class _TrainingPass:
+    """The logprobs of responses as training computes them.
+
+    Args:
+      config: the policy's.
+      numerics: see `Numerics`.
+      sizes: see `Sizes`.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
+        self._rope = jnp.asarray(rope_table(config, sizes.packed))
+        self._arguments, self._sizes = (config, numerics), sizes
+
+    def compile(self, params: Params) -> None:
+        """Compiles the pass, for responses as long as they can be."""
+        config, numerics = self._arguments
+        nothing = np.zeros(self._sizes.response, np.int32)
+        batch, _ = self._batch([(np.zeros(self._sizes.prompt, np.int32), nothing)] * self._sizes.slots)
+
+        def score(params: Params, batch: PackedBatch, rope: Array) -> Array:
+            return score_packed(params, config, batch, rope, numerics, SamplingParams())[0]
+
+        self._program = jax.jit(score).lower(params, batch, self._rope).compile()
+
+    def differences(
+        self, params: Params, requests: Sequence[Request], completions: Sequence[Completion]
+    ) -> np.ndarray:
+        """Returns how far the logprob of each response token is from that of the rollout."""
+        pairs = [
+            (request.prompt_ids, each.response_ids)
+            for request, each in zip(requests, completions, strict=True)
+        ]
+        batch, packing = self._batch(pairs)
+        scored = np.asarray(self._program(params, batch, self._rope))
+        differences = []
+        for i, (prompt, response) in enumerate(pairs):
+            first = packing.start[i] + len(prompt) - 1
+            mine = scored[packing.row[i], first : first + len(response)]
+            differences.append(np.abs(mine - completions[i].logprobs))
+        return np.concatenate(differences)
+
+    def _batch(self, pairs: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[PackedBatch, Packing]:
+        sequences = [TrainingSequence(prompt, response, None, 0.0, 1.0) for prompt, response in pairs]
+        packing = pack_sequences([sequence.length for sequence in sequences], self._sizes.packed)
+        batch = build_batch(sequences, packing, range(packing.num_rows))
+        return jax.tree.map(jnp.asarray, batch), packing
+
+
+# -- products ----------------------------------------------------------------------------------------------
+
+
+def _compare_products(part: Part) -> None:
+    """Writes, for each formulation, which numbers of rows give a row other bits, and what it costs."""
+    shapes, rows = (_QUICK_SHAPES, _QUICK_ROWS) if part.quick else (_SHAPES, _ROWS)
+    if part.variant != "autotuning":
+        error = float32_error(*shapes[0], rows[-1])
+        part.row("float32 product", error, "relative error", compile_seconds=None, repeats=None)
+    for triton in (True,) if part.quick else (True, False):
+        exact: dict[str, list[float]] = {}  # by formulation, prices of those that are exact
+        for inputs, outputs in shapes:
+            name = f"product [{inputs} -> {outputs}], Triton {'on' if triton else 'off'}"
+            if part.left() < _PER_PRODUCT:
+                part.note(f"{name}: left out, {part.left():.0f} s are left")
+                continue
+            options = {"xla_gpu_enable_triton_gemm": triton}
+            results, seconds = compare_rows(inputs, outputs, rows, options)
+            for formulation, result in results.items():
+                figures = dataclasses.asdict(result)
+                part.row(
+                    f"{name}, {formulation}",
+                    len(figures["differing"]),
+                    "numbers of rows with other bits",
+                    compile_seconds=seconds,
+                    repeats=REPEATS,
+                    **figures,
+                )
+                if not result.differing:
+                    exact.setdefault(formulation, []).append(result.price[64])
+        everywhere = {name: max(prices) for name, prices in exact.items() if len(prices) == len(shapes)}
+        found = ", ".join(
+            f"{name} ({price:.2f} times the time at 64 rows)" for name, price in everywhere.items()
+        )
+        part.note(f"Triton {'on' if triton else 'off'}: one kernel for all rows: {found or 'none'}")
+
+
+if __name__ == "__main__":
+    run("exactness", measure)

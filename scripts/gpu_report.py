@@ -1,0 +1,394 @@
+"""Everything that only a GPU can tell, in eight minutes, on a bare machine: docs/gpu.md.
+
+    python3 scripts/gpu_report.py                        # all parts, the most important evidence first
+    python3 scripts/gpu_report.py --parts verify,update  # some of them
+    python3 scripts/gpu_report.py --preflight            # whether the machine runs our kernels at all
+    python3 scripts/gpu_report.py --quick                # a look on a CPU: tiny shapes
+
+Each part is a process with a limit of its own, `scripts/gpu_parts/NAME.py`, and rewrites its file after every
+row. So what a part that fails or is cut short has measured stays, and the others run all the same. This
+process imports neither JAX nor the project: it stays alive whatever they do.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_LOG_BYTES = 8 * 2**20  # more is not kept: a part may print without an end
+_TO_STOP = 3.0  # seconds between asking a process to end and ending it
+_LEAST_SHARE = 0.5  # of the seconds in the table: with less, parts end before their first rows
+_LEAST_MEMORY = 40  # GiB of the GPU that must be free: an update of 1.7B takes the most
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One start of a part.
+
+    Attributes:
+      name: its name, which the part is told; empty for the only one.
+      flags: added to `XLA_FLAGS`.
+      share: of the part's time, in relation to the other variants.
+    """
+
+    name: str = ""
+    flags: str = ""
+    share: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of the report, or one of its native tests.
+
+    Attributes:
+      name: of the module in `scripts/gpu_parts/`, and of the file; for tests, of the file of tests.
+      seconds: share of the budget; of the default budget about this many.
+      variants: starts, one after another.
+      tests: whether it is `tests/kernels/test_NAME.py`.
+    """
+
+    name: str
+    seconds: float
+    variants: tuple[Variant, ...] = (Variant(),)
+    tests: bool = False
+
+
+PARTS = (
+    Part("ceilings", 20),
+    Part("kernels", 60),
+    Part(
+        "exactness",
+        75,
+        (Variant("no autotuning", "--xla_gpu_autotune_level=0", 0.45), Variant("autotuning", "", 0.55)),
+    ),
+    Part(
+        "decode",
+        90,
+        (
+            Variant("", "", 0.6),
+            Variant("command buffers", "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL", 0.4),
+        ),
+    ),
+    Part("verify", 45),
+    Part("rollout", 110),
+    Part("update", 70),
+)
+PREFLIGHT = (
+    Part("preflight", 20),
+    Part("tree_attention", 65, tests=True),
+    Part("noisy_argmax", 65, tests=True),
+)
+BUDGETS = {"report": 480, "quick": 240, "preflight": 150}
+
+WHEELS = {
+    "pydantic": "pydantic==2.14.4",
+    "pydantic_core": "pydantic-core==2.50.5",  # the one that this pydantic wants
+    "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection",
+    "typing_extensions": "typing-extensions",
+    "tensorboardX": "tensorboardX",
+}
+"""What an image with JAX and PyTorch may lack: modules, and the wheels to carry, 3 MB in all."""
+PACKAGES = (
+    *("jax", "flax", "optax", "orbax.checkpoint", "tensorstore", "numpy", "ml_dtypes", "packaging", "yaml"),
+    *("rich", "tokenizers", "jinja2", "safetensors", "numba", "matplotlib"),
+)
+
+
+class Misuse(Exception):
+    """Something that cannot work here, in one line."""
+
+
+# -- before anything runs ----------------------------------------------------------------------------------
+
+
+def check_packages(modules: Iterable[str]) -> None:
+    """Raises `Misuse` with the command that fetches them if some modules are not installed."""
+    missing = [module for module in modules if not _installed(module)]
+    if not missing:
+        return
+    wheels = " ".join(WHEELS.get(module, module.split(".")[0].replace("_", "-")) for module in missing)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    raise Misuse(
+        f"not installed: {', '.join(missing)}; where there is a network: python3 -m pip download --no-deps"
+        f" --only-binary=:all: --python-version {version} --implementation cp --platform manylinux2014_x86_64"
+        f" -d wheels {wheels}; here: python3 -m pip install --no-index --no-deps --target SITE wheels/*.whl,"
+        " and PYTHONPATH=SITE (docs/gpu.md)"
+    )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+
+
+def gpu() -> str:
+    """Returns the name of the first GPU.
+
+    Raises:
+      Misuse: there is none, or it has too little free memory.
+    """
+    query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        name, free = found.stdout.splitlines()[0].rsplit(",", 1)
+        gibibytes = float(free) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or str(error)
+        why = " ".join(said.split())[:200]
+        raise Misuse(f"no GPU ({why}); --quick has a look at tiny shapes on a CPU") from error
+    if gibibytes < _LEAST_MEMORY:
+        raise Misuse(f"{name}: {gibibytes:.0f} GiB are free, and {_LEAST_MEMORY} GiB are needed")
+    return name
+
+
+def chosen_parts(names: str | None) -> tuple[Part, ...]:
+    """Returns the parts of these names, separated by commas, in the order of the report; None for all."""
+    if names is None:
+        return PARTS
+    known = [part.name for part in PARTS]
+    for name in names.split(","):
+        if name not in known:
+            raise Misuse(f"--parts: {name!r} is no part; they are {', '.join(known)}")
+    return tuple(part for part in PARTS if part.name in names.split(","))
+
+
+def check_budget(parts: Sequence[Part], budget: float) -> None:
+    """Raises `Misuse` if there is too little time for the parts."""
+    least = _LEAST_SHARE * sum(part.seconds for part in parts)
+    if not budget >= least:  # nor NaN
+        raise Misuse(
+            f"--budget: {budget:g} s is below the minimum of these parts, {least:g} s; give more, or fewer"
+            " --parts"
+        )
+
+
+# -- processes ---------------------------------------------------------------------------------------------
+
+
+class Log:
+    """Everything that is printed, on the screen and in a file of limited size."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def __call__(self, text: str) -> None:
+        print(text, flush=True)
+        if self._file.tell() < _LOG_BYTES:
+            self._file.write((text + "\n").encode()[:65_536])
+            self._file.flush()
+
+
+def run_process(command: Sequence[str], environment: dict[str, str], seconds: float, log: Log) -> str:
+    """Runs a command in a process group of its own, and ends all of the group.
+
+    Returns:
+      "complete", or why it is not.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
+    reader.start()
+    outcome = f"cut short after {seconds:.0f} s"
+    try:
+        status = process.wait(seconds)
+        outcome = "complete" if status == 0 else f"failed with status {status}"
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _end_group(process)
+        reader.join(_TO_STOP)
+    return outcome
+
+
+def _copy_lines(stream: IO[str], log: Log) -> None:
+    for line in stream:
+        log(line.rstrip("\n"))
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        _signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TO_STOP)
+    _signal_group(process, signal.SIGKILL)  # whatever is left of it
+    process.wait()
+
+
+def _signal_group(process: subprocess.Popen[str], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def environment_of(quick: bool) -> dict[str, str]:
+    """Returns the environment of parts. What the user has set stays."""
+    paths = [str(_ROOT), str(_ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    cuda = Path("/usr/local/cuda")
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(_ROOT / "cache" / "gpu_report"),  # for a second start
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **({"JAX_PLATFORMS": "cpu"} if quick else {}),
+        **({"CUDA_ROOT": str(cuda)} if cuda.is_dir() else {}),
+    }
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    return defaults | dict(os.environ) | own
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Runs parts within a budget; see `main`."""
+
+    output: Path
+    quick: bool
+    log: Log
+
+    def run(self, parts: Sequence[Part], budget: float) -> bool:
+        """Runs the parts, each within its share of the time that is left; whether all were complete."""
+        end, outcomes = time.monotonic() + budget - _TO_STOP, {}
+        try:
+            for index, part in enumerate(parts):
+                share = self._share([other.seconds for other in parts[index:]])
+                outcomes[part.name] = self._run_part(part, share * (end - time.monotonic()))
+        finally:
+            self._summary(outcomes)
+        return set(outcomes.values()) == {"complete"}
+
+    def _share(self, seconds: Sequence[float]) -> float:
+        """Returns what the first of these gets of the time that is left. A look may take what it takes."""
+        return 1.0 if self.quick else seconds[0] / sum(seconds)
+
+    def _run_part(self, part: Part, limit: float) -> str:
+        start, path = time.monotonic(), self.output / f"{part.name}.json"
+        path.unlink(missing_ok=True)
+        outcomes = []
+        variants = part.variants[:1] if self.quick else part.variants  # the others differ in flags for GPUs
+        for index, variant in enumerate(variants):
+            share = self._share([other.share for other in variants[index:]])
+            seconds = max(share * (start + limit - time.monotonic()), 0.0)
+            command = self._command(part, variant, path, seconds)
+            label = f"{part.name} ({variant.name})" if variant.name else part.name
+            self.log(f"== {label}, at most {seconds:.0f} s: {shlex.join(command)}")
+            environment = environment_of(self.quick)
+            flags = [environment.get("XLA_FLAGS", ""), variant.flags]
+            environment["XLA_FLAGS"] = " ".join(filter(None, flags))
+            outcome = run_process(command, environment, seconds, self.log)
+            self.log(f"== {label}: {outcome}")
+            outcomes.append(f"{variant.name}: {outcome}" if variant.name else outcome)
+        whole = all(outcome.endswith("complete") for outcome in outcomes)
+        outcome = "complete" if whole else "; ".join(outcomes)
+        self._write_outcome(
+            part, path, outcome, {"seconds": round(time.monotonic() - start, 1), "limit": limit}
+        )
+        return outcome
+
+    def _command(self, part: Part, variant: Variant, path: Path, seconds: float) -> list[str]:
+        if part.tests:
+            tests = f"tests/kernels/test_{part.name}.py"
+            return [sys.executable, *"-m pytest -q -p no:cacheprovider -m accelerator".split(), tests]
+        command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
+        command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
+        return [*command, *(["--variant", variant.name] if variant.name else [])]
+
+    def _write_outcome(self, part: Part, path: Path, outcome: str, times: dict[str, float]) -> None:
+        """Adds to the part's file how it ended. There is a file, whatever happened."""
+        content = read_json(path) or {"part": part.name, "rows": [], "notes": []}
+        for leftover in self.output.glob("*.tmp"):  # of a process that was ended as it wrote
+            leftover.unlink()
+        path.write_text(
+            json.dumps(content | {"outcome": outcome, **times}, indent=1) + "\n", encoding="utf-8"
+        )
+
+    def _summary(self, outcomes: dict[str, str]) -> None:
+        """Prints every row and every note, and how each part ended."""
+        for name in outcomes:
+            content = read_json(self.output / f"{name}.json") or {}
+            for row in content.get("rows", []):
+                value = "nan" if row["value"] is None else f"{row['value']:.4g}"
+                variant = f" ({row['variant']})" if row.get("variant") else ""
+                self.log(f"{name}: {row['name']}{variant}: {value} {row['unit']}")
+            for note in content.get("notes", []):
+                self.log(f"{name}: {note}")
+        for name, outcome in outcomes.items():
+            content = read_json(self.output / f"{name}.json") or {}
+            rows, seconds = len(content.get("rows", [])), content.get("seconds", 0.0)
+            self.log(f"{name:16} {rows:3} rows in {seconds:5.1f} s: {outcome}")
+        self.log(f"written: {self.output}")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns what a part has written; None if that is nothing."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line: 0 if all parts were complete, 1 if not, 2 for what cannot work here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--budget", type=float, help="seconds for everything (480; --quick 240; --preflight 150)"
+    )
+    parser.add_argument("--parts", metavar="NAMES", help=f"of {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--output", type=Path, help="folder of the results; default: by the device's name")
+    parser.add_argument(
+        "--preflight", action="store_true", help="versions, one kernel, two files of native tests"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: a look on a CPU")
+    arguments = parser.parse_args(argv)
+    kind = "preflight" if arguments.preflight else "quick" if arguments.quick else "report"
+    budget = BUDGETS[kind] if arguments.budget is None else arguments.budget
+    try:
+        if arguments.preflight and arguments.parts:
+            raise Misuse("--parts: --preflight has parts of its own; leave one of the two out")
+        parts = PREFLIGHT if arguments.preflight else chosen_parts(arguments.parts)
+        check_budget(parts, budget)
+        check_packages([*PACKAGES, *WHEELS, *(["pytest"] if arguments.preflight else [])])
+        device = "quick" if arguments.quick else gpu()
+        if not arguments.quick:
+            check_packages(["jax_plugins"])
+        folder = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
+        output = arguments.output or _ROOT / ("runs" if arguments.quick else "benchmarks/results") / folder
+        output.mkdir(parents=True, exist_ok=True)
+        log = Log(output / "log.txt")
+    except Misuse as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: --output: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part in progress, too
+    log(f"{device}: {budget:g} s for {', '.join(part.name for part in parts)}; {sys.executable}")
+    return 0 if Report(output, arguments.quick, log).run(parts, budget) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

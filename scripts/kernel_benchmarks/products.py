@@ -1,0 +1,168 @@
+"""Formulations of a policy's product with its weights: for which numbers of rows a row has the same bits, and
+what that costs.
+
+A compiler chooses a kernel by the number of rows, and with it an order of summation. Rows in slabs of one
+size are multiplied by one kernel, one slab after another.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rljax.numerics.products import dot
+
+_WEIGHT_BYTES = 96 * 2**20  # of all matrices together, so that the device's cache does not hold them
+_CALLS, REPEATS = 10, 5
+_THREADS = 8  # that compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulation:
+    """One way to multiply rows.
+
+    Attributes:
+      name: its name.
+      multiple: the number of rows is padded to a multiple of this.
+      slab: rows that are multiplied at a time; 0 for all.
+    """
+
+    name: str
+    multiple: int = 1
+    slab: int = 0
+
+    def padded(self, rows: int) -> int:
+        """Returns the number of rows that are multiplied for so many."""
+        return -(-rows // self.multiple) * self.multiple
+
+    def program(self, rows: int) -> tuple[int, int]:
+        """Returns (rows that are multiplied, rows of a slab): programs of equal pairs are the same."""
+        padded = self.padded(rows)
+        return padded, self.slab if 0 < self.slab < padded else padded
+
+
+FORMULATIONS = (
+    Formulation("rows as they are"),
+    Formulation("multiples of 64", 64),
+    Formulation("slabs of 64", 64, 64),
+    Formulation("slabs of 256", 256, 256),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a formulation does with numbers of rows.
+
+    Attributes:
+      differing: numbers of rows whose results have other bits than those of the same rows among the most.
+      share: the largest share of entries that differ.
+      microseconds: of one product, by the number of rows.
+      price: time over that of the rows as they are, by the number of rows.
+    """
+
+    differing: tuple[int, ...]
+    share: float
+    microseconds: dict[int, float]
+    price: dict[int, float]
+
+
+def multiply(rows: Array, weight: Array, slab: int) -> Array:
+    """Multiplies rows [n * slab, in] by weight [out, in], a slab at a time: float32 [n * slab, out]."""
+    if rows.shape[0] == slab:
+        return dot(rows, weight)
+    slabs = rows.reshape(-1, slab, rows.shape[1])
+    return lax.map(lambda each: dot(each, weight), slabs).reshape(rows.shape[0], -1)
+
+
+def compare_rows(
+    inputs: int, outputs: int, counts: Sequence[int], options: Mapping[str, Any]
+) -> tuple[dict[str, Result], float]:
+    """Compares the formulations of a bfloat16 product [inputs -> outputs] over numbers of rows.
+
+    Args:
+      inputs, outputs: sizes of the weights.
+      counts: numbers of rows, ascending.
+      options: compiler options.
+
+    Returns:
+      Results by the name of the formulation, and the seconds that compiling all programs took.
+    """
+    matrices = max(min(_WEIGHT_BYTES // (2 * inputs * outputs), 8), 1)
+    keys = jax.random.split(jax.random.key(0), 2 * matrices)
+    most = max(each.padded(counts[-1]) for each in FORMULATIONS)
+    rows = [jax.random.normal(key, (most, inputs), jnp.bfloat16) for key in keys[:matrices]]
+    weights = [jax.random.normal(key, (outputs, inputs), jnp.bfloat16) for key in keys[matrices:]]
+    pairs = sorted({each.program(count) for each in FORMULATIONS for count in counts})
+    start = time.perf_counter()
+    compiled = functools.partial(_compiled, rows, weights, dict(options))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        programs = dict(zip(pairs, threads.map(compiled, pairs), strict=True))
+    compile_seconds = time.perf_counter() - start
+    computed = {pair: programs[pair](_first(rows, pair[0]), weights) for pair in pairs}
+    seconds = {pair: _seconds(programs[pair], _first(rows, pair[0]), weights) / matrices for pair in pairs}
+    plain = {count: seconds[FORMULATIONS[0].program(count)] for count in counts}
+    results = {}
+    for each in FORMULATIONS:
+        shares = {
+            count: _share_that_differs(
+                computed[each.program(count)], computed[each.program(counts[-1])], count
+            )
+            for count in counts
+        }
+        taken = {count: seconds[each.program(count)] for count in counts}
+        results[each.name] = Result(
+            tuple(count for count, share in shares.items() if share),
+            max(shares.values()),
+            {count: 1e6 * time for count, time in taken.items()},
+            {count: time / plain[count] for count, time in taken.items()},
+        )
+    return results, compile_seconds
+
+
+def float32_error(inputs: int, outputs: int, rows: int) -> float:
+    """Returns the relative error of a float32 product: about 3e-4 where factors are rounded to TF32."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((size, inputs), np.float32) for size in (rows, outputs))
+    expected = a.astype(np.float64) @ b.astype(np.float64).T
+    got = np.asarray(jax.jit(dot)(a, b), np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def _compiled(
+    rows: list[Array], weights: list[Array], options: dict[str, Any], pair: tuple[int, int]
+) -> Callable[..., list[Array]]:
+    """Compiles a program that multiplies by one matrix after another, as many rows each time."""
+
+    def products(rows: list[Array], weights: list[Array]) -> list[Array]:
+        return [multiply(x, weight, pair[1]) for x, weight in zip(rows, weights, strict=True)]
+
+    return jax.jit(products).lower(_first(rows, pair[0]), weights).compile(compiler_options=options)
+
+
+def _first(rows: list[Array], count: int) -> list[Array]:
+    return [each[:count] for each in rows]
+
+
+def _share_that_differs(some: list[Array], most: list[Array], count: int) -> float:
+    differing = [jnp.mean(a[:count] != b[:count]) for a, b in zip(some, most, strict=True)]
+    return float(max(differing))
+
+
+def _seconds(program: Callable[..., list[Array]], rows: list[Array], weights: list[Array]) -> float:
+    """Returns the median seconds of a call."""
+    taken = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            out = program(rows, weights)
+        jax.block_until_ready(out)
+        taken.append((time.perf_counter() - start) / _CALLS)
+    return statistics.median(taken)
