@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from bench_device import POLICIES, TINY
+from engine_benchmarks.real_shapes import POLICIES, TINY
 from rljax import target
 from rljax.durable_files import write_durably
 from rljax.engine import kv_cache

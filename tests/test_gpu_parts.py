@@ -26,7 +26,8 @@ _PROGRAM = """HloModule jit_generate, is_scheduled=true
 }
 
 %short_branch (arg.2: f32[2]) -> f32[2] {
-  ROOT %arg.2 = f32[2]{0} parameter(0)
+  %arg.2 = f32[2]{0} parameter(0)
+  ROOT %copy.2 = f32[2]{0} copy(%arg.2)
 }
 
 %long_branch (arg.3: f32[2]) -> f32[2] {
