@@ -61,6 +61,7 @@ ENTRY %main.3 (p: f32[2]) -> f32[2] {
 def test_kernels_of_a_program():
     assert compiled.kernels_of_loop(_PROGRAM) == 1 + 5 + 2 + 1  # call, loop, branch, fusion
     assert compiled.kernels_of_program(_PROGRAM) == 9 + 1
+    assert compiled.kernels_of_loop("") is compiled.kernels_of_program("") is None
 
 
 def test_shapes_are_those_of_the_models():

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from rljax.engine.executables import ExecutablePool
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
@@ -66,21 +68,29 @@ def compile_together(calls: list[Callable[[], object]]) -> float:
     return time.perf_counter() - start
 
 
-def kernels_of_loop(text: str) -> int:
+def text_of(program: Any) -> str:
+    """Returns a compiled program's text; nothing where the runtime has none, as of a program from a cache."""
+    try:
+        return program.as_text() or ""
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return ""
+
+
+def kernels_of_loop(text: str) -> int | None:
     """Counts what one step of a program's main loop starts on a GPU: kernels, library calls and copies.
 
     Args:
-      text: `as_text()` of a compiled program. Its main loop is the one whose step starts the most. Loops
+      text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops
         inside count as often as the text says, once where it does not; of branches the longest counts.
     """
     computations, loops = _parsed(text)
-    return max((_kernels(body, computations) for body in loops), default=0)
+    return max((_kernels(body, computations) for body in loops), default=None)
 
 
-def kernels_of_program(text: str) -> int:
+def kernels_of_program(text: str) -> int | None:
     """As `kernels_of_loop`, for all of a program that has no loop of steps."""
     computations, _ = _parsed(text)
-    return _kernels("ENTRY", computations)
+    return _kernels("ENTRY", computations) if computations else None
 
 
 def _parsed(text: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:

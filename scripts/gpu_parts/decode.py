@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_loop
+from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_loop, text_of
 from engine_benchmarks.real_shapes import (
     POLICIES,
     TINY,
@@ -64,7 +64,7 @@ def _measure_policy(
             share_of_bandwidth=size / step / bandwidth,
             bytes=size,
             copy_bandwidth=bandwidth,
-            kernels=kernels_of_loop(program.as_text()),
+            kernels=kernels_of_loop(text_of(program)),
             tokens_per_second=batch / step,
             least_ms=1e3 * min(seconds),
             most_ms=1e3 * max(seconds),

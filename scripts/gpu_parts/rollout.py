@@ -192,7 +192,7 @@ def _make_bench(part: Part, config: ExperimentConfig, folder: str | None, direct
     policy = make_policy(config, task, directory / "tokenizer")
     pool, start = ExecutablePool(), time.perf_counter()
     if config.warm_start is not None:
-        # In float32, as the policy was trained that the benchmark's other figures are of.
+        # Trained in float32, and rolled out in bfloat16 like larger ones.
         trained_in = config.model_copy(
             update={"policy": config.policy.model_copy(update={"compute_dtype": "float32"})}
         )

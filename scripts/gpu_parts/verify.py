@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from drafters.quantized import QuantizedPolicy, default_format
-from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_program
+from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_program, text_of
 from engine_benchmarks.real_shapes import (
     POLICIES,
     TINY,
@@ -77,7 +77,7 @@ def _verify_rows(
             plain_step_ms=1e3 * timing.baseline_seconds,
             least=1.0 / timing.ratio_high,
             most=1.0 / timing.ratio_low,
-            kernels=kernels_of_program(program.as_text()),
+            kernels=kernels_of_program(text_of(program)),
             computed_slots=slots,
             nodes_of_a_slot=nodes + 1,
         )
