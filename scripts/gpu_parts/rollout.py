@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters
 from engine_benchmarks.compiled import compile_together
 from engine_benchmarks.real_shapes import KERNELS
@@ -34,8 +35,7 @@ from rljax.training.assembly import make_scheduler, unmeasured_numerics, warm_up
 from rljax.training.interruption import StopRequest
 from rljax.training.policy import Policy, grown_policy, make_policy
 from rljax.training.warm_start import warm_start
-from rollout_benchmarks.flips import Count
-from rollout_benchmarks.variants import SPECULATION_OFF, VARIANTS, unrewarded
+from rollout_benchmarks.equality import Count
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "bench_long_tail.yaml"
 _EPOCHS = 2
@@ -90,7 +90,12 @@ _QUICK = (
 _HEAD = {"variant": "eagle", "depths": [4], "learning_rate": 3e-3, "train_below": 0, "slices": 128, "rows": 8}
 _DRAFTERS: dict[str, dict[str, Any]] = {
     "SRT": {"drafter": "srt"},
-    "W4, always a chain of 5": {**VARIANTS["quantized always"], "args": {"bits": 4}},
+    "W4, always a chain of 5": {
+        "drafter": "quantized",
+        "args": {"bits": 4},
+        "choice": "fixed",
+        "strategies": [{"drafter": "quantized", "depth": 5, "top_k": 1, "nodes": 5}],
+    },
     "EAGLE": {"drafter": "eagle", "args": _HEAD},
 }
 
@@ -134,7 +139,7 @@ class _Bench:
         """Returns a scheduler that drafts by keys of the section `speculation`, the weights that it decodes
         with, and the seconds that compiling took, with measuring the passes.
         """
-        speculation = self.config.speculation.model_copy(update=SPECULATION_OFF | keys)
+        speculation = self.config.speculation.model_copy(update={"drafter": None} | keys)
         config = self.config.model_copy(update={"speculation": speculation})
         drafters = make_drafters(speculation)
         scheduler = make_scheduler(config, self.policy, drafters, self.numerics, self.pool, None)
@@ -165,7 +170,7 @@ def measure(part: Part) -> None:
     with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as directory:
         folder = None if part.quick else os.environ.get("REPORT_POLICY")
         config = _config(part.quick, folder)
-        speculation = config.speculation.model_copy(update=SPECULATION_OFF | _DRAFTERS["SRT"])
+        speculation = config.speculation.model_copy(update=_DRAFTERS["SRT"])
         rehearsed = beside.submit(rehearse_drafters, speculation)  # numba's loops, while XLA compiles
         bench = _make_bench(part, config, folder, Path(directory))
         baseline = _plain(bench)
@@ -276,7 +281,12 @@ def _drafted(
         completions, statistics = scheduler.run(params, requests)
         seconds = time.perf_counter() - start
         start = time.perf_counter()
-        speculator.learn(unrewarded(requests, completions))
+        speculator.learn(
+            [
+                Outcome(request.prompt_ids, completion.response_ids, 0.0)
+                for request, completion in zip(requests, completions, strict=True)
+            ]
+        )
         learn_seconds = time.perf_counter() - start
         count = Count()
         for number, (one, other) in enumerate(zip(expected, completions, strict=True)):

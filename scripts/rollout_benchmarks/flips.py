@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from drafters.registry import make_drafter, states_read
 from rljax.config import ExperimentConfig
@@ -29,6 +28,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
+from rollout_benchmarks.equality import Count
 from rollout_benchmarks.lossless import ARGUMENTS, EveryPass, take_turns
 from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded
 
@@ -71,43 +71,6 @@ BUCKET_MIXES = {
     "c": ((1, 5, 11, 33, 64), (18, 50, 130), (33, 5)),
 }
 """Batch buckets, rows of verifying passes, and slots of the drafted side; plain decoding has 64."""
-
-
-@dataclasses.dataclass
-class Count:
-    """Numbers of compared tokens and of differences.
-
-    Attributes:
-      tokens: number of compared tokens, up to the first difference of each response.
-      drafted, accepted: numbers of verified and of accepted draft tokens.
-      flips: for each response that differs, its step, request and position, the two tokens, and the largest
-        difference of logprobs over the 16 tokens before: 0 shows an error of verification, a larger one that
-        a near-tie was decided differently.
-      logprobs: number of equal tokens whose logprobs differ in their bits.
-    """
-
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    flips: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    logprobs: int = 0
-
-    def compare(self, plain: Completion, drafted: Completion, where: Mapping[str, int]) -> None:
-        """Adds one response."""
-        length = min(len(plain.response_ids), len(drafted.response_ids))
-        different = np.flatnonzero(plain.response_ids[:length] != drafted.response_ids[:length])
-        same = int(different[0]) if len(different) else length
-        drift = np.abs(plain.logprobs[:same] - drafted.logprobs[:same])
-        self.tokens += same
-        self.logprobs += int((drift > 0).sum())
-        if len(different) or len(plain.response_ids) != len(drafted.response_ids):
-            self.tokens += 1
-            before = drift[-16:].max(initial=0.0)
-            pair = [
-                int(one.response_ids[same]) if same < len(one.response_ids) else None
-                for one in (plain, drafted)
-            ]
-            self.flips.append({**where, "position": same, "tokens": pair, "drift_before": float(before)})
 
 
 def parts(dtypes: Sequence[str], blocks: int) -> Iterator[dict[str, Any]]:
