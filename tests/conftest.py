@@ -1,7 +1,8 @@
 """Strict JAX for every test: no silent rank or dtype promotion. And no process with too many programs.
 
 Many tests compile the same programs, in this process or in others: JAX keeps them in one directory as long as
-the tests run, which then take half the time.
+the tests run, which then take half the time. Tiny runs keep theirs there, too, and find them without tracing
+(`tests/training/tiny_run.py`).
 """
 
 import gc

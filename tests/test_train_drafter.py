@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import rljax.training.drafter_warm_up
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.model import head_shapes
@@ -42,20 +41,15 @@ ARGUMENTS = (
 def world(tmp_path_factory):
     """A config, the head that an uninterrupted run makes of it, and what that run says."""
     directory, said = tmp_path_factory.mktemp("world"), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            rljax.training.drafter_warm_up, "enable_compilation_cache", lambda _: None
-        )  # JAX's outlives the test
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            config = write_config(directory)
-            with contextlib.redirect_stdout(said):
-                assert warm_up(config, directory / "head") == 0
-            yield config, directory / "head", said.getvalue()
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        config = write_config(directory)
+        with contextlib.redirect_stdout(said):
+            assert warm_up(config, directory / "head") == 0
+        yield config, directory / "head", said.getvalue()
 
 
 def warm_up(config, output, *more):
-    programs = f"engine.compilation_cache={config.parent}/programs"
-    return train_drafter.main(["--config", str(config), "--output", str(output), *ARGUMENTS, *more, programs])
+    return train_drafter.main(["--config", str(config), "--output", str(output), *ARGUMENTS, *more])
 
 
 def test_the_head_is_where_engines_read_it(world, capsys):

@@ -112,7 +112,6 @@ class ExecutablePool:
       compilations: number of programs compiled so far.
       loaded: number of programs loaded from the directory so far.
       seconds: time spent on both, in the background excluded.
-      compilations_behind: number of programs compiled `in_background` so far.
       behind: number of programs compiled or loaded `in_background` so far.
       seconds_behind: time spent on these.
     """
@@ -124,8 +123,7 @@ class ExecutablePool:
         self._thread = threading.local()
         self._options = row_invariant_compiler_options() if row_invariant else {}
         self._stored = None if directory is None else StoredPrograms(directory)
-        self.compilations = self.compilations_behind = 0
-        self.loaded = 0
+        self.compilations = self.loaded = 0
         self.seconds = 0.0
         self.behind = 0
         self.seconds_behind = 0.0
@@ -251,7 +249,6 @@ class ExecutablePool:
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.compilations += 1
-            self.compilations_behind += self._is_in_background
         if not _CacheHits.is_one(program, hits) and self._stored is not None:
             self._stored.save(key, args, settings, program)
         return program

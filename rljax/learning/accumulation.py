@@ -145,10 +145,11 @@ class Accumulation:
     def _zeros(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Sums:
         """Returns zeros in the form of the result of `step(*args)`."""
         key = ("zeros", *kind, *self._key)
-        if key not in self._pool:  # tracing for the shapes takes longer than an update
-            shapes = jax.eval_shape(step, *args)
-            self._pool.get(key, lambda: self._constrain_sums(_zeros_like(shapes)), ())
-        return self._pool.get(key, step, ())()
+
+        def zeros() -> Sums:  # traces the step for its shapes, unless the program is stored
+            return self._constrain_sums(_zeros_like(jax.eval_shape(step, *args)))
+
+        return self._pool.get(key, zeros, ())()
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 

@@ -272,13 +272,12 @@ class TrainingRun:
 
     @property
     def compilation_metrics(self) -> dict[str, float]:
-        """Metrics of the run so far: `engine/compilations`, programs compiled by the thread that decodes and
-        learns. Where others are compiled in the background, too: `engine/compiled_behind`, their number,
-        `time/compiled_behind`, the seconds that they took, and `engine/waited_for_compilation_seconds`,
-        seconds in which decoding waited for them.
+        """Metrics of the run so far: `engine/compilations`, programs compiled or loaded by the thread that
+        decodes and learns. Where others are compiled in the background, too: `engine/compiled_behind`, their
+        number, `time/compiled_behind`, the seconds that they took, and
+        `engine/waited_for_compilation_seconds`, seconds in which decoding waited for them.
         """
-        compilations = self.pool.compilations - self.pool.compilations_behind
-        metrics: dict[str, float] = {"engine/compilations": compilations}
+        metrics: dict[str, float] = {"engine/compilations": len(self.pool) - self.pool.behind}
         if self.engine.behind is not None:
             metrics |= {
                 "engine/compiled_behind": self.pool.behind,

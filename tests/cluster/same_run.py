@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training import session
 from tests.training.tiny_run import train
 
 STEPS = 2
@@ -33,18 +32,15 @@ def lucky_world(tmp_path_factory):
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", luck)
-        patch.setattr(session, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             yield tmp_path_factory.mktemp("world")
 
 
 def run(world, name, *overrides, resumes=False, steps=STEPS):
-    """A run in a directory of its own, which only one that resumes finds there; all share warm start and
-    compiled programs.
-    """
+    """A run in a directory of its own, which only one that resumes finds there; warm starts are shared."""
     directory = world / name
     directory.mkdir(exist_ok=resumes)
-    shared = (f"warm_start.cache_dir={world}/warm_start", f"engine.compilation_cache={world}/programs")
+    shared = (f"warm_start.cache_dir={world}/warm_start",)
     shared += ("engine.decode_steps_per_sync=1",)  # a rollout has a middle
     metrics = train(directory, f"training.steps={steps}", "task.problems=2", *shared, *overrides)
     path = directory / "run" / "checkpoints" / str(steps) / "arrays"

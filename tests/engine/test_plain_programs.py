@@ -32,7 +32,7 @@ def compile_behind(engine, params, requests, slots=SLOTS, longest=128, **others)
 
 def compilations(engine):
     """Programs that were compiled by the thread that decodes."""
-    return engine.pool.compilations - engine.pool.compilations_behind
+    return len(engine.pool) - engine.pool.behind
 
 
 def batches_of(engine, monkeypatch):

@@ -59,7 +59,6 @@ def trained(tmp_path_factory):
         f"evaluation.samples={SAMPLES}",
         "evaluation.by_difficulty=true",
         "task.args={max_terms: 4, tail_exponent: 0}",
-        f"engine.compilation_cache={directory}/compiled",
     )
     return directory / "run", lines[-1]
 

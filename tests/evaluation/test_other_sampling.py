@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     """The same training, evaluated as it samples and greedily: directories and metrics."""
     directories = [tmp_path_factory.mktemp(name) for name in ("sampling", "greedy")]
     return [
-        (directory / "run", train(directory, *TRAINING, *more, f"engine.compilation_cache={directory}/made"))
+        (directory / "run", train(directory, *TRAINING, *more))
         for directory, more in zip(directories, ((), GREEDY), strict=True)
     ]
 

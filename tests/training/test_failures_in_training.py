@@ -171,7 +171,6 @@ def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(session, "TrainingRun", stopped)
-    monkeypatch.setattr(session, "enable_compilation_cache", lambda _: None)
     with pytest.raises(Interrupted, match="stopped at once") as error:
         session.run(load_config(write_config(tmp_path)))
     assert error.value.signal == signal.SIGTERM

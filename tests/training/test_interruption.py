@@ -64,8 +64,7 @@ def test_a_third_signal_ends_the_process(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _production(monkeypatch):
-    monkeypatch.setattr(session, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
+def _production():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -123,7 +122,7 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):
     """Before the first step at once, with the checkpoint that is resumed named; and in a step after it."""
-    options = ("training.steps=2", "evaluation.every=1", f"engine.compilation_cache={tmp_path}/programs")
+    options = ("training.steps=2", "evaluation.every=1")
     compile_all = session.TrainingRun.compile
     with monkeypatch.context() as patch:
         patch.setattr(session.TrainingRun, "compile", signalling(compile_all, 1, signal.SIGINT))

@@ -15,7 +15,7 @@ from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import selection
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training import loop, session
+from rljax.training import loop
 from tests.training.tiny_run import SHRINKING, train
 
 pytestmark = pytest.mark.slow
@@ -28,12 +28,11 @@ _HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Where runs share their warm start and their programs; every response has a reward of its own."""
+    """Where runs share their warm start; every response has a reward of its own."""
     directory = tmp_path_factory.mktemp("world")
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", luck)
-        patch.setattr(session, "enable_compilation_cache", lambda _: None)  # JAX's own outlives the test
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             yield directory
 
@@ -54,7 +53,6 @@ def run(world, name, *overrides, drafter=None, verified=None):
         "evaluation.every=2",
         "rollout.temperature=0.7",  # more that comes back
         f"warm_start.cache_dir={world}/warm_start",
-        f"engine.compilation_cache={world}/programs",
         *overrides,
     )
     if drafter is not None:

@@ -1,5 +1,11 @@
-"""A whole run small enough for a test: a policy of a few thousand parameters on the quickstart's task."""
+"""A whole run small enough for a test: a policy of a few thousand parameters on the quickstart's task.
 
+Its programs are stored where JAX keeps its own as long as the tests run (`tests/conftest.py`): one run
+compiles what the others load. A test that puts another function into a program asks for
+`engine.compilation_cache=null`.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ policy:
 warm_start: {{steps: 3, learning_rate: 1e-2, tokens_per_step: 512, cache_dir: {directory}/warm_start}}
 task: {{name: chain_arithmetic, args: {{max_terms: 3}}}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 4, max_prompt_length: 64, max_response_length: 48}}
-engine: {{max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_cache: null,
+engine: {{max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_cache: {programs},
           compile: before}}
 algorithm: {{kl_coefficient: 0.0}}
 optimizer: {{learning_rate: 1e-3}}
@@ -32,7 +38,8 @@ SHRINKING = "engine.batch_buckets=[2, 4]"
 def write_config(directory: Path) -> Path:
     """The tiny experiment as a file; all that it makes is in `directory`."""
     file = directory / "config.yaml"
-    file.write_text(_CONFIG.format(directory=directory))
+    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    file.write_text(_CONFIG.format(directory=directory, programs=programs))
     return file
 
 
