@@ -1,6 +1,7 @@
 """A run that is killed at random moments, over and over, ends as one that never was: bit for bit."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -20,9 +21,10 @@ from tests.training.tiny_run import write_config
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
-KILLS = 20
-CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 5, 9, 13  # before which start
+STEPS = 30
+ANY_TIME, BETWEEN_LINES, SAVING = "any time", "between lines", "saving"
+KILLS = 2 * (ANY_TIME, SAVING, BETWEEN_LINES, SAVING, ANY_TIME, SAVING)
+CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 3, 5, 9  # before which start
 SMALL = 250_000  # bytes: not even one matrix of a checkpoint fits into files of this size, all metrics do
 PATIENCE = 120.0  # seconds, for anything
 # Times differ between runs, and one that is started again compiles again.
@@ -66,7 +68,6 @@ class Sessions:
             "evaluation.problems=2",
             "checkpoint.keep_every=7",
             "checkpoint.keep_best=1",
-            f"engine.compilation_cache={self.world}/programs",
             *overrides,
         ]
         command = {"arguments": arguments, "errors": str(self.errors), "file_size": file_size}
@@ -169,8 +170,9 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole
     expected, to_first_line = whole
     run = sessions.world / "killed"
     rng = np.random.default_rng(6)
+    parts = itertools.count()
     while_saving, before_a_step, reached = 0, 0, []
-    for number in range(KILLS):
+    for number, kill in enumerate(KILLS):
         if number == CUT_LINE:
             cut_line(run)
         if number == HALF_CHECKPOINT:
@@ -179,17 +181,17 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole
             fill_disk(sessions, run)
         beginning, known = time.perf_counter(), num_lines(run)
         sessions.start(run)
-        moment = number % 3 if max(reached, default=0) < STEPS - 15 else 0
-        if moment == 0:  # at any time: loading programs, restoring, training, but not for many steps
-            most = beginning + rng.uniform(0.0, 1.5 * to_first_line)
+        if kill == ANY_TIME:  # loading, restoring, training, but not for many steps: one in each part
+            part = (next(parts) + rng.uniform()) / KILLS.count(ANY_TIME)
+            most = beginning + 1.5 * to_first_line * part
             most_lines = known + rng.integers(0, 3)
             sessions.wait_until(
                 lambda t=most, n=most_lines: time.perf_counter() > t or num_lines(run) > n, beginning
             )
-        elif moment == 1:  # between two lines of metrics
+        elif kill == BETWEEN_LINES:
             sessions.wait_until(lambda known=known: num_lines(run) not in (0, known), beginning)
             time.sleep(rng.uniform(0.0, 0.2))
-        else:  # while a checkpoint is being written
+        else:
             leftover = complete(run)
             sessions.wait_until(lambda old=leftover: complete(run) != old, beginning)
             sessions.wait_until(lambda: unfinished(run), beginning)
@@ -207,7 +209,7 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole
     assert rollouts(run) == rollouts(expected) and len(rollouts(run)) == STEPS
     assert final_state(run) == final_state(expected)
     assert complete(run) == complete(expected)
-    assert len(RunDirectory(run).read_sessions()) > KILLS // 2
+    assert len(RunDirectory(run).read_sessions()) > len(KILLS) // 2
 
 
 def fill_disk(sessions: Sessions, run: Path) -> None:
