@@ -1,4 +1,4 @@
-"""Pallas under both versions of JAX, with replacements for operations that JAX 0.10 cannot interpret."""
+"""Pallas under all supported versions of JAX, with replacements for what JAX 0.10 cannot interpret."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 def gpu_interpreter() -> Any:
     """Returns the value of `plgpu.kernel(..., interpret=...)` that runs on a CPU."""
-    if hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.11
+    if hasattr(plgpu, "InterpretGPUParams"):  # since JAX 0.11
         return plgpu.InterpretGPUParams()
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
