@@ -93,7 +93,7 @@ class RolloutConfig(Section):
     )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         (),
-        description="Texts, of special tokens too, that end a response besides the end-of-sequence tokens."
+        description="Texts, of special tokens too, that end a response besides the EOS tokens."
         " Set them for policies that do not stop by themselves; a single token may be one of"
         " policy.extra_eos_tokens instead.",
     )
