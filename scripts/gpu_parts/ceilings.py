@@ -59,9 +59,9 @@ def measure(part: Part) -> None:
 
 
 def _chain(x: Array, kernels: int) -> Array:
-    """Adds a sum over all of x to x again and again, which no compiler fuses: each sum is a kernel."""
+    """Takes the mean of x from x again and again, which no compiler fuses: each mean is a kernel."""
     for _ in range(kernels):
-        x = x + jnp.sum(x)
+        x = x - jnp.mean(x)
     return x
 
 

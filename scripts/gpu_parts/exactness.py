@@ -36,8 +36,8 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from rollout_benchmarks.flips import Count
-from rollout_benchmarks.lossless import EveryPass, take_turns
+from rollout_benchmarks.equality import Count
+from rollout_benchmarks.every_pass import EveryPass, take_turns
 
 _SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
 _ROWS = (1, 2, 8, 16, 32, 64, 128, 512)

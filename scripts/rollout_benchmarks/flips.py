@@ -29,7 +29,8 @@ from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.equality import Count
-from rollout_benchmarks.lossless import ARGUMENTS, EveryPass, take_turns
+from rollout_benchmarks.every_pass import EveryPass, take_turns
+from rollout_benchmarks.lossless import ARGUMENTS
 from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded
 
 

@@ -5,25 +5,21 @@ predicted gain, responses that join and leave, drafting for one half while the o
 without run-ahead. The policy is not grown, since bits do not depend on the cost of a pass.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.engine.buckets import Buckets
 from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.device_proposers import SelfProposer
 from rljax.speculation.managers.selection import StrategyChoice
-from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
+from rollout_benchmarks.every_pass import EveryPass, take_turns
 from rollout_benchmarks.variants import open_run, step_requests, unrewarded
 
 _DRAFTERS = {
@@ -41,20 +37,6 @@ ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
 _SLOTS = (6, 24)  # of 64 requests
 _BATCHES = (2, 6, 24, 64)
 _SIZES = (16, 32, 64, 128)
-_ALWAYS = 1e9  # predicted tokens per second above any other prediction
-
-
-class EveryPass:
-    """Chooses passes of all sizes in turn, with occasional plain steps (`StrategyChoice.choose_rows`)."""
-
-    def __init__(self) -> None:
-        self.turns = itertools.count()
-
-    def __call__(
-        self, candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int
-    ) -> int:
-        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
-        return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
 
 
 def lossless_rows(config: ExperimentConfig, steps: int) -> list[Row]:
@@ -128,24 +110,6 @@ def _compare(
             "sampled_ahead_and_again": ahead,
         },
     )
-
-
-def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:
-    """Makes a speculator ask all drafters whatever their prediction, in turn or together, for chains of all
-    lengths.
-    """
-    turns, number_of = itertools.count(), len(speculator.proposers)
-    for number, proposer in enumerate(speculator.proposers):
-        if isinstance(proposer, SelfProposer):
-            most = speculator.engine.buckets.max_drafts
-            proposer.choose_length = lambda *_, most=most: (1 + next(every_pass.turns) % most, _ALWAYS)
-        promise = proposer.promise
-
-        def asked(*of: Any, number: int = number, promise: Callable[..., float] = promise) -> float:
-            promise(*of)  # chooses the strategy
-            return 0.0 if alone and next(turns) // number_of % number_of != number else _ALWAYS
-
-        proposer.promise = asked
 
 
 def _differing(one: Completion, other: Completion) -> tuple[int, int]:

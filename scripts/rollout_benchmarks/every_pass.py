@@ -1,0 +1,44 @@
+"""Drafting at every turn, whatever is predicted to pay: passes of all sizes, and all drafters."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from rljax.engine.buckets import Buckets
+from rljax.speculation.device_proposers import SelfProposer
+from rljax.speculation.pass_choice import Candidates
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.speculator import Speculator
+
+_ALWAYS = 1e9  # predicted tokens per second above any other prediction
+
+
+class EveryPass:
+    """Chooses passes of all sizes in turn, with occasional plain steps (`StrategyChoice.choose_rows`)."""
+
+    def __init__(self) -> None:
+        self.turns = itertools.count()
+
+    def __call__(
+        self, candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int
+    ) -> int:
+        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+        return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
+
+
+def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:
+    """Makes a speculator ask all drafters whatever their prediction, in turn or together, for chains of all
+    lengths.
+    """
+    turns, number_of = itertools.count(), len(speculator.proposers)
+    for number, proposer in enumerate(speculator.proposers):
+        if isinstance(proposer, SelfProposer):
+            most = speculator.engine.buckets.max_drafts
+            proposer.choose_length = lambda *_, most=most: (1 + next(every_pass.turns) % most, _ALWAYS)
+        promise = proposer.promise
+
+        def asked(*of: Any, number: int = number, promise: Callable[..., float] = promise) -> float:
+            promise(*of)  # chooses the strategy
+            return 0.0 if alone and next(turns) // number_of % number_of != number else _ALWAYS
+
+        proposer.promise = asked
