@@ -9,6 +9,7 @@ from rljax.algorithms.registry import ALGORITHMS
 from rljax.config import AlgorithmConfig
 
 KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages", "teacher"}
+KEYS -= {"dynamic_sampling_part"}  # a task's
 
 
 def refusal(**keys):
