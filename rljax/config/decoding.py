@@ -129,8 +129,8 @@ class EngineConfig(Section):
     )
     cache_buckets: Buckets | None = Field(
         None,
-        description="Compiled KV cache lengths, ascending; null grows by a half. Set them to fit known"
-        " lengths.",
+        description="Compiled KV cache lengths, ascending: up to 256 multiples of 64, above multiples of 256."
+        " null grows by a half. Set them to fit known lengths.",
     )
     decode_steps_per_sync: Count = Field(
         16,

@@ -137,8 +137,9 @@ def make_buckets(
         for size in cache:
             if size != _valid_cache_length(size):
                 raise ConfigError(
-                    f"engine.cache_buckets: {size} must be a multiple of {KEY_BLOCK}, and above "
-                    f"{KEY_CHUNK} of {KEY_CHUNK}; {_valid_cache_length(size)} would do"
+                    f"engine.cache_buckets: no cache has {size} positions; lengths up to {KEY_CHUNK} are"
+                    f" multiples of {KEY_BLOCK}, longer ones multiples of {KEY_CHUNK}: write"
+                    f" {_valid_cache_length(size)} in its place"
                 )
         if cache[-1] < max_length:
             raise ConfigError(

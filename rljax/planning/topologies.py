@@ -99,6 +99,7 @@ def compile_devices(topology: Topology) -> list[Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a TPU to lock
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "none")
+    os.environ.setdefault("TPU_HOST_BOUNDS", "1,1,1")  # else libtpu prints that the type has none
     from jax.experimental import topologies
 
     try:

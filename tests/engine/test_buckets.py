@@ -50,8 +50,8 @@ def test_explicit_buckets_are_taken_in_order_and_once():
     [
         ((2, 4), None, r"engine\.batch_buckets: the largest, 4, .* engine\.max_slots = 6"),
         (None, (128, 256), r"engine\.cache_buckets: the largest, 256, .* 500"),
-        (None, (100, 512), r"engine\.cache_buckets: 100 .* 128 would do"),
-        (None, (320, 512), r"engine\.cache_buckets: 320 .* 512 would do"),
+        (None, (100, 512), r"engine\.cache_buckets: no cache has 100 positions; .*: write 128 in its place"),
+        (None, (320, 512), r"engine\.cache_buckets: no cache has 320 positions; .*: write 512 in its place"),
     ],
 )
 def test_explicit_buckets_that_cannot_serve_are_refused(batch, cache, message):
