@@ -39,6 +39,7 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.cluster_worker import ClusterWorker
+from rljax.serving.scoring import Scorer, Scores
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem, Task
@@ -92,6 +93,7 @@ class ServedPolicy:
       sampling: sampling distribution of requests that name none.
       worker: worker that decodes, not yet started. It holds the weights in the engine's dtype.
       drafters: names of the drafters in use.
+      scorer: scores finished responses; None where several devices decode.
       task: environment whose episodes requests are; None for none.
     """
 
@@ -101,6 +103,7 @@ class ServedPolicy:
     sampling: SamplingParams
     worker: EngineWorker | ClusterWorker
     drafters: tuple[str, ...]
+    scorer: Scorer | None
     task: Task | None = None
 
     @property
@@ -137,6 +140,12 @@ class ServedPolicy:
         requested = dataclasses.replace(self.sampling, **changes)
         self.worker.engine.check_sampling(requested)
         return requested
+
+    def score(self, request: Request, tokens: Sequence[int]) -> Scores:
+        """Scores a request's prompt and the response to it: a forward pass, which may be compiled first."""
+        sampling = self.sampling if request.sampling is None else request.sampling
+        ids = [*request.prompt_ids, *tokens]
+        return self.scorer.score(self.worker.params, ids, len(request.prompt_ids), sampling)
 
     def stop_strings(self, more: Sequence[str] = ()) -> tuple[str, ...]:
         """Returns the stop strings of the config, and further ones of a request."""
@@ -223,7 +232,8 @@ def open_policy(
         worker = _cluster_worker(config, saved, scheduler, invariance, params, max_waiting, say)
     _report_untrained(drafters, say)
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
-    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), task)
+    scorer = Scorer(engine) if mesh is None else None
+    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), scorer, task)
 
 
 def _cluster_worker(

@@ -11,13 +11,20 @@ class PromptError(UserError):
     """A prompt that this policy cannot take."""
 
 
-def chat_ids(served: ServedPolicy, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the tokens of a chat, by the policy's template, up to the beginning of the answer."""
+def chat_ids(
+    served: ServedPolicy,
+    messages: Sequence[Mapping[str, Any]],
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Returns the tokens of a chat, by the policy's template with further variables, up to the beginning of the
+    answer.
+    """
     if not served.tokenizer.has_chat_template:
         raise PromptError(
             "the policy has no chat template: give a plain prompt (generate.py --raw, /v1/completions)"
         )
-    return text_ids(served, served.tokenizer.apply_chat_template(messages))  # writes all special tokens
+    text = served.tokenizer.apply_chat_template(messages, **(template_args or {}))
+    return text_ids(served, text)  # the template writes all special tokens
 
 
 def text_ids(served: ServedPolicy, text: str) -> list[int]:
