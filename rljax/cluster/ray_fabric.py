@@ -5,7 +5,7 @@ say is fetched by `news`, one call of which is always under way, and comes back 
 at the latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never
 restarted: a lost worker's name ends with it.
 
-Without its head a Ray cluster cannot go on. Ray ends a driver that has waited a minute for it from C++, and with
+Without its head a Ray cluster cannot go on. Ray ends a driver that has waited a minute for it, from C++, with
 pages of its own. So the driver asks by itself whether the head answers, and Ray is told to wait for ever.
 """
 
@@ -189,6 +189,13 @@ class WorkerProcess:
             self._failure = f"{type(error).__name__}: {_first_line(error)}"
 
 
+def _leave() -> None:
+    """Ends this process with the status of an error: Ray's threads would crash at an ordinary end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
+
+
 def _kill(pid: int) -> None:
     """Ends a process of this node that does not react."""
     with contextlib.suppress(ProcessLookupError):
@@ -320,6 +327,7 @@ class RayFabric:
     def close(self) -> None:
         if self._lost:  # Ray would wait for the head; the processes of a cluster here end with this one
             atexit.unregister(self._ray.shutdown)
+            atexit.register(_leave)
             return
         for worker in list(self._actors):
             self.stop(worker)

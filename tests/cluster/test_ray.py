@@ -229,6 +229,10 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
     now = iter(range(0, 1000, 3))
     clock = types.SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None)
     monkeypatch.setattr(ray_fabric, "time", clock)
+    at_exit = []
+    monkeypatch.setattr(
+        ray_fabric, "atexit", types.SimpleNamespace(register=at_exit.append, unregister=at_exit.append)
+    )
     with socket.create_server(("127.0.0.1", 0)) as head:
         ray = WithoutProcesses(f"127.0.0.1:{head.getsockname()[1]}")
         fabric = ray_fabric.RayFabric(ray, ClusterConfig(workers=1, address=address), owns=True)
@@ -244,3 +248,4 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
     )
     assert said.endswith(" run the same command again") and ("start Ray there again" in said) == bool(address)
     fabric.close()
+    assert at_exit == [ray.shutdown, ray_fabric._leave]  # in the place of what Ray does at the end
