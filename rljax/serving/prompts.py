@@ -16,8 +16,8 @@ def chat_ids(
     messages: Sequence[Mapping[str, Any]],
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Returns the tokens of a chat, by the policy's template with further variables, up to the beginning of the
-    answer.
+    """Returns the tokens of a chat, by the policy's template, up to the beginning of the answer.
+    `template_args` are further variables of the template.
     """
     if not served.tokenizer.has_chat_template:
         raise PromptError(

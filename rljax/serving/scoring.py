@@ -1,7 +1,7 @@
 """Log-probabilities of whole sequences, with the likeliest alternatives to every token.
 
-Decoding keeps the log-probability of the sampled token alone. Who asks a server for alternatives, or for those
-of a prompt, gets them from one forward pass over the finished sequence: the pass of training, whose
+Decoding keeps the log-probability of the sampled token alone. Who asks a server for alternatives, or for a
+prompt's, gets them from one forward pass over the finished sequence: the pass of training, whose
 log-probabilities have the bits of decoding wherever a run's do (docs/row-invariance.md). Its programs, one a
 cache length, are compiled when first asked for.
 """

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import json
@@ -23,9 +24,13 @@ from drafters.eagle.model import HeadConfig, init_head
 from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.small_model import SmallModelDrafter
+from rljax.engine.background import CompilerThread
+from rljax.engine.buckets import make_buckets
+from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
+from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.training.saved_policy import load_saved_policy
@@ -223,6 +228,55 @@ def test_alternatives_are_of_the_distribution_that_sampled(client, settings):
     assert [token.top_logprobs for token in few] == [token.top_logprobs[:3] for token in content]
 
 
+class Recording:
+    """A pool that notes what it is asked to compile."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def get(self, key, function, args, donate_argnums=()):
+        self.keys.add(key)
+
+    def in_background(self):
+        return contextlib.nullcontext()
+
+
+def test_a_server_compiles_in_the_background_what_requests_need(client, server, monkeypatch):
+    """Every program of plain decoding that requests have used; in a larger one, also the moves of states."""
+    worker = server[1].worker
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(chat, client, seed, n=1 + seed % 3) for seed in range(4)]
+        assert [len(each.result().choices) for each in asked] == [1, 2, 3, 1]
+    engine, recording = worker.engine, Recording()
+    used = {key for key in engine.pool._programs if key[0] != "score"}
+    monkeypatch.setattr(engine, "pool", recording)
+
+    def programs_of(engine, slots):
+        thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
+        return JoiningPrograms(engine, worker.params, thread, slots, server[1].max_prompt_tokens)
+
+    assert programs_of(engine, SLOTS).wait() and used <= recording.keys
+    larger = DecodeEngine(
+        engine.config,
+        engine.numerics,
+        engine.sampling,
+        make_buckets(8, 300, True),
+        engine.eos_token_ids,
+        pool=(more := Recording()),
+    )
+    programs = programs_of(larger, 8)
+    first = {key[:3] for key in more.keys}
+    assert {key[0] for key in first} >= {"prefill", "insert", "generate", "free"}
+    assert programs.left == 3 * 4 - 1 and ("generate", 2, 128) in first and ("generate", 8, 128) not in first
+    assert programs.wait() and programs.left == 0
+    made = {key[:4] for key in more.keys}
+    for length in (128, 192, 256, 512):
+        assert {("widen", 2, 4, length), ("widen", 4, 8, length)} <= made
+        assert {("compact", 4, 2, length), ("compact", 8, 4, length)} <= made
+        assert {("generate", batch, length) for batch in (2, 4, 8)} <= {key[:3] for key in made}
+    assert {("grow", 4, 128, 192), ("grow", 8, 192, 256), ("grow", 2, 256, 512)} <= made
+
+
 def test_what_filters_exclude_is_no_alternative(client):
     more = {"extra_body": {"top_k": 4}, "temperature": 0.5, "logprobs": True, "top_logprobs": 20}
     for token in chat(client, 3, **more).choices[0].logprobs.content:
@@ -262,6 +316,8 @@ def test_an_echoed_prompt_has_the_logprobs_of_decoding(client, server):
         # Parts of characters have one text, under which the likeliest is shown.
         assert others[token] == logprob or "\N{REPLACEMENT CHARACTER}" in token
         assert 1 <= len(others) <= 3
+    cold = complete(prompt=prompt + sampled.token_ids, temperature=0.5, logprobs=0, max_tokens=0, echo=True)
+    assert cold.choices[0].logprobs.token_logprobs == known.logprobs.token_logprobs
     offsets = known.logprobs.text_offset
     assert offsets[: len(prompt)] == [0, 1, 2, 3, 4] and offsets[len(prompt)] == len("12a3=")
     streamed = list(complete(prompt=prompt, logprobs=2, max_tokens=20, echo=True, stream=True))
@@ -386,7 +442,7 @@ BAD = [
     ("an unknown role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
     ("a key that is not known", {"tools": []}, 400, "tools"),
     ("a penalty", {"frequency_penalty": 1}, 400, "frequency_penalty"),
-    ("likely tokens", {"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+    ("likely tokens", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ("no samples", {"n": 0}, 400, "n:"),
     ("an empty stop string", {"stop": [""]}, 400, "stop"),
     ("text for a number", {"seed": "one"}, 400, "seed"),
