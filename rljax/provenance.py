@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from rljax.errors import UserError
 
 _PACKAGES = ("rljax", "drafters")
@@ -73,6 +71,8 @@ def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
     Args:
       packages: further distributions whose versions matter to the results; those not installed are left out.
     """
+    import jax  # here, so that who reads run directories does not wait for it
+
     devices = jax.devices()
     facts: dict[str, Any] = {
         "cpu": cpu_model(),

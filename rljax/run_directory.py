@@ -32,7 +32,7 @@ from typing import Any
 from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.config.changes import Change, config_changes
 from rljax.durable_files import locked, write_durably, writing
-from rljax.errors import ConfigError, RunDirectoryError
+from rljax.errors import CheckpointError, ConfigError, RunDirectoryError
 from rljax.provenance import command_line, git_commit, machine_facts
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
@@ -365,3 +365,26 @@ def _jsonable(metrics: Mapping[str, Any]) -> Metrics:
     if nonfinite:
         line[_NONFINITE] = nonfinite
     return line
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory is a run's, which contains its config."""
+    return (Path(path) / "config.yaml").is_file()
+
+
+def check_holds_policy(path: str | os.PathLike[str]) -> None:
+    """Raises a CheckpointError unless a path is a run directory or a Hugging Face directory. Commands call it
+    before they import JAX.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give a run directory or a Hugging Face model directory")
+    if is_run(path) or (path / "config.json").is_file():
+        return
+    # Checkpoints of a run are often given in its place.
+    parent = next((parent for parent in path.resolve().parents[:2] if is_run(parent)), None)
+    raise CheckpointError(
+        f"{path} is neither a run (no config.yaml) nor a Hugging Face model directory (no config.json)"
+        + (f"; the run is {parent}, and --step chooses a checkpoint" if parent is not None else "")
+    )

@@ -1,6 +1,8 @@
 """The console command: its subcommands, and its one line for a name that is none of them."""
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +38,59 @@ def test_an_unknown_command_is_one_line(capsys):
     assert all(f"  {name} " in capsys.readouterr().out for name in ["train"])
 
 
-def test_help_and_errors_of_the_command_line_do_not_wait_for_jax():
+HEAVY = ("jax", "flax", "orbax", "numba", "numpy", "matplotlib", "transformers", "torch")
+REFUSED = [  # with what each should name
+    (["train", "--config", "quickstart", "polcy.path=x"], "polcy.path: unknown key"),
+    (["train", "--config", "quickstart", "task.args.max_term=3"], "task.args.max_term: "),
+    (
+        ["train", "--config", "quickstart", "task={name: mixture, mixture: [{name: x}]}"],
+        "task.mixture.0.name: ",
+    ),
+    (["plan", "--config", "quickstart", "--topology", "v5e:2x4", "polcy.path=x"], "polcy.path"),
+    (["evaluate", "nowhere", "task.name=chain_arithmetic"], "nowhere does not exist"),
+    (["generate", "nowhere", "1+1"], "nowhere does not exist"),
+    (["generate", "nowhere", "1+1", "--max-tokens", "0"], "--max-tokens: 0"),
+    (["serve", "nowhere", "--port", "0"], "nowhere does not exist"),
+    (["export", "nowhere", "exported"], "nowhere does not exist"),
+]
+
+
+def test_what_is_misspelt_is_refused_before_anything_heavy_is_imported(tmp_path):
+    """In one process: none of these commands may have imported it for the others."""
     code = (
-        "import sys; from rljax.commands.console import main;"
-        " main(['train', '--config', 'nowhere.yaml']); sys.exit('jax' in sys.modules)"
+        "import json, sys; from rljax.commands.console import main\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    print(main(arguments), flush=True)\n"
+        "print(sorted(set(json.loads(sys.argv[2])) & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, check=False).returncode == 0
+    arguments = [json.dumps([arguments for arguments, _ in REFUSED]), json.dumps(HEAVY)]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == [*["2"] * len(REFUSED), "[]"]
+    said = ended.stderr.splitlines()
+    assert len(said) == len(REFUSED)
+    for line, (_, named) in zip(said, REFUSED, strict=True):
+        assert line.startswith(f"error: {named}"), line
+
+
+def test_a_run_says_where_it_is_before_jax_is_imported(tmp_path):
+    code = (
+        "import builtins, sys; from rljax.commands.console import main\n"
+        "def said(*words, print=print, **more):\n"
+        "    print(*words, 'jax' in sys.modules); raise SystemExit\n"
+        "builtins.print = said\n"
+        "main(['train', '--config', 'quickstart', 'run_dir=here'])"
+    )
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stdout == "run: here False\n", ended.stderr
 
 
 def test_the_command_that_is_recorded_can_be_run_again():

@@ -36,7 +36,7 @@ MINIMAL = """
 run_dir: runs/x
 policy:
   shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
-task: {name: some_task}
+task: {name: chain_arithmetic}
 """
 
 
@@ -138,7 +138,9 @@ def test_overrides_reach_every_kind_of_key(config_file):
 def test_a_section_whose_keys_are_all_commented_out_means_its_defaults(config_file):
     config_file.write_text(MINIMAL + "optimizer:\n  # learning_rate: 1\n")
     assert load_config(config_file).optimizer == ExperimentConfig.model_fields["optimizer"].default
-    config_file.write_text(MINIMAL.replace("{name: some_task}", "\n  name: some_task\n  args:\n    # a: 1"))
+    config_file.write_text(
+        MINIMAL.replace("{name: chain_arithmetic}", "\n  name: chain_arithmetic\n  args:\n    # a: 1")
+    )
     assert load_config(config_file).task.args == {}
 
 

@@ -233,6 +233,17 @@ class AgentService:
                     name,
                     "unsupported_value",
                 )
+        for name in ("top_logprobs", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise RequestError(
+                    400, f"{name}: an episode has none; leave it out", name, "unsupported_value"
+                )
+        if any(message.tool_calls for message in body.messages):
+            raise RequestError(
+                400,
+                "messages: an episode's turns are text, as they were sampled: leave tool_calls out",
+                "messages",
+            )
         if body.seed is not None:
             raise RequestError(
                 400, "seed: the noise follows from the episode; leave it out", "seed", "unsupported_value"

@@ -4,8 +4,12 @@ A worker is an actor with two threads of Ray's and one of its own. Orders come b
 say is fetched by `news`, one call of which is always under way, and comes back after a quarter of the lease
 at the latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never
 restarted: a lost worker's name ends with it.
+
+Without its head a Ray cluster cannot go on. Ray ends a driver that has waited a minute for it, from C++, with
+pages of its own. So the driver asks by itself whether the head answers, and Ray is told to wait for ever.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -25,6 +29,10 @@ from rljax.cluster.messages import Arrived, Died, Event, Facts, Heard, Order
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 
+_HEAD_SECONDS = 2.0  # between two questions to the head
+_HEAD_PATIENCE = 10.0  # seconds without an answer after which the head of a cluster of our own is lost
+_JOINED_PATIENCE = 60.0  # the same of others, whose heads may be started again, as under KubeRay; Ray's own
+_FOREVER = 10 * 365 * 24 * 3600  # seconds that Ray's own code waits for the head
 _ASKING = 15.0  # seconds more for a process that asks for the cluster's health: it imports Ray first
 
 
@@ -39,6 +47,7 @@ def connect(config: ClusterConfig, say: Callable[[str], None]) -> "RayFabric":
       ClusterError: Ray is not installed, nobody answers there, or this machine, which gets no larger, has no
         room for the workers.
     """
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_FOREVER))
     try:
         import ray
     except ImportError as error:
@@ -180,6 +189,13 @@ class WorkerProcess:
             self._failure = f"{type(error).__name__}: {_first_line(error)}"
 
 
+def _leave() -> None:
+    """Ends this process with the status of an error: Ray's threads would crash at an ordinary end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
+
+
 def _kill(pid: int) -> None:
     """Ends a process of this node that does not react."""
     with contextlib.suppress(ProcessLookupError):
@@ -214,6 +230,9 @@ class RayFabric:
         self._calls: dict[Any, tuple[str, str]] = {}  # what is under way: (worker, method)
         self._nodes: dict[str, str] = {}
         self.facts: dict[str, Facts] = {}
+        self._head = ray.get_runtime_context().gcs_address
+        self._head_asked = self._head_answered = time.monotonic()
+        self._lost = False  # the head
 
     def spawn(self, worker: str) -> None:
         config = self._config
@@ -244,6 +263,7 @@ class RayFabric:
             actor.receive.remote(order)
 
     def receive(self, seconds: float) -> list[Event]:
+        self._ask_head()
         if not self._calls:
             time.sleep(seconds)
             return []
@@ -255,6 +275,27 @@ class RayFabric:
             worker, what = self._calls.pop(call)
             events += self._result(worker, what, call)
         return events
+
+    def _ask_head(self) -> None:
+        """Raises a ClusterError if the head has not answered for long."""
+        now = time.monotonic()
+        if now - self._head_asked < _HEAD_SECONDS:
+            return
+        self._head_asked = now
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_SECONDS).close()
+            self._head_answered = time.monotonic()
+        except OSError as error:
+            patience = _HEAD_PATIENCE if self._config.address is None else _JOINED_PATIENCE
+            if now - self._head_answered < patience:
+                return
+            self._lost = True
+            again = "" if self._config.address is None else "start Ray there again, and "
+            raise ClusterError(
+                f"cluster: the head of the Ray cluster, {self._head}, has ended ({error.strerror or error});"
+                f" {again}run the same command again"
+            ) from error
 
     def _result(self, worker: str, what: str, call: Any) -> list[Event]:
         try:
@@ -284,6 +325,10 @@ class RayFabric:
         return time.monotonic()
 
     def close(self) -> None:
+        if self._lost:  # Ray would wait for the head; the processes of a cluster here end with this one
+            atexit.unregister(self._ray.shutdown)
+            atexit.register(_leave)
+            return
         for worker in list(self._actors):
             self.stop(worker)
         if self._owns:

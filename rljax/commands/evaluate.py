@@ -8,6 +8,8 @@ from pathlib import Path
 from rljax.accelerators import skip_absent
 from rljax.errors import UserError
 from rljax.evaluation.settings import evaluation_config
+from rljax.run_directory import check_holds_policy
+from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = _parser(prog).parse_intermixed_args(argv)
     try:
         config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
+        check_holds_policy(arguments.policy)
+        check_names(config.task)
         skip_absent()
         # JAX takes seconds to import, so the config is checked first.
         from rich.console import Console

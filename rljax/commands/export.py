@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rljax.accelerators import skip_absent
 from rljax.errors import UserError
+from rljax.run_directory import check_holds_policy
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser(prog).parse_args(argv)
     try:
+        check_holds_policy(arguments.run)
         skip_absent()
         # JAX takes seconds to import, and --help should be instant.
         from rljax.training.export import check_destination, export_adapter, export_head, export_policy

@@ -1,6 +1,7 @@
 """Ask a trained policy: `rljax generate runs/quickstart "47a5b8c9="`."""
 
 import argparse
+import contextlib
 import os
 import queue
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from rljax.accelerators import skip_absent
 from rljax.errors import ConfigError, UserError
+from rljax.run_directory import check_holds_policy
 
 _MOST_SLOTS = 64  # samples of `-n` decoded at a time
 
@@ -46,6 +48,12 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="longest response [the run's]")
     parser.add_argument("--max-prompt-tokens", type=int, help="longest prompt [the run's]")
     parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="keeps compiled programs for the next start; none keeps none [the run's"
+        " engine.compilation_cache, else cache/compilation]",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
@@ -59,6 +67,21 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         help="what proposes tokens: a name, or a class of yours as module:Class, with the run's arguments"
         " where the run uses it; none decodes without drafts [the run's]",
     )
+
+
+def check_policy_options(arguments: argparse.Namespace) -> None:
+    """Checks what can be checked before JAX is imported.
+
+    Raises:
+      UserError: an option that is impossible, or a path that holds no policy.
+    """
+    if arguments.ray is not None and arguments.workers is None:
+        raise ConfigError("--ray: without --workers this process decodes; set how many there shall be")
+    for name in ("slots", "max_prompt_tokens", "max_tokens", "workers"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
+    check_holds_policy(arguments.policy)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -103,10 +126,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = "" if plays else _prompt(arguments)
     if arguments.n < 1:
         raise ConfigError(f"-n: {arguments.n}, expected at least 1")
+    check_policy_options(arguments)
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    say(f"loading {arguments.policy}")
     skip_absent()
     # JAX takes seconds to import, so the command line is checked first.
     from rljax.requests import Episode
     from rljax.serving.policy import Options, open_policy
+    from rljax.serving.programs import compiling_lines
     from rljax.serving.prompts import chat_ids, text_ids
     from rljax.serving.text import TextStream
     from rljax.serving.worker import Job
@@ -121,8 +148,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.drafter,
         arguments.workers,
         arguments.ray,
+        cache=arguments.cache,
     )
-    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)
     problem = None if served.task is None else served.task.problem("heldout", arguments.episode)
     if problem is not None:
@@ -142,9 +169,12 @@ def _generate(arguments: argparse.Namespace) -> None:
         )
         for sample in range(arguments.n)
     ]
-    start = time.perf_counter()
+    pool = served.worker.engine.pool
+    start, compiled, before = time.perf_counter(), len(pool), pool.seconds
     served.worker.start()
+    compiling = contextlib.ExitStack()
     try:
+        compiling.enter_context(compiling_lines(pool, say))
         served.worker.submit(jobs)
         endings = []
         for sample, sample_pieces in enumerate(pieces):
@@ -169,10 +199,23 @@ def _generate(arguments: argparse.Namespace) -> None:
                 turns = ", ".join(f"{reward:g}" for reward in episode.rewards)
                 say(f"reward {episode.reward:g}, of each turn {turns}")
     finally:  # the interpreter must not end while the thread is inside the device's code
+        compiling.close()
         served.worker.close(drain=False)
     seconds = time.perf_counter() - start
     statistics = served.worker.statistics
-    say(
-        f"{statistics.tokens} tokens in {seconds:.2f} s, {statistics.tokens / seconds:.1f} tokens/s,"
-        f" accept length {statistics.accept_length:.2f}, ended by {', '.join(endings)}"
-    )
+    speed = _speed(statistics.tokens, seconds, len(pool) - compiled, pool.seconds - before)
+    say(f"{speed}, accept length {statistics.accept_length:.2f}, ended by {', '.join(endings)}")
+
+
+def _speed(tokens: int, seconds: float, programs: int, compiling: float) -> str:
+    """Returns the tokens per second of the time in which nothing was compiled, in words.
+
+    Args:
+      tokens: number of tokens.
+      seconds: time that they took, with compiling.
+      programs: number of programs that were compiled meanwhile.
+      compiling: seconds that these took.
+    """
+    decoding = max(seconds - compiling, 1e-9)
+    beside = f" beside {compiling:.2f} s for compiling {programs} programs" if programs else ""
+    return f"{tokens} tokens in {decoding:.2f} s{beside}, {tokens / decoding:.1f} tokens/s"

@@ -6,17 +6,19 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rljax.accelerators import skip_absent
-from rljax.commands.generate import add_policy_options
+from rljax.commands.generate import add_policy_options, check_policy_options
 from rljax.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from rljax.engine.executables import ExecutablePool
+    from rljax.serving.programs import JoiningPrograms
     from rljax.serving.worker import EngineWorker
 
 
@@ -39,6 +41,12 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         default=4,
         help="tokens of a response between two pieces of a stream, where none are drafted: fewer are"
         " smoother, more are faster [4]",
+    )
+    parser.add_argument(
+        "--compile",
+        choices=("before", "behind"),
+        help="when programs are compiled that the first answer does not need: behind it, in a thread, or"
+        " before the server is up [the run's engine.compile]",
     )
     parser.add_argument(
         "--drain-seconds", type=int, default=60, help="how long SIGTERM waits for responses [60]"
@@ -69,6 +77,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
     listener = _bind(arguments.host, arguments.port)  # before minutes of compiling
+    check_policy_options(arguments)
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    say(f"loading {arguments.policy}")
     skip_absent()
     # JAX takes seconds to import, so the command line is checked first.
     from rljax.serving.app import make_app
@@ -84,8 +95,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.drafter,
         arguments.workers,
         arguments.ray,
+        arguments.compile,
+        arguments.cache,
     )
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
     name = arguments.name or Path(arguments.policy).resolve().name
     server = uvicorn.Server(
@@ -108,6 +120,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     say(f"{name}: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
     served.worker.start()
+    if served.programs is not None:
+        compiling = served.programs, served.worker.engine.pool, say
+        threading.Thread(target=_say_compiled, args=compiling, daemon=True).start()
     watching = threading.Thread(target=_leave_with, args=(served.worker, server), daemon=True)
     watching.start()
     server.run(sockets=[listener])
@@ -117,6 +132,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         say(f"error: decoding has failed: {served.worker.error}")
         return 1
     return 0
+
+
+def _say_compiled(programs: "JoiningPrograms", pool: "ExecutablePool", say: Callable[[str], None]) -> None:
+    """Says what is compiled beside answering, and when that is done."""
+    if programs.left:
+        say(f"programs of {programs.left} more shapes are compiled meanwhile")
+        if not programs.wait():
+            return
+    say(f"everything is compiled: {len(pool)} programs, {pool.loaded} of them from disk")
 
 
 def _leave_with(worker: "EngineWorker", server: "uvicorn.Server") -> None:

@@ -10,6 +10,7 @@ from rljax.accelerators import skip_absent
 from rljax.config import describe_keys, load_config, to_yaml
 from rljax.errors import Interrupted, UserError
 from rljax.planning.command import add_arguments, present_topology, print_plan
+from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -55,8 +56,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             print_plan(config, present_topology(), arguments)
             return 0
         run_dir = config.run_dir
+        # JAX takes seconds to import, so what needs none of it is checked and said first.
+        check_names(config.task)
+        if not config.distributed.is_wanted() or config.distributed.process == 0:
+            print(f"run: {run_dir}", flush=True)
         skip_absent()
-        # JAX takes seconds to import, so the config is checked first.
         from rljax.training.session import run
 
         run(config, **({"allow_changes": True} if arguments.allow_changes else {}))

@@ -449,6 +449,10 @@ class DecodeEngine:
         """Compiles `grow` of a state of this shape."""
         self._growing(self.state_shapes(batch, length))
 
+    def compile_widen(self, batch: int, length: int) -> None:
+        """Compiles `widen` of a state of this shape to the next batch bucket."""
+        self._widening(self.state_shapes(batch, length))
+
     def compile_compact(self, batch: int, into: int, length: int) -> None:
         """Compiles `compact` from a batch bucket into the next smaller one."""
         self._compacting(self.state_shapes(batch, length), np.zeros(into, np.int32), np.zeros(into, bool))
@@ -615,14 +619,18 @@ class DecodeEngine:
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
         """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""
         while state.batch < self.buckets.batch_for(slots):
-            batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
-
-            def widen(state: DecodeState, batch: int = batch) -> DecodeState:
-                return self._moves.widen(state, batch)
-
-            key = ("widen", state.batch, batch, state.cache.length, *self._key)
-            state = self.pool.get(key, self._programs.placed(widen), (state,))(state)
+            program, args = self._widening(state)
+            state = program(*args)
         return state
+
+    def _widening(self, state: DecodeState) -> _Call:
+        batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
+
+        def widen(state: DecodeState) -> DecodeState:
+            return self._moves.widen(state, batch)
+
+        key = ("widen", state.batch, batch, state.cache.length, *self._key)
+        return self.pool.get(key, self._programs.placed(widen), (state,)), (state,)
 
     def warm_up(
         self,

@@ -134,6 +134,11 @@ class ExecutablePool:
     def __len__(self) -> int:
         return len(self._programs)
 
+    @property
+    def busy(self) -> bool:
+        """Whether some thread compiles or loads a program now."""
+        return bool(self._under_way)
+
     def bytes(self) -> dict[Hashable, int]:
         """`temporary_bytes` of every program."""
         with self._lock:

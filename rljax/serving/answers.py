@@ -2,10 +2,12 @@
 
 import time
 import uuid
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.serving.protocol import Body, ChatBody
+from rljax.serving.scoring import Scores
 from rljax.serving.text import TextStream
 from rljax.serving.worker import Ending, Piece
 
@@ -25,22 +27,39 @@ class Answer:
       decode: `Tokenizer.decode`; stop texts are searched in its text.
       stop: texts that end the choice, without being part of it.
       shown: function from token ids to the text of the choice.
+      echoed: token ids of the prompt where the choice begins with it, else none.
 
     Attributes:
       tokens, logprobs: token ids and logprobs so far, including the token that ended the choice.
       offsets: position where each token's text begins, in the text before it was cut at a stop string; for a
-        token inside a character, the position of the character.
-      text: text so far.
+        token inside a character, the position of the character. `echoed_offsets` are those of the prompt.
+      text: text so far, with the prompt's where it is echoed.
+      scores: of the prompt and the response, once it is complete and where the request wants them.
       finish_reason: OpenAI's finish reason; None while the choice runs.
     """
 
-    def __init__(self, index: int, decode: Decode, stop: tuple[str, ...], shown: Decode) -> None:
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        decode: Decode,
+        stop: tuple[str, ...],
+        shown: Decode,
+        echoed: Sequence[int] = (),
+    ) -> None:
+        self.index, self.echoed = index, echoed
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.offsets: list[int] = []
+        self.echoed_offsets: list[int] = []
         self.text = ""
+        self.scores: Scores | None = None
         self.finish_reason: str | None = None
+        prompt = TextStream(shown)
+        for token in echoed:
+            self.echoed_offsets.append(prompt.length)
+            self.text += prompt.push([token])
+        self.text += prompt.finish()
+        self._begin = len(self.text)
         self._stream = TextStream(decode, stop, shown)
 
     def take(self, piece: Piece) -> str:
@@ -49,13 +68,29 @@ class Answer:
         self.logprobs += piece.logprobs
         new = ""
         for token in piece.tokens:  # one by one, so that offsets do not depend on the division into pieces
-            self.offsets.append(self._stream.length)
+            self.offsets.append(self._begin + self._stream.length)
             new += self._stream.push([token])
         if piece.ending is not None:
             new += self._stream.finish()
             self.finish_reason = _REASONS[piece.ending]
         self.text += new
         return new
+
+    def add_scores(self, scores: Scores) -> None:
+        """Takes the scores of the prompt and the complete response. Those of a greedy one take the place of
+        its logprobs, which are 0.
+        """
+        self.scores = scores
+        if scores.greedy:
+            self.logprobs = scores.logprobs[len(scores.logprobs) - len(self.tokens) :].tolist()
+
+
+class _Entry(NamedTuple):
+    """A token of an answer, its logprob (None for the first of a prompt), and the likeliest in its place."""
+
+    token: int
+    logprob: float | None
+    likeliest: list[tuple[int, float]]
 
 
 class Writer:
@@ -85,8 +120,10 @@ class Writer:
         }
 
     def first(self, answer: Answer) -> dict[str, Any] | None:
-        """Returns the chunk that opens a choice of a chat; None for completions."""
-        return self._as_chunk(answer, {"role": "assistant", "content": ""}) if self.chat else None
+        """Returns the chunk that opens a choice: the role in a chat, an echoed prompt, or None."""
+        if self.chat:
+            return self._as_chunk(answer, {"role": "assistant", "content": ""})
+        return self._as_chunk(answer, answer.text) if answer.text else None
 
     def chunk(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any] | None:
         """Returns the chunk of a piece; None if it would be empty."""
@@ -132,26 +169,59 @@ class Writer:
         """Returns the log-probabilities and ids of the tokens from `first` on, if the request asks for
         them.
         """
-        tokens, logprobs = answer.tokens[first:], answer.logprobs[first:]
         details: dict[str, Any] = {}
         if self.body.wants_logprobs:
-            texts = [self.tokenizer.decode([token]) for token in tokens]
+            entries = list(self._entries(answer, first))
             if self.chat:
                 content = [
-                    {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
-                    for text, logprob in zip(texts, logprobs, strict=True)
+                    self._described(token, logprob)
+                    | {"top_logprobs": [self._described(*other) for other in likeliest]}
+                    for token, logprob, likeliest in entries
                 ]
                 details["logprobs"] = {"content": content, "refusal": None}
             else:
                 details["logprobs"] = {
-                    "tokens": texts,
-                    "token_logprobs": logprobs,
-                    "top_logprobs": None,
-                    "text_offset": answer.offsets[first:],
+                    "tokens": [self._text(entry.token) for entry in entries],
+                    "token_logprobs": [entry.logprob for entry in entries],
+                    "top_logprobs": [*map(self._by_text, entries)] if self.body.alternatives else None,
+                    "text_offset": [*answer.echoed_offsets, *answer.offsets[first:]],
                 }
         if self.body.return_token_ids:
-            details["token_ids"] = tokens
+            details["token_ids"] = answer.tokens[first:]
         return details
+
+    def _entries(self, answer: Answer, first: int) -> Iterator[_Entry]:
+        """Yields the tokens of an echoed prompt, and those of the response from `first` on."""
+        scores, count = answer.scores, self.body.alternatives
+        if scores is None:
+            for token, logprob in zip(answer.tokens[first:], answer.logprobs[first:], strict=True):
+                yield _Entry(token, logprob, [])
+            return
+        begin = len(scores.logprobs) - len(answer.tokens)
+        if answer.echoed:
+            yield _Entry(answer.echoed[0], None, [])
+            for row, token in enumerate(answer.echoed[1:]):
+                yield _Entry(token, float(scores.logprobs[row]), scores.likeliest(row, count))
+        for row, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True), begin):
+            yield _Entry(token, logprob, scores.likeliest(row, count))
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    def _described(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": _bytes(text)}
+
+    def _by_text(self, entry: _Entry) -> dict[str, float] | None:
+        """Returns the logprobs of the likeliest tokens and of the token itself. Of those with the same text,
+        as parts of characters have it, the likeliest counts.
+        """
+        if entry.logprob is None:
+            return None
+        by_text: dict[str, float] = {}
+        for token, logprob in (*entry.likeliest, (entry.token, entry.logprob)):
+            by_text.setdefault(self._text(token), logprob)
+        return by_text
 
     def _usage(self, answers: list[Answer]) -> dict[str, int]:
         sampled = sum(len(answer.tokens) for answer in answers)

@@ -72,7 +72,7 @@ class _Service:
         self._check(body)
         messages = [message.for_template() for message in body.messages]
         with naming("messages"):
-            prompt = await asyncio.to_thread(chat_ids, self.served, messages)
+            prompt = await asyncio.to_thread(chat_ids, self.served, messages, body.chat_template_kwargs or {})
         return await self._answer(request, body, [prompt])
 
     async def completions(self, request: Request) -> Response:
@@ -114,7 +114,10 @@ class _Service:
         writer = Writer(body, self.name, served.tokenizer, sum(map(len, prompts)))
         stop = served.stop_strings(body.stops)
         shown = functools.partial(served.tokenizer.decode, skip_special_tokens=True)
-        return await answer(request, Exchange(served.worker, writer, served.tokenizer, requests, stop, shown))
+        exchange = Exchange(
+            served.worker, writer, served.tokenizer, requests, stop, shown, score=served.score
+        )
+        return await answer(request, exchange)
 
     def _all_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         return [
@@ -147,6 +150,15 @@ class _Service:
             self.served.requested_sampling(body.sampling_settings)
         except ValueError as error:
             raise RequestError(400, str(error), str(error).partition(":")[0]) from error
+        if body.wants_scores and self.served.scorer is None:
+            name = "echo" if body.echoes else "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+            raise RequestError(
+                400,
+                f"{name}: alternatives and log-probabilities of prompts are computed on one device, and this"
+                " policy lies on several",
+                name,
+                "unsupported_value",
+            )
         most = body.most_tokens
         if most is not None and most > self.served.max_tokens:
             name = body.tokens_field

@@ -37,6 +37,7 @@ class ClusterWorker:
       end: ends the workers' processes.
 
     Attributes:
+      params: see the arguments.
       endings: number of ended jobs, by ending.
       error: exception that ended the thread, or None.
     """
@@ -53,7 +54,7 @@ class ClusterWorker:
         self.engine, self.max_waiting = engine, max_waiting
         self.endings: collections.Counter[Ending] = collections.Counter()
         self.error: BaseException | None = None
-        self._cluster, self._params, self._slots, self._end = cluster, params, slots, end
+        self._cluster, self.params, self._slots, self._end = cluster, params, slots, end
         self._changed = threading.Lock()
         self._waiting: list[list[Job]] = []  # as they were submitted; not yet in the rollout
         self._live: dict[Key, Job] = {}
@@ -165,7 +166,7 @@ class ClusterWorker:
                 wanted = [job for job in self._waiting[0] if not job.cancelled]
                 if wanted:
                     begun = self._cluster.begin(
-                        self._params, [job.request for job in wanted], version=0, renewed=True
+                        self.params, [job.request for job in wanted], version=0, renewed=True
                     )
                     self._rollout = begun.number
                     self._live |= dict(zip(begun.keys, wanted, strict=True))

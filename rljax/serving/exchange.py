@@ -19,6 +19,7 @@ from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.rollout.stop_strings import StopStrings
 from rljax.serving.answers import Answer, Writer
 from rljax.serving.protocol import Body, RequestError, parse
+from rljax.serving.scoring import Scores
 from rljax.serving.worker import Closed, EngineWorker, Job, Piece, QueueFull
 
 MOST_BYTES = 4 << 20  # of a request's body
@@ -36,6 +37,8 @@ class Exchange:
       stop: texts that end a choice, searched in the text of all its tokens.
       shown: function from token ids to the text that the client gets.
       finished: called with the exchange once all choices are complete, before the client hears of it.
+      score: returns the scores of a prompt and its response, and may take long; None where no request may
+        want any. A choice with scores comes in one piece, when it is complete.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class Exchange:
         stop: tuple[str, ...],
         shown: Decode,
         finished: Callable[["Exchange"], None] = lambda exchange: None,
+        score: Callable[[rollout.Request, Sequence[int]], Scores] | None = None,
     ) -> None:
         self.worker, self.writer, self._finished = worker, writer, finished
+        self._requests, self._score = requests, score if writer.body.wants_scores else None
         self._events: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -56,17 +61,24 @@ class Exchange:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, piece))
 
-        self.answers = [Answer(index, tokenizer.decode, stop, shown) for index in range(len(requests))]
-        self.jobs = [
+        self.answers = [
+            Answer(index, tokenizer.decode, stop, shown, request.prompt_ids if writer.body.echoes else ())
+            for index, request in enumerate(requests)
+        ]
+        self.jobs = [  # none where the prompt alone is asked for
             Job(
                 request,
                 lambda piece, index=index: deliver(index, piece),
                 StopStrings(stop, tokenizer.decode) if stop else None,
             )
             for index, request in enumerate(requests)
+            if request.max_response
         ]
 
     def submit(self) -> None:
+        if not self.jobs:
+            for index in range(len(self.answers)):
+                self._events.put_nowait((index, Piece([], [], "length")))
         try:
             self.worker.submit(self.jobs)
         except QueueFull as error:
@@ -76,18 +88,31 @@ class Exchange:
 
     async def pieces(self) -> AsyncIterator[tuple[Answer, str, Piece]]:
         """Yields every piece as it arrives: its answer, its new text, and the piece."""
-        left = len(self.jobs)
+        texts = [""] * len(self.answers)  # of the pieces that are not yielded yet
+        left = len(self.answers)
         while left:
             index, piece = await self._events.get()
             if isinstance(piece, BaseException):
                 raise RequestError(500, f"decoding has failed: {piece}") from piece
             if piece.ending == "cancelled":
                 raise RequestError(503, "the server is shutting down")
+            answer = self.answers[index]
+            text = answer.take(piece)
+            if self._score is not None:
+                texts[index] += text
+                if piece.ending is None:
+                    continue
+                text, piece = texts[index], Piece(answer.tokens, answer.logprobs, piece.ending)
+                try:
+                    answer.add_scores(
+                        await asyncio.to_thread(self._score, self._requests[index], answer.tokens)
+                    )
+                except Exception as error:
+                    raise RequestError(500, f"scoring has failed: {error}") from error
             left -= piece.ending is not None
-            text = self.answers[index].take(piece)
             if not left:
                 self._finished(self)
-            yield self.answers[index], text, piece
+            yield answer, text, piece
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.pieces():

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from drafters.base import Drafter
 from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
-from drafters.registry import DRAFTERS, make_drafters
+from drafters.registry import DRAFTERS, make_drafters, rehearse_drafters
 from rljax.config import (
     ExperimentConfig,
     MeshConfig,
@@ -33,6 +33,7 @@ from rljax.config import (
 )
 from rljax.config.cluster import ClusterConfig, check_with_workers
 from rljax.config.decoding import SpeculationConfig
+from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.invariance import Invariance
 from rljax.environments.task import environment_of
@@ -46,6 +47,8 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.cluster_worker import ClusterWorker
+from rljax.serving.programs import JoiningPrograms, compiling_lines
+from rljax.serving.scoring import Scorer, Scores
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem, Task
@@ -75,6 +78,8 @@ class Options:
         where the run uses this drafter, else with its defaults; "none" decodes without drafts.
       workers: number of rollout workers that decode; None decodes in this process.
       ray: address of the Ray cluster of the workers; None for the run's `cluster.address`.
+      compile: see `engine.compile`.
+      cache: directory that keeps compiled programs; "none" keeps none.
     """
 
     step: int | None = None
@@ -86,6 +91,8 @@ class Options:
     drafter: str | None = None
     workers: int | None = None
     ray: str | None = None
+    compile: str | None = None
+    cache: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,8 @@ class ServedPolicy:
       sampling: sampling distribution of requests that name none.
       worker: worker that decodes, not yet started. It holds the weights in the engine's dtype.
       drafters: names of the drafters in use.
+      scorer: scores finished responses; None where several devices decode.
+      programs: what is compiled in the background; None where nothing is.
       task: environment whose episodes requests are; None for none.
     """
 
@@ -108,6 +117,8 @@ class ServedPolicy:
     sampling: SamplingParams
     worker: EngineWorker | ClusterWorker
     drafters: tuple[str, ...]
+    scorer: Scorer | None
+    programs: JoiningPrograms | None = None
     task: Task | None = None
 
     @property
@@ -145,6 +156,12 @@ class ServedPolicy:
         self.worker.engine.check_sampling(requested)
         return requested
 
+    def score(self, request: Request, tokens: Sequence[int]) -> Scores:
+        """Scores a request's prompt and the response to it: a forward pass, which may be compiled first."""
+        sampling = self.sampling if request.sampling is None else request.sampling
+        ids = [*request.prompt_ids, *tokens]
+        return self.scorer.score(self.worker.params, ids, len(request.prompt_ids), sampling)
+
     def stop_strings(self, more: Sequence[str] = ()) -> tuple[str, ...]:
         """Returns the stop strings of the config, and further ones of a request."""
         return tuple(dict.fromkeys((*self.config.rollout.stop, *more)))
@@ -170,14 +187,15 @@ def open_policy(
       options: changes to the config.
       say: called with a line about each part that is loaded or left out.
       max_waiting, steps_per_sync: see `EngineWorker`.
-      compile_first: compile every program now, not at its first use. With drafters this is always done, since
-        the choice of drafts depends on measured times of passes.
+      compile_first: compile programs before they are used: all of them now, or with `engine.compile: behind`
+        those of the first request now and the others in a thread. False compiles each at its first use; with
+        drafters all are compiled now, since the choice of drafts depends on measured times of passes.
       plays: whether responses are episodes of the run's environment.
 
     Raises:
       UserError: the policy cannot be loaded, or not be decoded with these options.
     """
-    _check(options)
+    _check_drafter(options.drafter)
     saved = load_saved_policy(path, options.step)
     config = _config(saved, options, steps_per_sync, say)
     if config.engine.compilation_cache is not None:
@@ -212,10 +230,13 @@ def open_policy(
         f" {', '.join(drafters) or 'none'}"
     )
     worker: EngineWorker | ClusterWorker
+    programs = None
     if options.workers is None:
-        if compile_first or speculator is not None:  # the programs of all shapes that requests may need
-            say("compiling")
-            warm_up(scheduler, params, config, requests_join=True)
+        with compiling_lines(pool, say):
+            if compile_first and config.engine.compile == "behind" and mesh is None:
+                programs = _compile_behind(scheduler, params, config)
+            elif compile_first or speculator is not None:  # the programs of all shapes that requests may need
+                warm_up(scheduler, params, config, requests_join=True)
         worker = EngineWorker(
             engine,
             params,
@@ -230,7 +251,24 @@ def open_policy(
         worker = _cluster_worker(config, saved, scheduler, invariance, params, max_waiting, say)
     _report_untrained(drafters, say)
     tokenizer, vocab_size = saved.policy.tokenizer, saved.policy.config.vocab_size
-    return ServedPolicy(tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), task)
+    scorer = Scorer(engine) if mesh is None else None
+    return ServedPolicy(
+        tokenizer, vocab_size, config, engine.sampling, worker, tuple(drafters), scorer, programs, task
+    )
+
+
+def _compile_behind(scheduler: Scheduler, params: Params, config: ExperimentConfig) -> JoiningPrograms:
+    """Compiles what the first request needs, and begins with the rest in a thread: plain decoding, and what
+    drafts and verifies. Where drafters on the device follow the slots, their programs are compiled now.
+    """
+    engine, slots, prompt_length = scheduler.engine, scheduler.max_slots, config.rollout.max_prompt_length
+    thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
+    programs = JoiningPrograms(engine, params, thread, slots, prompt_length)
+    if scheduler.speculator is not None:
+        rehearse_drafters(config.speculation)
+        scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
+    thread.start()
+    return programs
 
 
 def _cluster_worker(
@@ -275,14 +313,7 @@ def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     return [tuple(tokens[end - length : end].tolist()) for end, length in zip(ends, lengths, strict=True)]
 
 
-def _check(options: Options) -> None:
-    if options.ray is not None and options.workers is None:
-        raise ConfigError("--ray: without --workers this process decodes; set how many there shall be")
-    for name in ("slots", "max_prompt_tokens", "max_tokens", "workers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
-    drafter = options.drafter
+def _check_drafter(drafter: str | None) -> None:
     if drafter not in (None, "none", *DRAFTERS) and ":" not in drafter:
         known = known_names(drafter, [*DRAFTERS, "none"])
         raise ConfigError(
@@ -302,6 +333,7 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     rollout = config.rollout.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
+    rollout = _fitting(rollout, options, saved.policy.config.max_positions, say)
     steps = max(steps_per_sync, config.engine.decode_steps_per_sync)
     # Under the other rules tokens would depend on the drafts, and so on earlier requests.
     engine = config.engine.model_copy(update={"verification": "coupled", "decode_steps_per_sync": steps})
@@ -309,6 +341,11 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
         engine = engine.model_copy(update={"max_slots": options.slots, "batch_buckets": None})
     if options.max_prompt_tokens is not None or options.max_tokens is not None:
         engine = engine.model_copy(update={"cache_buckets": None})
+    if options.compile is not None:
+        engine = engine.model_copy(update={"compile": options.compile})
+    if options.cache is not None:
+        cache = None if options.cache == "none" else options.cache
+        engine = engine.model_copy(update={"compilation_cache": cache})
     mesh = config.mesh
     if mesh.num_devices > jax.device_count():
         say(f"the run used {mesh.num_devices} devices; here is {jax.device_count()}: decoding on one")
@@ -320,17 +357,35 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     parts |= {"cluster": cluster}
     config = with_compute_dtype(config.model_copy(update=parts), jax.default_backend())
-    longest, most = rollout.max_prompt_length + rollout.max_response_length, saved.policy.config.max_positions
-    if longest > most:
-        raise ConfigError(
-            f"--max-prompt-tokens, --max-tokens: {rollout.max_prompt_length} +"
-            f" {rollout.max_response_length} are more than the {most} positions the policy is made for"
-        )
     try:
         sampling_params(config)
     except ValueError as error:
         raise ConfigError(f"--temperature, --top-p: {error}") from error
     return config
+
+
+def _fitting(rollout: RolloutConfig, options: Options, most: int, say: Say) -> RolloutConfig:
+    """Returns the section with lengths that fit into `most` positions together: a default gives way to what
+    an option sets, and two defaults share the positions.
+
+    Raises:
+      ConfigError: what options set does not fit.
+    """
+    prompt, response = rollout.max_prompt_length, rollout.max_response_length
+    if prompt + response <= most:
+        return rollout
+    if options.max_tokens is not None and options.max_prompt_tokens is None:
+        prompt = most - response
+    elif options.max_tokens is None:
+        prompt = prompt if options.max_prompt_tokens is not None else min(prompt, most // 2)
+        response = min(response, most - prompt)
+    if min(prompt, response) < 1 or prompt + response > most:
+        raise ConfigError(
+            f"--max-prompt-tokens, --max-tokens: {rollout.max_prompt_length} +"
+            f" {rollout.max_response_length} are more than the {most} positions the policy is made for"
+        )
+    say(f"prompts of up to {prompt} tokens, responses of up to {response}: the policy has {most} positions")
+    return rollout.model_copy(update={"max_prompt_length": prompt, "max_response_length": response})
 
 
 def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:

@@ -11,13 +11,20 @@ class PromptError(UserError):
     """A prompt that this policy cannot take."""
 
 
-def chat_ids(served: ServedPolicy, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the tokens of a chat, by the policy's template, up to the beginning of the answer."""
+def chat_ids(
+    served: ServedPolicy,
+    messages: Sequence[Mapping[str, Any]],
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Returns the tokens of a chat, by the policy's template, up to the beginning of the answer.
+    `template_args` are further variables of the template.
+    """
     if not served.tokenizer.has_chat_template:
         raise PromptError(
             "the policy has no chat template: give a plain prompt (generate.py --raw, /v1/completions)"
         )
-    return _checked(served, served.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    text = served.tokenizer.apply_chat_template(messages, **(template_args or {}))
+    return _checked(served, text, add_special_tokens=False)  # the template writes them
 
 
 def text_ids(served: ServedPolicy, text: str) -> list[int]:

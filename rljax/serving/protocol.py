@@ -4,12 +4,16 @@ Unsupported fields are refused with a reason, not ignored: a researcher who asks
 get samples without it.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
+MOST_ALTERNATIVES = 20
+"""Most alternatives to a token that a request may ask for."""
+_SET_HERE = ("messages", "add_generation_prompt")  # variables of the template that are no matter of arguments
 
 
 class RequestError(Exception):
@@ -72,6 +76,7 @@ class StreamOptions(_Strict):
 _Text = Annotated[str, Field(min_length=1)]
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 _Tokens = Annotated[int, Field(ge=1)]
+_Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
 class Body(_Strict):
@@ -125,6 +130,21 @@ class Body(_Strict):
         raise NotImplementedError
 
     @property
+    def alternatives(self) -> int:
+        """Number of the likeliest tokens that the request wants to see in the place of every token."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with the prompt."""
+        return False
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the request wants log-probabilities that decoding does not keep."""
+        return self.wants_logprobs and (self.alternatives > 0 or self.echoes)
+
+    @property
     def tokens_field(self) -> str:
         """Name of the field that limits the length of a response."""
         return "max_tokens"
@@ -142,26 +162,72 @@ class Body(_Strict):
             raise _unsupported("stream_options", "only a stream has any; set stream")
 
 
+def _only_text(kind: str) -> str:
+    if kind != "text":
+        raise ValueError(f"a part of type {_sayable(kind)[:40]!r}, and this policy reads text only")
+    return kind
+
+
 class TextPart(_Strict):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Annotated[str, AfterValidator(_only_text)]
     text: str
+
+
+class CalledFunction(_Strict):
+    """The function of a call; its arguments are JSON as the policy wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(_Strict):
+    """A call of a tool in an assistant's turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the call in the form of chat templates: with arguments as an object, if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            arguments = self.function.arguments
+        call = {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return call if self.id is None else {"id": self.id, **call}
 
 
 class Message(_Strict):
     """A turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | _List[TextPart]
+    content: str | _List[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[_List[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """Returns the message in the form of chat templates."""
-        content = self.content
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a turn of role {self.role} has tool_calls, which only an assistant makes")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing; only an assistant's turn with tool_calls may have none")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message in the form of chat templates; a content of null is empty text."""
+        content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        message = {"role": self.role, "content": content}
+        message |= {name: value for name, value in others.items() if value is not None}
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        return message | ({"tool_calls": calls} if calls else {})
 
 
 class ResponseFormat(_Strict):
@@ -171,13 +237,19 @@ class ResponseFormat(_Strict):
 
 
 class ChatBody(Body):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`.
+
+    Attributes:
+      chat_template_kwargs: further variables of the policy's chat template, such as enable_thinking; not part
+        of OpenAI's protocol.
+    """
 
     messages: Annotated[_List[Message], Field(min_length=1)]
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _Alternatives | None = None
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def tokens_field(self) -> str:
@@ -187,17 +259,25 @@ class ChatBody(Body):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
+
     def refuse_the_impossible(self) -> None:
         super().refuse_the_impossible()
-        if self.top_logprobs:
-            raise _unsupported("top_logprobs", "only the sampled token's is known; leave it out, or 0")
+        if self.top_logprobs and not self.logprobs:
+            raise _unsupported("top_logprobs", "it is part of logprobs; set logprobs to true")
+        for name in _SET_HERE:
+            if name in (self.chat_template_kwargs or {}):
+                raise _unsupported("chat_template_kwargs", f"{name} is set by the server; leave it out")
 
 
 class CompletionBody(Body):
     """`/v1/completions`."""
 
     prompt: str | _List[int] | _List[str] | _List[_List[int]]
-    logprobs: int | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: _Alternatives | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -212,12 +292,18 @@ class CompletionBody(Body):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
     def refuse_the_impossible(self) -> None:
         super().refuse_the_impossible()
-        if self.logprobs:
-            raise _unsupported("logprobs", "only the sampled token's is known; set 0")
-        if self.echo:
-            raise _unsupported("echo", "prompts are not repeated; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise _unsupported("max_tokens", "0 asks for nothing; set echo, or at least 1")
         if self.best_of not in (None, self.choices):
             raise _unsupported("best_of", "nothing is ranked; leave it out")
         if self.suffix is not None:
@@ -233,11 +319,17 @@ def parse(kind: type[Body], content: Any) -> Body:
     try:
         body = kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = errors[0]
         branches = ("str", "constrained-str")  # of unions; branches that are lists end in a bracket
+        if first["loc"][-1] in branches:  # the branch that got furthest says more than that it is no text
+            union = first["loc"][:-1]
+            of_union = [each for each in errors if each["loc"][: len(union)] == union]
+            first = max(of_union, key=lambda each: len(each["loc"]))
         parts = [str(part) for part in first["loc"] if part not in branches]
         field = ".".join(part for part in parts if not part.endswith("]"))
-        reason = "this server does not know it" if first["type"] == "extra_forbidden" else first["msg"]
+        reason = first["msg"].removeprefix("Value error, ")
+        reason = "this server does not know it" if first["type"] == "extra_forbidden" else reason
         raise RequestError(400, f"{field}: {reason}", str(first["loc"][0])) from error
     body.refuse_the_impossible()
     return body

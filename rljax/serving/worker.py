@@ -184,6 +184,11 @@ class EngineWorker:
         """Counts of all decoding."""
         return self.loop.statistics
 
+    @property
+    def params(self) -> Params:
+        """The weights that decode now."""
+        return self.loop.params
+
     # -- from other threads ----------------------------------------------------------------------------------
 
     def start(self) -> None:

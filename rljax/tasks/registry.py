@@ -1,6 +1,7 @@
 """Makes a config's task by name, and checks its arguments before anything expensive starts."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rljax.config import ExperimentConfig, RewardConfig, TaskConfig
@@ -41,11 +42,40 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
     Raises:
       ConfigError: an unknown name or argument (with the nearest known one), or a value the task cannot take.
     """
+    _check_names(name, args)
+    return TASKS[name](seed=seed, **args)
+
+
+def check_names(config: TaskConfig) -> None:
+    """Checks the names of a config's tasks and of their arguments, as `configured_task` does, without reading
+    data: a command does so before it imports JAX.
+    """
+    if config.mixture:
+        for number, item in enumerate(config.mixture):
+            with _named_in_mixture(number):
+                _check_names(item.name, item.args)
+    elif not is_environment(config.name):
+        _check_names(config.name, config.args)
+    elif config.name in (known := ENVIRONMENTS | ADAPTERS):
+        check_arguments(config.name, known[config.name], config.args)
+
+
+def _check_names(name: str, args: Mapping[str, Any]) -> None:
     if name not in TASKS:
         known = [*TASKS, *ENVIRONMENTS, *ADAPTERS, "mixture"]
         raise ConfigError(f"task.name: unknown task {name!r}; {known_names(name, known)}")
     check_arguments(name, TASKS[name], args)
-    return TASKS[name](seed=seed, **args)
+
+
+@contextlib.contextmanager
+def _named_in_mixture(number: int) -> Iterator[None]:
+    """Names the keys of a mixture in errors that name those of a task alone."""
+    key = f"task.mixture.{number}"
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error).replace("task.name:", f"{key}.name:").replace("task.args", f"{key}.args")
+        raise ConfigError(message) from error
 
 
 def configured_task(config: TaskConfig, seed: int, report: Report = print, judged: bool = True) -> Task:
@@ -116,12 +146,8 @@ def _part(config: TaskConfig, number: int, seed: int, report: Report) -> Task:
             "rewards": item.rewards or config.rewards,
         }
     )
-    try:
+    with _named_in_mixture(number):
         task = make_task(item.name, seed, **item.args)
-    except ConfigError as error:  # names the keys of a task outside a mixture
-        raise ConfigError(
-            str(error).replace("task.name:", f"{key}.name:").replace("task.args", f"{key}.args")
-        ) from error
     return _rewarded(task, part_config, report, f"{key}.rewards" if item.rewards else "task.rewards")
 
 

@@ -9,7 +9,6 @@ from rljax.errors import Interrupted
 from rljax.run_directory import RunDirectory
 from rljax.tracking import mlflow, weights_and_biases
 from rljax.tracking.mlflow import MLflow
-from rljax.tracking.tensorboard import TensorBoard
 from rljax.tracking.weights_and_biases import WeightsAndBiases
 
 
@@ -52,7 +51,7 @@ class Trackers:
         config, directory = self._config, self._directory
         if not directory.writes:
             return
-        self._guarded("TensorBoard", lambda: self._open("TensorBoard", TensorBoard(directory)))
+        self._guarded("TensorBoard", lambda: self._open("TensorBoard", _tensorboard(directory)))
         if config.tracking.mode != "disabled":
             name = "Weights & Biases"
             self._guarded(name, lambda: self._open(name, WeightsAndBiases(config, directory)))
@@ -84,3 +83,10 @@ class Trackers:
             self._trackers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             self._say(f"warning: {name} failed, the run goes on without it: {reason}")
+
+
+def _tensorboard(directory: RunDirectory) -> Tracker:
+    """tensorboardX imports PyTorch where that is installed, which takes seconds: not before it is needed."""
+    from rljax.tracking.tensorboard import TensorBoard
+
+    return TensorBoard(directory)

@@ -23,7 +23,7 @@ from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.lora import Adapter, Lora
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, param_shapes
-from rljax.run_directory import RunDirectory
+from rljax.run_directory import RunDirectory, check_holds_policy, is_run
 from rljax.training.adapter import (
     BASE_DIGEST,
     base_path,
@@ -93,24 +93,12 @@ def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> 
         file cannot be read.
     """
     path = Path(path)
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give a run directory or a Hugging Face model directory")
+    check_holds_policy(path)
     if is_run(path):
         return _from_run(path, step)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} is neither a run (no config.yaml) nor a Hugging Face model directory (no config.json)"
-            + _nearby(path)
-        )
     if step is not None:
         raise CheckpointError(f"{path} is a Hugging Face directory, which has no steps, so no step {step}")
     return _from_huggingface(path)
-
-
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is a run's, which contains its config."""
-    return (Path(path) / "config.yaml").is_file()
 
 
 def run_config(path: str | os.PathLike[str]) -> ExperimentConfig:
@@ -201,13 +189,3 @@ def _from_huggingface(path: Path) -> SavedPolicy:
     config, *others = checkpoint_parts(path)
     params = load_params(path, config, dtype="float32")
     return SavedPolicy(path, Policy(config, params, *others), None, None)
-
-
-def _nearby(path: Path) -> str:
-    """Returns a hint for an error message if a parent directory is a run: its checkpoints are often given
-    instead.
-    """
-    for parent in path.resolve().parents[:2]:
-        if is_run(parent):
-            return f"; the run is {parent}, and --step chooses a checkpoint"
-    return ""

@@ -16,7 +16,7 @@ from rljax.config.changes import Change
 from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
-from rljax.errors import Interrupted
+from rljax.errors import ClusterError, Interrupted
 from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
@@ -69,6 +69,11 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                     training = TrainingRun(config, directory, checkpoints, progress, start, stop, cluster)
                     with training.trackers, contextlib.closing(training), processes.ended_by_others():
                         train(training, allow_changes)
+        except ClusterError as error:
+            step = checkpoints.latest_step()
+            if step is None:
+                raise
+            raise ClusterError(f"{error}; step {step} is saved, and the run goes on from there") from error
         except KeyboardInterrupt:
             if stop.signal is None:
                 raise

@@ -111,7 +111,9 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
                 fabric.silence(name)
             fabric.spawn = lambda name: None
 
-    with pytest.raises(ClusterError, match=r"^cluster.patience_seconds: no worker has been there for 3"):
+    with pytest.raises(
+        ClusterError, match=r"^cluster.patience_seconds: no worker has been there for 3"
+    ) as end:
         local_run(
             world,
             "lost",
@@ -120,6 +122,7 @@ def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
             "checkpoint.every=0",
             interfere=interfere,
         )
+    assert str(end.value).endswith("; step 1 is saved, and the run goes on from there")
     resumed, _ = local_run(world, "lost", monkeypatch, resumes=True)
     assert not differences(alone, resumed)
 

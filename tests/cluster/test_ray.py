@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+import types
 
 import pytest
 
@@ -215,3 +216,46 @@ def test_an_address_where_something_else_answers(no_ray, monkeypatch):
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ClusterError, match=rf"{address} is no Ray cluster that this version can join"):
             ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=1.0), print)
+
+
+class WithoutProcesses:
+    """What a fabric needs of Ray to exist, where `head` is the address of its head."""
+
+    def __init__(self, head):
+        self.head = head
+        self.remote = lambda **options: lambda kind: kind
+        self.method = lambda **options: lambda function: function
+
+    def get_runtime_context(self):
+        return types.SimpleNamespace(gcs_address=self.head)
+
+    def shutdown(self):
+        pytest.fail("it would wait for the head")
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
+    """Not before it has been silent for a while, and Ray is asked for nothing any more."""
+    now = iter(range(0, 1000, 3))
+    clock = types.SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None)
+    monkeypatch.setattr(ray_fabric, "time", clock)
+    at_exit = []
+    monkeypatch.setattr(
+        ray_fabric, "atexit", types.SimpleNamespace(register=at_exit.append, unregister=at_exit.append)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        ray = WithoutProcesses(f"127.0.0.1:{head.getsockname()[1]}")
+        fabric = ray_fabric.RayFabric(ray, ClusterConfig(workers=1, address=address), owns=True)
+        for _ in range(20):
+            assert fabric.receive(0.0) == []
+    assert fabric.receive(0.0) == []
+    with pytest.raises(ClusterError) as lost:
+        for _ in range(20):
+            fabric.receive(0.0)
+    said = str(lost.value)
+    assert (
+        said.startswith(f"cluster: the head of the Ray cluster, {ray.head}, has ended (") and "\n" not in said
+    )
+    assert said.endswith(" run the same command again") and ("start Ray there again" in said) == bool(address)
+    fabric.close()
+    assert at_exit == [ray.shutdown, ray_fabric._leave]  # in the place of what Ray does at the end

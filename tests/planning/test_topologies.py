@@ -1,6 +1,8 @@
 """Names of topologies, and the one line for each that is wrong."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -54,5 +56,11 @@ def test_a_slice_that_does_not_exist():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_one_chip_is_the_first_of_a_host():
-    assert len(compile_devices(parse_topology("v5e:1x1"))) == 1
+def test_one_chip_is_the_first_of_a_host_and_its_compiler_says_nothing():
+    """In a process of its own: the library speaks when it is loaded."""
+    code = (
+        "from rljax.planning.topologies import compile_devices, parse_topology\n"
+        "print(*[len(compile_devices(parse_topology(f'v5e:{shape}'))) for shape in ('1x1', '2x4')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("1 8\n", "")

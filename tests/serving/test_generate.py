@@ -3,21 +3,27 @@
 import io
 import json
 import os
+import queue
 import sys
 import threading
 import time
 import types
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter
-from rljax.config.decoding import SpeculationConfig
+from rljax.commands.generate import _speed
+from rljax.config.decoding import RolloutConfig, SpeculationConfig
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.tokenizer import Tokenizer
 from rljax.rollout.decode_loop import DecodeLoop
 from rljax.serving import policy as serving_policy
+from rljax.serving.programs import compiling_lines
 from rljax.serving.prompts import chat_ids, text_ids
 from rljax.speculation import speculator as speculation
 from rljax.training.saved_policy import load_saved_policy
@@ -60,6 +66,7 @@ def test_the_prompt_comes_as_an_argument_a_file_or_standard_input(generate, run,
     status, text, said = generate(run, PROMPT, "--seed", 3)
     assert status == 0 and len(text) > 2
     assert "tokens/s" in said and "accept length 1.00" in said and "ended by" in said
+    assert " s for compiling " in said and said.startswith(f"loading {run}\n")
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     tokens = [int(token) for token in generate(run, "--file", file, "--seed", 3, "--tokens")[1].split()]
@@ -177,6 +184,8 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 1," in said
     assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
+    shrunk = generate(path, PROMPT, "--tokens", *lengths[2:])  # the default for prompts would not fit
+    assert shrunk[1] == text and "prompts of up to " in shrunk[2]
     generation_config = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     (path / "generation_config.json").write_text(json.dumps(generation_config))
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
@@ -198,6 +207,8 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
         (["RUN", PROMPT, "--temperature", "nan"], "--temperature"),
         (["RUN", PROMPT, "--top-p", "0"], "--top-p"),
         (["RUN", PROMPT, "--max-tokens", "0"], "--max-tokens"),
+        (["RUN", PROMPT, "--workers", "0"], "--workers: 0, expected at least 1"),
+        (["RUN", PROMPT, "--ray", "auto"], "--ray: without --workers"),
         (["RUN", PROMPT, "--max-tokens", "5000"], "positions"),
         (["RUN", PROMPT, "--drafter", "sart"], "srt"),
         (["RUN", PROMPT, "--drafter", "nowhere:Nobody"], "--drafter: nowhere:Nobody: importing it raised"),
@@ -209,6 +220,46 @@ def test_mistakes_are_one_line(generate, run, arguments, said):
     assert (status, text) == (2, "")
     assert error.startswith("error: ") or error.splitlines()[-1].startswith("error: ")
     assert said in error.splitlines()[-1]
+
+
+def test_a_length_that_is_not_set_fits_beside_one_that_is():
+    said = []
+    lengths = lambda **options: [  # noqa: E731
+        getattr(serving_policy._fitting(rollout, serving_policy.Options(**options), 256, said.append), name)
+        for name in ("max_prompt_length", "max_response_length")
+    ]
+    rollout = RolloutConfig(max_prompt_length=200, max_response_length=56)
+    assert lengths() == [200, 56] and said == []
+    rollout = RolloutConfig(max_prompt_length=256, max_response_length=16)  # set by --max-tokens
+    assert lengths(max_tokens=16) == [240, 16] and "responses of up to 16" in said[0]
+    rollout = RolloutConfig(max_prompt_length=200, max_response_length=512)
+    assert lengths(max_prompt_tokens=200) == [200, 56] and lengths() == [128, 128]
+    for options in ({"max_prompt_tokens": 200, "max_tokens": 512}, {"max_tokens": 512}):
+        with pytest.raises(ConfigError, match="more than the 256 positions"):
+            lengths(**options)
+
+
+def test_the_speed_leaves_compiling_out():
+    """And says how long that took."""
+    assert (
+        _speed(73, 46.91, 9, 45.7)
+        == "73 tokens in 1.21 s beside 45.70 s for compiling 9 programs, 60.3 tokens/s"
+    )
+    assert _speed(73, 1.25, 0, 0.0) == "73 tokens in 1.25 s, 58.4 tokens/s"
+
+
+def test_compiling_is_said_while_it_goes_on():
+    said, pool = queue.SimpleQueue(), ExecutablePool()
+    pool._programs["before"] = len
+    with compiling_lines(pool, said.put, seconds=0.001):
+        pool._programs["first"] = len
+        pool._under_way["second"] = Future()
+        assert said.get(timeout=20).startswith("compiling: 1 program in ")
+        del pool._under_way["second"]
+    quiet = queue.SimpleQueue()
+    with compiling_lines(pool, quiet.put, seconds=0.001):
+        time.sleep(0.02)
+    assert quiet.empty()
 
 
 def test_how_a_run_is_decoded(run):

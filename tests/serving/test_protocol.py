@@ -8,6 +8,7 @@ from rljax.serving.protocol import ChatBody, CompletionBody, RequestError, parse
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 BAD = [
     (CHAT, {"messages": []}, "messages"),
@@ -37,7 +38,12 @@ BAD = [
     (CHAT, {"top_p": 1.1}, "top_p"),
     (CHAT, {"top_k": -1}, "top_k"),
     (CHAT, {"min_p": -0.1}, "min_p"),
-    (CHAT, {"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"top_logprobs": 5}, "top_logprobs"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "content": None}]}, "messages"),
     (CHAT, {"presence_penalty": "some"}, "presence_penalty"),
     (CHAT, {"logit_bias": {"1": 5}}, "logit_bias"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -47,8 +53,8 @@ BAD = [
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": {"text": "x"}}, "prompt"),
     (TEXT, {"prompt": ["x", 1]}, "prompt"),
-    (TEXT, {"logprobs": 5}, "logprobs"),
-    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"logprobs": 21}, "logprobs"),
+    (TEXT, {"max_tokens": 0}, "max_tokens"),
     (TEXT, {"best_of": 4}, "best_of"),
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"messages": []}, "messages"),
@@ -103,6 +109,30 @@ def test_null_asks_for_nothing():
     answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     body = parse(ChatBody, CHAT | {"tools": None, "messages": [*CHAT["messages"], answer]})
     assert body.messages[1].for_template() == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "arguments, shown", [('{"a": 1}', {"a": 1}), ("", {}), ("{broken", "{broken"), ("[1]", "[1]")]
+)
+def test_a_turn_of_calls_needs_no_content(arguments, shown):
+    """Templates get arguments as an object; what the policy wrote is kept where it is none."""
+    call = CALL | {"function": {"name": "add", "arguments": arguments}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "2", "tool_call_id": "c1"}]
+    body = parse(ChatBody, CHAT | {"messages": [*CHAT["messages"], *turns]})
+    written = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": shown}}
+    assert body.messages[1].for_template() == {"role": "assistant", "content": "", "tool_calls": [written]}
+    assert body.messages[2].for_template() == turns[1]
+
+
+def test_an_image_is_refused_in_one_clear_line():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    parts = [{"type": "text", "text": "what is this?"}, image]
+    with pytest.raises(RequestError) as refused:
+        parse(ChatBody, CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert refused.value.message == (
+        "messages.0.content.1.type: a part of type 'image_url', and this policy reads text only"
+    )
 
 
 MANY = 20_000

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+from rljax.commands import serve as serve_command
 from rljax.commands.serve import _bind
 from rljax.errors import ConfigError, PolicyError
 from rljax.serving import app, policy
@@ -36,6 +36,10 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
             "served",
             "--slots",
             "2",
+            "--cache",
+            str(tmp_path / "cache"),
+            "--compile",
+            "behind",
         ],
         env=os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"},
         stderr=subprocess.PIPE,
@@ -62,8 +66,10 @@ def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
             for choice in event.choices:
                 texts[choice.index] += choice.delta.content or ""
         assert texts == [choice.message.content for choice in whole]
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        said = "".join(lines) + process.stderr.read()
         assert process.wait(60) == 0
+        assert said.startswith(f"loading {run}\n") and "more shapes are compiled meanwhile\n" in said
+        assert any((tmp_path / "cache").iterdir())
         with pytest.raises(openai.APIConnectionError):
             ask(1)
     finally:
@@ -75,6 +81,7 @@ class Served:
 
     def __init__(self, error=None):
         self.error = error
+        self.programs = None
         self.worker = types.SimpleNamespace(
             start=lambda: None, wait=lambda: error, close=lambda drain: True, error=error
         )
@@ -86,6 +93,7 @@ def serve(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def serve(run, served, opening=lambda: None):
+        monkeypatch.setattr(serve_command, "check_policy_options", lambda arguments: None)
         monkeypatch.setattr(policy, "open_policy", lambda *_: (opening(), served)[1])
         monkeypatch.setattr(app, "make_app", lambda *_: None)
         monkeypatch.setattr(uvicorn.Server, "run", run)

@@ -2,27 +2,35 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import functools
 import itertools
 import json
 import shutil
 import socket
 import threading
 import time
+import types
 
 import httpx2
 import jax
 import numpy as np
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageToolCall
 
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import HeadConfig, init_head
 from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.small_model import SmallModelDrafter
+from rljax.engine.background import CompilerThread
+from rljax.engine.buckets import make_buckets
+from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
+from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.training.saved_policy import load_saved_policy
@@ -31,6 +39,7 @@ from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import MODEL, SLOTS, client_of, make_run, serving
 
 QUESTION = [{"role": "user", "content": "47a5b8="}]
+NOTHING = types.SimpleNamespace(content=[])
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +206,146 @@ def test_logprobs_are_those_of_the_tokens(client, server):
     ] == text.logprobs.token_logprobs
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9}])
+def test_alternatives_are_of_the_distribution_that_sampled(client, settings):
+    """The sampled token has among them the very logprob that decoding gave it."""
+    content = chat(client, 2, logprobs=True, top_logprobs=20, **settings).choices[0].logprobs.content
+    plain = chat(client, 2, logprobs=True, **settings).choices[0].logprobs.content
+    assert [each.logprob for each in content] == [each.logprob for each in plain]
+    found = 0
+    for token in content:
+        logprobs = [other.logprob for other in token.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True) and sum(map(np.exp, logprobs)) <= 1 + 1e-5
+        assert token.logprob <= logprobs[0]
+        found += (token.token, token.logprob) in [
+            (other.token, other.logprob) for other in token.top_logprobs
+        ]
+    assert found > 2
+    few = chat(client, 2, logprobs=True, top_logprobs=3, stream=True, **settings)
+    few = [token for event in few for token in (event.choices[0].logprobs or NOTHING).content]
+    assert [token.top_logprobs for token in few] == [token.top_logprobs[:3] for token in content]
+
+
+class Recording:
+    """A pool that notes what it is asked to compile."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def get(self, key, function, args, donate_argnums=()):
+        self.keys.add(key)
+
+    def in_background(self):
+        return contextlib.nullcontext()
+
+
+def test_a_server_compiles_in_the_background_what_requests_need(client, server, monkeypatch):
+    """Every program of plain decoding that requests have used; in a larger one, also the moves of states."""
+    worker = server[1].worker
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(chat, client, seed, n=1 + seed % 3) for seed in range(4)]
+        assert [len(each.result().choices) for each in asked] == [1, 2, 3, 1]
+    engine, recording = worker.engine, Recording()
+    used = {key for key in engine.pool._programs if key[0] != "score"}
+    monkeypatch.setattr(engine, "pool", recording)
+
+    def programs_of(engine, slots):
+        thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
+        return JoiningPrograms(engine, worker.params, thread, slots, server[1].max_prompt_tokens)
+
+    assert programs_of(engine, SLOTS).wait() and used <= recording.keys
+    larger = DecodeEngine(
+        engine.config,
+        engine.numerics,
+        engine.sampling,
+        make_buckets(8, 300, True),
+        engine.eos_token_ids,
+        pool=(more := Recording()),
+    )
+    programs = programs_of(larger, 8)
+    first = {key[:3] for key in more.keys}
+    assert {key[0] for key in first} >= {"prefill", "insert", "generate", "free"}
+    assert programs.left == 3 * 4 - 1 and ("generate", 2, 128) in first and ("generate", 8, 128) not in first
+    assert programs.wait() and programs.left == 0
+    made = {key[:4] for key in more.keys}
+    for length in (128, 192, 256, 512):
+        assert {("widen", 2, 4, length), ("widen", 4, 8, length)} <= made
+        assert {("compact", 4, 2, length), ("compact", 8, 4, length)} <= made
+        assert {("generate", batch, length) for batch in (2, 4, 8)} <= {key[:3] for key in made}
+    assert {("grow", 4, 128, 192), ("grow", 8, 192, 256), ("grow", 2, 256, 512)} <= made
+
+
+def test_what_filters_exclude_is_no_alternative(client):
+    more = {"extra_body": {"top_k": 4}, "temperature": 0.5, "logprobs": True, "top_logprobs": 20}
+    for token in chat(client, 3, **more).choices[0].logprobs.content:
+        assert len(token.top_logprobs) == 4
+        assert sum(np.exp(other.logprob) for other in token.top_logprobs) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_alternatives_to_a_greedy_token_are_those_of_the_policy(client):
+    """Where it has probability 1, all others would have none."""
+    content = chat(client, 3, temperature=0, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    for token in content:
+        assert token.logprob == token.top_logprobs[0].logprob < 0 and len(token.top_logprobs) == 2
+        assert token.token == token.top_logprobs[0].token
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_decoding(client, server):
+    """What was sampled at temperature 1 has the same logprobs, bit by bit, when it comes back as a prompt."""
+    complete = functools.partial(
+        client.completions.create, model=MODEL, seed=6, temperature=1, extra_body={"return_token_ids": True}
+    )
+    prompt = server[1].tokenizer.encode("12a3=")
+    sampled = complete(prompt=prompt, logprobs=0, max_tokens=20).choices[0]
+    whole = complete(prompt=prompt, logprobs=2, max_tokens=20, echo=True).choices[0]
+    known = complete(prompt=prompt + sampled.token_ids, logprobs=2, max_tokens=0, echo=True)
+    assert known.usage.completion_tokens == 0 and known.choices[0].finish_reason == "length"
+    known = known.choices[0]
+    assert known.text == whole.text == "12a3=" + sampled.text
+    assert known.logprobs == whole.logprobs
+    assert known.logprobs.token_logprobs[0] is known.logprobs.top_logprobs[0] is None
+    assert known.logprobs.token_logprobs[len(prompt) :] == sampled.logprobs.token_logprobs
+    for token, logprob, others in zip(
+        known.logprobs.tokens[1:],
+        known.logprobs.token_logprobs[1:],
+        known.logprobs.top_logprobs[1:],
+        strict=True,
+    ):
+        # Parts of characters have one text, under which the likeliest is shown.
+        assert others[token] == logprob or "\N{REPLACEMENT CHARACTER}" in token
+        assert 1 <= len(others) <= 3
+    cold = complete(prompt=prompt + sampled.token_ids, temperature=0.5, logprobs=0, max_tokens=0, echo=True)
+    assert cold.choices[0].logprobs.token_logprobs == known.logprobs.token_logprobs
+    offsets = known.logprobs.text_offset
+    assert offsets[: len(prompt)] == [0, 1, 2, 3, 4] and offsets[len(prompt)] == len("12a3=")
+    streamed = list(complete(prompt=prompt, logprobs=2, max_tokens=20, echo=True, stream=True))
+    assert "".join(event.choices[0].text for event in streamed) == whole.text
+    assert [event.choices[0].logprobs for event in streamed if event.choices[0].logprobs] == [whole.logprobs]
+
+
+def test_a_conversation_with_calls_goes_to_the_template(client, server, monkeypatch):
+    """With the objects that OpenAI's client has made of an answer, and further variables."""
+    rendered = []
+    monkeypatch.setattr(
+        server[1].tokenizer,
+        "apply_chat_template",
+        lambda *turns, **more: rendered.append((turns, more)) or "1",
+    )
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = ChatCompletionMessageToolCall(id="c1", type="function", function=function)
+    turn = ChatCompletionMessage(role="assistant", content=None, tool_calls=[call])
+    messages = [*QUESTION, turn, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=1, extra_body=more
+    ).choices
+    ((turns, variables),) = rendered
+    assert variables == {"enable_thinking": False}
+    written = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert turns[0][1] == {"role": "assistant", "content": "", "tool_calls": [written]}
+    assert turns[0][2] == messages[2]
+
+
 def test_without_a_seed_every_request_is_its_own(client):
     assert len({chat(client, None).choices[0].message.content for _ in range(3)}) == 3
     same = client.completions.create(model=MODEL, prompt=["12a3="] * 3).choices
@@ -291,7 +440,7 @@ BAD = [
     ("an unknown role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
     ("a key that is not known", {"tools": []}, 400, "tools"),
     ("a penalty", {"frequency_penalty": 1}, 400, "frequency_penalty"),
-    ("likely tokens", {"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+    ("likely tokens", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ("no samples", {"n": 0}, 400, "n:"),
     ("an empty stop string", {"stop": [""]}, 400, "stop"),
     ("text for a number", {"seed": "one"}, 400, "seed"),
