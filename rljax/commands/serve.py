@@ -136,8 +136,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _say_compiled(programs: "JoiningPrograms", pool: "ExecutablePool", say: Callable[[str], None]) -> None:
     """Says what is compiled beside answering, and when that is done."""
-    if programs.left:
-        say(f"programs of {programs.left} more shapes are compiled meanwhile")
+    left = programs.left
+    if left:
+        say(f"compiled meanwhile: the programs of {left} more shape{'' if left == 1 else 's'}")
         if not programs.wait():
             return
     say(f"everything is compiled: {len(pool)} programs, {pool.loaded} of them from disk")
