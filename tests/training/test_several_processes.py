@@ -159,35 +159,37 @@ def test_rollout_workers_decode_for_two_processes(one, tmp_path):
     assert all(line["speculation/history_tokens"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path, killed):
-    steps = 8
+def test_the_end_of_one_process_ends_all_and_the_same_command_goes_on(tmp_path):
+    """A signal stops all after the same step; who is killed, the first or another, ends the others."""
+    steps = 12
     overrides = ("mesh.data=2", "warm_start=null", "evaluation.problems=0", f"training.steps={steps}")
-    saved = tmp_path / "run" / "checkpoints" / "1" / "checkpoint.json"
-    with _processes(tmp_path, 2, *overrides) as started:
-        deadline = time.monotonic() + PATIENCE
-        while not saved.exists() and time.monotonic() < deadline:
-            assert all(process.poll() is None for process in started), _output(tmp_path, 0)
-            time.sleep(0.01)
-        os.kill(started[killed].pid, signal.SIGKILL)
-        assert started[1 - killed].wait(PATIENCE) == 2
-    errors = [line for line in _output(tmp_path, 1 - killed).splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "has ended" in errors[0] and "same command" in errors[0]
+
+    def newest():
+        saved = tmp_path.glob("run/checkpoints/*/checkpoint.json")
+        return max((int(seal.parent.name) for seal in saved), default=0)
+
+    @contextlib.contextmanager
+    def past_a_checkpoint():
+        before, deadline = newest(), time.monotonic() + PATIENCE
+        with _processes(tmp_path, 2, *overrides) as started:
+            while newest() == before and time.monotonic() < deadline:
+                assert all(process.poll() is None for process in started), _output(tmp_path, 0)
+                time.sleep(0.01)
+            yield started
+
+    with past_a_checkpoint() as started:
+        started[1].terminate()
+        assert [process.wait(PATIENCE) for process in started] == [128 + signal.SIGTERM] * 2
+    assert "which is saved" in _output(tmp_path, 0)
+    for killed in (1, 0):
+        with past_a_checkpoint() as started:
+            os.kill(started[killed].pid, signal.SIGKILL)
+            assert started[1 - killed].wait(PATIENCE) == 2
+        errors = [line for line in _output(tmp_path, 1 - killed).splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "has ended" in errors[0] and "same command" in errors[0]
     lines = _train(tmp_path, 2, *overrides)
     assert [line["step"] for line in lines] == list(range(steps + 1))
     assert "resumed from step" in _output(tmp_path, 0)
     sessions = (tmp_path / "run" / "sessions.jsonl").read_text().splitlines()
-    assert len(sessions) == 2 and json.loads(sessions[1])["step"] > 0
-
-
-def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
-    overrides = ("mesh.data=2", "warm_start=null", "evaluation.problems=0", "training.steps=1000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with _processes(tmp_path, 2, *overrides) as started:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and not (metrics.exists() and b'"step": 1' in metrics.read_bytes()):
-            assert all(process.poll() is None for process in started), _output(tmp_path, 0)
-            time.sleep(0.01)
-        started[1].terminate()
-        assert [process.wait(PATIENCE) for process in started] == [128 + signal.SIGTERM] * 2
-    assert "which is saved" in _output(tmp_path, 0)
+    resumed = [json.loads(session)["step"] for session in sessions]
+    assert len(resumed) == 4 and 0 == resumed[0] < resumed[1] < resumed[2] < resumed[3]
