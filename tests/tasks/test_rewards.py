@@ -295,10 +295,12 @@ def test_coroutine_functions_run_together_and_return_parts(make):
 
 
 def test_a_function_of_a_file_by_its_path(make, tmp_path, monkeypatch):
-    (tmp_path / "myrew.py").write_text("from beside import VALUE\ndef f(response): return VALUE\n")
-    (tmp_path / "beside.py").write_text("VALUE = 0.25\n")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "myrew.py").write_text("from beside import VALUE\ndef f(response): return VALUE\n")
+    (folder / "beside.py").write_text("VALUE = 0.25\n")
     monkeypatch.chdir(tmp_path)
-    task = make({"name": "./myrew.py:f"}, {"name": f"{tmp_path}/myrew.py:f", "label": "same"})
+    task = make({"name": "./mine/myrew.py:f"}, {"name": f"{folder}/myrew.py:f", "label": "same"})
     parts = task.reward(task.problem("train", 0), "x")
     assert (parts["f"], parts["same"]) == (0.25, 0.25)
 
