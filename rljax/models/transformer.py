@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from rljax import target
 from rljax.models.config import ModelConfig
 from rljax.models.linear import linear, product
 from rljax.models.outlining import traced_once
@@ -212,7 +213,12 @@ def forward_with_residuals(
             layer, x = gathered.layer(layer, x)
         return decoder_layer(layer, cache, x, angles, attention, config, numerics)
 
-    run = traced_once(run, remat, numerics.outline_layers)
+    # A CPU rounds bfloat16 otherwise where it inlines a function than where layers are written out.
+    written_out = numerics.compute_dtype == "bfloat16" and target.platform() == "cpu"
+    if numerics.outline_layers or not written_out:
+        run = traced_once(run, remat, numerics.outline_layers)
+    elif remat:
+        run = jax.checkpoint(run)
     caches = [None] * len(params["layers"]) if caches is None else caches
     for layer, cache in zip(params["layers"], caches, strict=True):
         x, kept_here = run(layer, cache, x)

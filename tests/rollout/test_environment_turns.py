@@ -239,7 +239,7 @@ def test_stop_strings_end_turns(engine, params, requests):
 def test_a_failure_costs_the_episode_its_reward(engine, params, requests, expected):
     task = Echo(fails=lambda problem: "errors" if int(problem.id) % 2 else None)
     completions, _ = Scheduler(engine, SLOTS, tools=make_use(task)).run(params, requests)
-    rewards = episode_rewards(completions)
+    rewards = episode_rewards(completions, declines=lambda kind: False)
     for number, (reward, own) in enumerate(zip(rewards, expected, strict=True)):
         failed = number % 2 and bool(own.rewards)
         assert reward["reward"] == (0.0 if failed else sum(own.rewards))
