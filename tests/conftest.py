@@ -1,20 +1,20 @@
-"""Strict JAX for every test: no silent rank or dtype promotion. And no process with too many programs.
+"""Two tiers, one store of compiled programs, and strict JAX: no silent rank or dtype promotion.
 
-Many tests compile the same programs, in this process or in others: JAX keeps them in one directory as long as
-the tests run, which then take half the time. Tiny runs keep theirs there, too, and find them without tracing
-(`tests/training/tiny_run.py`).
+`pytest` runs every mechanism; `pytest --all` adds the tests marked `long`. Most of the time is compiling, and
+many tests compile the same programs, in this process or in others: JAX keeps them in `cache/tests`, where the
+next run of the tests finds them, too. Tiny runs keep theirs there and find them without tracing
+(`tests/training/tiny_run.py`). To begin without any, delete the directory.
 """
 
 import gc
 import os
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
-_COMPILED = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else ours is a worker, or somebody has one already
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED = tempfile.mkdtemp(prefix="rljax-tests-")
+_PROGRAMS = Path(__file__).parent.parent / "cache" / "tests"
+_MOST_BYTES = 4 << 30
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else somebody has chosen one
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
 
 import jax  # noqa: E402  (it reads these variables)
@@ -24,13 +24,33 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def pytest_unconfigure():
-    if _COMPILED is not None:
-        shutil.rmtree(_COMPILED, ignore_errors=True)
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run what is long by nature")
 
 
-def pytest_collection_modifyitems(items):
-    """Tests marked `accelerator` skip where there is none, but for those that do not need it."""
+def pytest_xdist_auto_num_workers():
+    """A worker a core; beyond eight, each compiles what the others compile at the same time."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_unconfigure(config):
+    """Deletes the programs that were used longest ago, in the process that started the workers."""
+    if hasattr(config, "workerinput"):
+        return
+    left = _MOST_BYTES
+    facts = ((path, path.stat()) for path in _PROGRAMS.rglob("*") if path.is_file())
+    for path, fact in sorted(facts, key=lambda pair: -max(pair[1].st_atime, pair[1].st_mtime)):
+        left -= fact.st_size
+        if left < 0:
+            path.unlink()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out tests marked `long` without `--all`, and skips those that need an accelerator without one."""
+    if not config.option.all:
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
     if jax.default_backend() in ("gpu", "tpu"):
         return
     skip = pytest.mark.skip(reason="needs a GPU or TPU")

@@ -140,7 +140,6 @@ def test_adaptation_rows(config, luck):
     assert rows["adaptation/base policy/frozen head"].value != heads["frozen"]  # two policies
 
 
-@pytest.mark.slow
 def test_rl_rows(config, luck):
     rows = rl.rl_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2)
     names = [
@@ -165,7 +164,6 @@ def test_rl_rows(config, luck):
     assert second[3].baseline_value == first[4].value and second[4].baseline_value == second[3].value
 
 
-@pytest.mark.slow
 def test_in_loop_rows(config, luck):
     rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, learning_rate=1e-2, slices=8)
     assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(2)]

@@ -140,7 +140,6 @@ def undone(monkeypatch, folder):
         jax.config.update(name, value)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="measures all of an accelerator's shapes")
 @BY_NAME
 def test_cells_run(path, undone, capsys):

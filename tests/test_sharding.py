@@ -175,7 +175,6 @@ def results():
     return run_on_devices(CHECKS, 8)
 
 
-@pytest.mark.slow
 def test_training_does_not_depend_on_the_mesh(results):
     assert results["devices"] == 8
     assert results["logprobs"][0] < 1e-5, results["logprobs"]
@@ -188,7 +187,6 @@ def test_training_does_not_depend_on_the_mesh(results):
     assert results["compiled_late"] == 0
 
 
-@pytest.mark.slow
 def test_weights_and_moments_are_really_split(results):
     shapes = results["shapes"]
     assert shapes["embed"] == [15, 16] and shapes["lm_head"] == [15, 16]
@@ -199,7 +197,6 @@ def test_weights_and_moments_are_really_split(results):
     assert results["moment_shapes"] == [shapes, shapes]
 
 
-@pytest.mark.slow
 def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(results):
     for name in ("factor_gradients", "merged"):
         difference, leaf = results[name]
@@ -209,7 +206,6 @@ def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(res
     assert results["factor_shapes"]["layers.0.gate.b"] == [24, 3]  # along tensor, as MLP columns
 
 
-@pytest.mark.slow
 def test_decoding_does_not_depend_on_the_mesh(results):
     assert results["num_tokens"] > 50
     assert results["tokens_equal"]
@@ -223,7 +219,6 @@ def test_decoding_does_not_depend_on_the_mesh(results):
     assert results["compiled_late_decoding"] == 0
 
 
-@pytest.mark.slow
 def test_what_does_not_divide(results):
     assert results["wide_tensor"]["k"] == [None, "fsdp"]
     assert results["wide_tensor"]["q"] == ["tensor", "fsdp"]

@@ -55,7 +55,6 @@ def sampled(sequence):
     return sequence.response_ids[sequence.sampled_mask].tolist()
 
 
-@pytest.mark.slow
 def test_what_agents_got_is_what_is_trained(tmp_path, learned):
     for name in ("called", "asking"):
         (tmp_path / name).mkdir()
@@ -142,7 +141,6 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.slow
 def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
     section = f"agents={{agent: '{HERE}:unreliable', parallel: 4, time_limit: 12, failures: exclude}}"
     lines = train(

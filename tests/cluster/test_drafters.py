@@ -34,7 +34,6 @@ class TrainedHere(TrainedDrafter):
     train_below, trained = 0, False
 
 
-@pytest.mark.slow
 def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, drafts_always, tmp_path):
     """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's."""
     small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
@@ -81,7 +80,6 @@ def _named(params):
     return {f"train.params.{name}": np.asarray(leaf) for name, leaf in named_leaves(params).items()}
 
 
-@pytest.mark.slow
 def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypatch, tmp_path):
     spill, seen = tmp_path / "spill", set()
 

@@ -1,15 +1,11 @@
 """A saved policy evaluated by workers has the responses of one evaluated here."""
 
-import pytest
-
 from rljax.evaluation import evaluator
 from rljax.evaluation.settings import evaluation_config
 from rljax.progress import silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.saved_policy import load_saved_policy
 from tests.cluster.turns import Turns, in_the_middle
-
-pytestmark = pytest.mark.slow
 
 
 def evaluate(path, output, *overrides):

@@ -8,8 +8,6 @@ from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
 
-pytestmark = pytest.mark.slow
-
 
 def test_workers_lost_as_they_fetch_and_weights_that_come_damaged(world, alone, monkeypatch):
     """One is killed with the weights of a step under way; to another they come damaged twice."""

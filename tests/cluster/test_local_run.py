@@ -9,8 +9,6 @@ from tests.cluster.same_run import differences, run
 from tests.cluster.test_drafters import FEW
 from tests.cluster.turns import in_the_middle, local_run
 
-pytestmark = pytest.mark.slow
-
 DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
 
 

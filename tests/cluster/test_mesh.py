@@ -1,7 +1,5 @@
 """Workers with a mesh of several devices each: how many there are, and one that is lost, change no token."""
 
-import pytest
-
 from tests.devices import run_on_devices
 
 _RUNS = """
@@ -31,6 +29,5 @@ print("FOUND" + json.dumps([len(lost), len(devices), other]))
 """
 
 
-@pytest.mark.slow
 def test_workers_with_two_devices_each(tmp_path):
     assert run_on_devices(_RUNS, 2, tmp_path) == [1, 2, []]

@@ -43,7 +43,6 @@ def steps_of(clustered):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_two_processes_make_the_same_run(world, alone, nodes):
     """With a head that the driver trains, and a drafter of the user's."""
     drafters = (
@@ -59,7 +58,6 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes):
     """They decode while the trainer updates, and get their weights from shared memory."""
     overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
@@ -69,7 +67,6 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monkeypatch):
     """A worker whose pieces are long on their way: the other one ends what is left and races with copies."""
     copies, late, enough = [], [], time.monotonic() + 90
@@ -97,7 +94,6 @@ def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monke
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, nodes, monkeypatch):
     """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on."""
     signals, hit = [signal.SIGKILL, signal.SIGSTOP], []
@@ -131,7 +127,6 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     """The node of one worker goes in the first training rollout, and another one comes; in the second, the
     other worker is killed with the weights under way. So the one on the new node ends the run.

@@ -10,8 +10,6 @@ from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def commands(monkeypatch):

@@ -291,7 +291,6 @@ def test_some_steps_are_left_out(every, sessions):
 # -- the tiny run ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, monkeypatch, drafts_always):
     """Four workers; the first leader is lost in mid-session, behind a save."""
     workers, lost, begins = {}, [], []

@@ -13,8 +13,6 @@ from rljax.training.saved_policy import _checkpoints, load_saved_policy
 from tests.cluster.same_run import differences, run
 from tests.cluster.turns import local_run
 
-pytestmark = pytest.mark.slow
-
 STALE = "rollout.staleness=1"
 
 

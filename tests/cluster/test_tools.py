@@ -1,7 +1,5 @@
 """Responses that call tools move as others do: answers are in the ledger, or the tools are asked again."""
 
-import pytest
-
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import Died, Piece, Pieces
 from rljax.cluster.worker import _before_a_call
@@ -17,7 +15,6 @@ TOOLS = (
 )
 
 
-@pytest.mark.slow
 def test_workers_lost_in_calls_and_behind_them_change_nothing(world, monkeypatch):
     """One is lost while a response waits for a tool, and one behind an answer."""
     lost = []

@@ -1,7 +1,5 @@
 """Workers come and go while a run goes on."""
 
-import pytest
-
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import Arrived, Begin, Decode, Load, Pieces, Say, Spawn, Status, Stop, Tick, Wish
 from rljax.cluster.wish import WishFile
@@ -86,7 +84,6 @@ def test_a_slow_worker_changes_no_token():
     assert driver.coordinator.counts.restarts == 0
 
 
-@pytest.mark.slow
 def test_a_run_whose_workers_come_and_go(world, alone, monkeypatch):
     """One worker at first, then three, then one again."""
     wishes = {}

@@ -208,9 +208,7 @@ def test_trees_give_the_bits_of_plain_decoding(world):
 
 
 @pytest.mark.accelerator(needed=False)
-@pytest.mark.parametrize(
-    "nodes", [1, 3, 15, pytest.param(31, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("nodes", [1, 3, 15, 31, pytest.param(63, marks=pytest.mark.long)])
 def test_trees_of_any_size(nodes):
     world = world_of(*POLICIES[0])
     asked, plain = world.asked[:2], world.plain[:2]
@@ -220,7 +218,6 @@ def test_trees_of_any_size(nodes):
     check_sped_up(emitted, plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 3, 15, 31, 63])
 def test_trees_of_any_size_in_any_policy(world, nodes):
     for seed in range(3):

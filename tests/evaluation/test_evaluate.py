@@ -155,7 +155,6 @@ def test_more_samples_later_are_the_samples_of_a_larger_evaluation(trained, whol
     assert_same_files(tmp_path, whole)
 
 
-@pytest.mark.slow
 def test_drafts_change_no_byte(trained, whole, tmp_path, monkeypatch):
     run, _ = trained
     passes = []

@@ -25,7 +25,6 @@ def runs(tmp_path_factory):
     ]
 
 
-@pytest.mark.slow
 def test_training_has_the_same_numbers(runs):
     learned = [
         [{name: value for name, value in line.items() if "evaluation" not in name} for line in lines]
@@ -37,7 +36,6 @@ def test_training_has_the_same_numbers(runs):
     assert tokens[0] != tokens[1]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_gives_the_numbers_of_the_greedy_evaluation_inside_the_run(runs, tmp_path, capsys):
     run, lines = runs[1]
     assert evaluate(run, "--output", tmp_path) == 0

@@ -193,7 +193,6 @@ def _speculated(implementation):
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", _BACKENDS[1:])
 def test_the_engine_with_kernels_gives_the_same_bits(implementation):
     plain, speculated = _speculated(implementation)

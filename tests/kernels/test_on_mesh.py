@@ -229,7 +229,6 @@ def test_quantized_products():
             assert split
 
 
-@pytest.mark.slow
 def test_a_rollout_has_the_tokens_of_plain_decoding_on_one_device():
     meshes = {"2 devices": {"data": 2}, "2 devices, tensor": {"tensor": 2}}
     found = _found(ROLLOUT, "interpret_tpu", meshes, devices=2)

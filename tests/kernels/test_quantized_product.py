@@ -268,7 +268,7 @@ def drafted(implementation):
 @pytest.mark.parametrize(
     "implementation",
     [
-        pytest.param("interpret_gpu", marks=pytest.mark.slow),
+        "interpret_gpu",
         "interpret_tpu",
         pytest.param("native", marks=pytest.mark.accelerator),
     ],

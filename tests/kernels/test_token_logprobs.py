@@ -125,7 +125,6 @@ def test_values_and_gradients(implementation, case):
     assert not found[-1][vocab_size:].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE[0]])
 def test_blocks_that_take_several_tiles(implementation, monkeypatch):
     """Two by two tiles, one after the other: loads of the next begin while one is finished, and its ten steps
@@ -158,7 +157,6 @@ def test_memory_is_given_back_only_when_its_products_are_done(monkeypatch):
     assert specs and all(spec.delay_release == 0 for spec in specs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_several_chunks_of_the_vocabulary(implementation, monkeypatch):
     """Whole chunks, and a last one that is shorter and no multiple of a tile."""
@@ -255,7 +253,6 @@ def scored(implementation):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
 def test_training_scores_the_same(implementation):
     skip_where_it_does_not_run(implementation)
@@ -287,7 +284,7 @@ WITH_GRADIENT = {"v5e": [WIDEST], "v6e": [SMALLEST], HOPPER: [SMALLEST, WIDEST]}
 
 
 SIZES = [
-    pytest.param(size, device, id=f"{device}-{name}", marks=() if "SmolLM2" in name else pytest.mark.slow)
+    pytest.param(size, device, id=f"{device}-{name}", marks=() if "SmolLM2" in name else pytest.mark.long)
     for device in DEVICES
     for name, size in (POLICIES | ODD).items()
 ]

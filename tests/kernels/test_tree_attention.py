@@ -227,12 +227,10 @@ def _check_decoded(implementation, dtype, tolerance):
         check_same(outputs, expected, tolerance)
 
 
-@pytest.mark.slow
 def test_the_engine_with_tpu_kernels():
     _check_decoded("interpret_tpu", "float32", 1e-4)
 
 
-@pytest.mark.slow
 def test_the_engine_with_gpu_kernels(monkeypatch):
     """In bfloat16, where the sums are rounded: more tokens would sooner or later bring a near tie."""
     monkeypatch.setattr(kv_cache, "cache_dtype", lambda numerics: numerics.dtype)

@@ -145,7 +145,6 @@ def test_a_policy_does_not_shrink(policy, size, message):
         grow(policy.params, policy.config, *size, 0)
 
 
-@pytest.mark.slow
 def test_a_run_starts_from_the_grown_policy(tmp_path, capsys):
     """The tiny run's policy has one layer and an MLP of 64: to shrink it is an error."""
     options = ("warm_start=null", "training.steps=1", "evaluation.problems=0")

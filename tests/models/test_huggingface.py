@@ -611,7 +611,6 @@ def test_export_refuses_what_transformers_could_not_load(tmp_path, checkpoint):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint", "tokenizer"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="needs Linux's count of peak memory"
 )

@@ -104,7 +104,6 @@ _SHORT = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "topology", "overrides"),
     [
@@ -135,7 +134,6 @@ def test_the_config_with_lora_is_for_a_chip_on_which_all_weights_do_not_fit():
         plan_shapes(all_weights, parse_topology("v5e:1x1"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_runs_two_steps_with_its_sizes_cut(tmp_path, name):
     problems = [

@@ -210,7 +210,6 @@ def test_lengths_that_do_not_fit(tmp_path):
 
 
 @HAS_TPU
-@pytest.mark.slow
 def test_a_mesh_of_tpus(tmp_path):
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
     config = _config(tmp_path, *overrides)
@@ -226,7 +225,6 @@ def test_a_mesh_of_tpus(tmp_path):
 
 
 @HAS_CUDA
-@pytest.mark.slow
 def test_one_gpu(tmp_path):
     """With its defaults: in bfloat16, and with the kernels for Hopper."""
     plan = _plan(_config(tmp_path), "h100:1", hardware=None)
@@ -252,7 +250,6 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_eight_cpu_devices_and_a_wrong_name_from_the_command_line(tmp_path):
     file = write_config(tmp_path)
     command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", file, "--topology"]

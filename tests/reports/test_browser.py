@@ -17,7 +17,6 @@ from tests.synthetic_run import write_full_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian's package chromium)"),
 ]
 

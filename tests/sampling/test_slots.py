@@ -191,7 +191,6 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_split_over_devices_the_tokens_are_the_same():
     """Also where slots move between devices."""
     found = run_on_devices(CHECKS, 2)

@@ -242,14 +242,12 @@ def found():
     return run_on_devices(CHECKS, 8)
 
 
-@pytest.mark.slow
 def test_the_same_logits_give_the_same_tokens(found):
     assert found["devices"] == 8 and len(found["sampling"]) == (len(DISTRIBUTIONS) + 2) * 3
     for label, one in found["sampling"].items():
         assert one["same"] and one["logprobs"] < 5e-6 and one["distinct"] > 30, label
 
 
-@pytest.mark.slow
 def test_responses_are_those_of_one_device(found):
     assert len(found["tokens"]) == 5
     for label, one in found["tokens"].items():
@@ -258,17 +256,14 @@ def test_responses_are_those_of_one_device(found):
         assert one["drafted"], f"drafts verified: {label}"
 
 
-@pytest.mark.slow
 def test_rejection_gathers_the_logits_and_samples_the_same(found):
     assert found["rejection"]["same"] and found["rejection"]["accepted"] > 100
 
 
-@pytest.mark.slow
 def test_the_vocabulary_is_really_split_and_padded(found):
     assert found["shapes"] == {"embed": [33, 64], "lm_head": [33, 64], "counts": [8, 33]}
 
 
-@pytest.mark.slow
 def test_no_logits_travel(found):
     assert len(found["collectives"]) == 9
     for label, one in found["collectives"].items():

@@ -22,7 +22,6 @@ from tests.serving.tiny_server import client_of, make_run
 QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 
-@pytest.mark.slow
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
     run = make_run(tmp_path, "engine.cache_buckets=[64, 128]")
     process = subprocess.Popen(

@@ -136,7 +136,6 @@ def found(tmp_path_factory):
     return run_on_devices(CHECKS, 8, tmp_path_factory.mktemp("small") / "model")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2 devices", "4 devices", "8 devices"])
 def test_drafters_on_the_device_change_no_token(found, mesh):
     assert found["devices"] == 8
@@ -147,12 +146,10 @@ def test_drafters_on_the_device_change_no_token(found, mesh):
     assert one["updates"] == (None if mesh == "4 devices" else 2)
 
 
-@pytest.mark.slow
 def test_a_small_model_is_split_by_its_own_sizes(found):
     assert found["4 devices"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 1, "copies": 2}
 
 
-@pytest.mark.slow
 def test_a_head_learns_on_a_mesh_as_on_one_device(found):
     losses = found["losses"]
     assert losses["split"] == pytest.approx(losses["one"], rel=1e-4)
@@ -161,7 +158,6 @@ def test_a_head_learns_on_a_mesh_as_on_one_device(found):
     assert found["restored"]
 
 
-@pytest.mark.slow
 def test_split_weights_are_gathered_a_layer_at_a_time(found):
     (whole, whole_temporaries), (split, temporaries) = found["memory, replicated"], found["memory, fsdp"]
     assert split < whole - 0.8 * 4 * found["layer"]

@@ -97,7 +97,6 @@ def found():
     return run_on_devices(CHECKS, 4, json.dumps(MESHES), json.dumps(DRAFTERS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "drafter"), [(mesh, name) for mesh in MESHES for name in DRAFTERS[mesh]])
 def test_drafts_change_no_token_on_a_mesh(found, mesh, drafter):
     assert found["devices"] == 4 and found["tokens"] > 500

@@ -72,7 +72,6 @@ _RUN = (
 )
 
 
-@pytest.mark.slow
 def test_a_run_passes_over_problems_and_resumes_exactly(tmp_path):
     """Nobody passes, so every problem that was asked once is passed over but for the floor."""
     for name in ("whole", "parts"):

@@ -365,7 +365,6 @@ def test_code(make):
     assert [(parts["code"], parts["share"]) for parts in judged] == [(1, 1), (0, 0.5), (0, 0)]
 
 
-@pytest.mark.slow
 def test_math(make):
     """Also what sympy would evaluate: it runs in the sandbox, where it can do nothing and ends in time.
     Answers that it cannot read are told before any response is judged.
@@ -407,7 +406,6 @@ def test_math(make):
     assert task.extracted_answer(asked, right[1]) == "0.5"
 
 
-@pytest.mark.slow
 def test_reasoning_gym(tmp_path):
     """The environment's score; string_insertion evaluates the answer as Python."""
     create_dataset = pytest.importorskip("reasoning_gym").create_dataset

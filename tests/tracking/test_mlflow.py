@@ -10,7 +10,6 @@ from rljax.tracking import Trackers
 from tests.test_run_directory import make_config
 
 pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
-pytestmark = pytest.mark.slow  # imports and tables take seconds
 
 
 def session(path, store, *lines):

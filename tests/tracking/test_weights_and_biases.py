@@ -12,7 +12,6 @@ from rljax.tracking import Trackers
 from tests.test_run_directory import make_config
 
 wandb = pytest.importorskip("wandb", reason="the wandb extra is not installed")
-pytestmark = pytest.mark.slow  # every session starts a process
 
 
 @pytest.fixture(autouse=True)

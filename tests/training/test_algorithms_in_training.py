@@ -9,7 +9,7 @@ from rljax.algorithms.registry import ALGORITHMS, NEED_TEACHER
 from rljax.engine.executables import ExecutablePool
 from tests.training.tiny_run import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sharding info not provided")]
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
 _OTHERS = {

@@ -8,8 +8,6 @@ import pytest
 from rljax.errors import ConfigError, UserError
 from tests.training.tiny_run import train
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def _production_promotion():

@@ -32,7 +32,6 @@ def _production_promotion():
         yield
 
 
-@pytest.mark.slow
 def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, capsys):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()

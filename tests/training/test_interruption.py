@@ -95,7 +95,6 @@ def no_further(monkeypatch):
     monkeypatch.setattr(session.TrainingRun, "compile", stop)
 
 
-@pytest.mark.slow
 def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
@@ -119,7 +118,6 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert not under_way.exists()
 
 
-@pytest.mark.slow
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):
     """Before the first step at once, with the checkpoint that is resumed named; and in a step after it."""
     options = ("training.steps=2", "evaluation.every=1")

@@ -558,7 +558,6 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_a_mesh_changes_rounding_only():
     """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
     found = run_on_devices(_ON_A_MESH, 4)

@@ -21,9 +21,6 @@ from tests.training.tiny_run import SHRINKING, train
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
 
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(autouse=True)
 def _production_promotion():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -17,8 +17,6 @@ from tests.models.test_huggingface import assert_same_logits, our_logits, refere
 from tests.scripts import load_script
 from tests.training.test_speculation_in_training import final_state, run, same_bits, what, world  # noqa: F401
 
-pytestmark = pytest.mark.slow
-
 LORA = "policy.lora={rank: 4, alpha: 8}"
 STEPS = 4
 KEYS = ("algorithm.kl_coefficient=0.04", f"training.steps={STEPS}", "checkpoint.every=2")

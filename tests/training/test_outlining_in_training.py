@@ -6,8 +6,6 @@ from rljax.run_directory import RunDirectory
 from tests.training.test_loop import _numbers
 from tests.training.tiny_run import train
 
-pytestmark = pytest.mark.slow
-
 # How much is drafted follows from measured times; tokens and updates do not.
 _FROM_TIMES = ("speculation/", "rollout/occupancy", "rollout/decode_steps")
 _DEEPER = ("policy.shape.num_layers=2", "speculation.drafter=srt", "speculation.verify_buckets=[8]")

@@ -66,7 +66,6 @@ def judge():
         yield server
 
 
-@pytest.mark.slow
 def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, judge, capsys):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -83,7 +82,6 @@ def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, judge, capsys)
     assert whole[1]["reward/length"] != whole[2]["reward/length"]
 
 
-@pytest.mark.slow
 def test_verls_files_and_a_reward_that_declines_is_asynchronous_and_returns_parts(tmp_path, capsys):
     """Parquet as verl lays it out, read by its column names; with dynamic sampling by a part of the reward. A
     reward that looks for tags which nothing asks for is said to find none.

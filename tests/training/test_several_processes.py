@@ -17,8 +17,6 @@ import pytest
 from rljax.run_directory import RunDirectory
 from tests.training.tiny_run import train, write_config
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0  # seconds
 STEPS = 3

@@ -18,8 +18,6 @@ from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from tests.training.tiny_run import SHRINKING, train
 
-pytestmark = pytest.mark.slow
-
 STEPS, HALF = 20, 10
 # What may differ: times, and how the tokens came about.
 _HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_behind", "engine/waited_for")

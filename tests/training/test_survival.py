@@ -18,8 +18,6 @@ import pytest
 from rljax.run_directory import RunDirectory
 from tests.training.tiny_run import write_config
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 STEPS = 30
 ANY_TIME, BETWEEN_LINES, SAVING = "any time", "between lines", "saving"

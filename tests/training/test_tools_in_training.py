@@ -22,7 +22,6 @@ def _production_promotion():
         yield
 
 
-@pytest.mark.slow
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()

@@ -7,8 +7,6 @@ from rljax.run_directory import RunDirectory
 from tests.tracking.test_tensorboard import scalars
 from tests.training.tiny_run import train
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

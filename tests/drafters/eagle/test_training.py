@@ -206,7 +206,6 @@ def train(config, params, training, updates):
     return state, metrics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_learns_its_policy(variant):
     """On rollouts it has not seen: the next token, and as many behind it as it was trained for."""

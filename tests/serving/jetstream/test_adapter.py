@@ -147,7 +147,6 @@ def test_the_stand_in_demands_what_jetstream_demands(jetstream):
 
 
 @needs_jetstream
-@pytest.mark.slow
 def test_through_jetstreams_orchestrator(served, run):
     """In a process of its own, as importing it changes logging; more prompts than there are slots."""
     process = subprocess.run(
