@@ -46,7 +46,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests marked `long` without `--all`, and skips those that need an accelerator without one."""
+    """Leaves out what is `long` without `--all`, and skips what needs an accelerator where there is none."""
     if not config.option.all:
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
